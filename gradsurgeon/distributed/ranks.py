@@ -180,3 +180,15 @@ class Ranks:
         """Return the ids of the parameters that the running backward pass averages over ranks."""
         wrappers = [wrapper for wrapper, _ in self._live() if _dist.reduces(wrapper)]
         return frozenset(id(param) for wrapper in wrappers for param in _dist.averaged_by(wrapper))
+
+    def own(self, tensors: Collection[int]) -> list[int]:
+        """Return those of some tensors that each rank has by itself, neither averaged nor divided."""
+        averaged, params = self.averaged(), self._params()
+        return [
+            tensor
+            for tensor in tensors
+            if (param := params[tensor]) is not None
+            and param.requires_grad
+            and id(param) not in averaged
+            and not _dist.is_divided(param)
+        ]

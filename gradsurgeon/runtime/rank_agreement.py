@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +129,8 @@ class RankAgreement:
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
-        if self._votes:
+        if self._votes or self._judges:
             return bool(self._groups(done))
-        # A pause on one rank is a pause on all that have a part of what is edited: half a clip is none.
         return self._edits and bool(self._context.ranks.shard_groups(done.tensors))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
@@ -170,19 +169,24 @@ class RankAgreement:
         concerning = (
             one for one in decision.objections if one.concerns in own or one.concerns not in names
         )
-        return Heard(last.voter, tuple(concerning), decision.unanimous)
+        objections = tuple(concerning)
+        unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
+        return Heard(last.voter, objections, unanimous)
 
     def rests(self, heard: Heard) -> bool:
-        """Tell whether the rules are to rest in an update: of what is divided all ranks rest, or none."""
-        if heard.voter is None or not self._edits:
-            return self._context.paused
-        shards = self._context.ranks.shard_groups(range(len(self._context.program.names)))
-        if not shards:
+        """Tell whether the rules are to rest in an update.
+
+        A pause on one rank is a pause on all that have a part of what is edited (half a clip is none), or that would
+        stop or skip by a norm at the update.
+        """
+        everything = range(len(self._context.program.names))
+        together = self._judges or (self._edits and self._context.ranks.shard_groups(everything))
+        if heard.voter is None or not together:
             return self._context.paused
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
         step = self._context.counters.latest
         if paused and not self._context.paused:
-            text = f"rank {paused[0]} is paused and has a part of what the rules would edit: they rest here as well"
+            text = f"rank {paused[0]} is paused and has a part in what the rules would do: they rest here as well"
             self._context.event_log.notice_once("paused", text, step=step, warn=True)
         if self._context.paused and not paused:
             text = "paused between a backward pass and its update, which goes on with the rules on all ranks: they rest from the next pass on"
@@ -208,15 +212,14 @@ class RankAgreement:
             GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
         """
         context = self._context
-        judging = self._edits or self._judges
-        averaged = context.ranks.averaged() if judging and _dist.world() > 1 else frozenset()
-        for bound in context.due_rules(counter).at_step if averaged else ():
+        judging = (self._edits or self._judges) and context.ranks.is_reducing
+        for bound in context.due_rules(counter).at_step if judging else ():
             rule, tensors = bound.rule, bound.tensors
             judges, one_norm = _judges(rule), getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))
-            own = self._own(tensors, averaged)
+            own = context.ranks.own(tensors)
             if own and judges and context.mode == "act":
                 names = [context.program.names[tensor] for tensor in own]
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(names)))
@@ -224,18 +227,6 @@ class RankAgreement:
                 text = _OWN_NORM.format(name=context.program.names[own[0]])
                 where: dict[str, Any] = {"rule": rule.id, "step": counter.step, "warn": True}
                 context.event_log.notice_once("own norm", text, **where)
-
-    def _own(self, tensors: Sequence[int], averaged: Collection[int]) -> list[int]:
-        """Return the tensors that each rank has by itself, neither averaged nor divided."""
-        params = zip(tensors, self._context.parameters.params(tensors), strict=True)
-        return [
-            tensor
-            for tensor, param in params
-            if param is not None
-            and param.requires_grad
-            and id(param) not in averaged
-            and not _dist.is_divided(param)
-        ]
 
     def _groups(self, done: BackwardPass) -> _dist.Groups:
         """Return the groups whose ranks have all taken part in a pass, with a session or without."""

@@ -166,13 +166,14 @@ class Traps:
         for counter in context.counters.among(done.tensors):
             deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
             snapshots = self._snapshots[counter] if deciding else []
-            (doubtful,) = measure.nonfinite(snapshots[-1].norms if snapshots else ())
+            norms = snapshots[-1].norms if snapshots else ()
+            (doubtful,) = measure.nonfinite(norms)
             if doubtful and done.scale is not None:
                 found.append(self._overflow(counter))
                 continue
             gradients = dict(zip(*context.parameters.grads(doubtful), strict=True))
             bad = measure.counts(gradients)
-            evidence = GradientEvidence(snapshots, (), bad)
+            evidence = GradientEvidence(snapshots, (), bad, norms)
             findings = [*self._findings(deciding, evidence), *self._flagged(counter)]
             parts = {tensor: one for tensor, one in bad.items() if one.ranks}
             found += [
@@ -228,11 +229,18 @@ class Traps:
         return self._conclude(counter, [*findings, *self._judge_activations(counter)], heard)
 
     def decide_edited(self, counter: StepCounter, edited: set[int], heard: Heard) -> StepDecision:
-        """Judge gradients once more that rules at `step` may have made non-finite."""
+        """Judge gradients once more that rules at `step` may have made non-finite. A collective where they are sharded.
+
+        By the rules alone, which are those of all ranks, as are gradients that these average or divide: all find the same.
+        """
         context, due_rules = self._context, self._context.due_rules(counter)
         gradients = context.parameters.grads(sorted(edited.intersection(due_rules.trapped)))
-        (doubtful,) = measure.nonfinite(measure.norms_here(*gradients))
-        bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
+        norms = measure.norms(*gradients)
+        (doubtful,) = measure.nonfinite(norms)
+        suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
+        bad, numbers = measure.counts(suspects), measure.as_dict(norms) if doubtful else {}
+        divided = [tensor for tensor, grad in suspects.items() if _dist.is_sharded(grad)]
+        bad |= {tensor: uncounted(numbers[tensor]) for tensor in divided if tensor not in bad}
         order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
         findings = [
@@ -240,7 +248,8 @@ class Traps:
             for bound in due_rules.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, findings, heard)
+        known = _dist.world() > 1 and not context.ranks.own(bad)
+        return self._conclude(counter, findings, heard, known=known)
 
     def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
@@ -389,15 +398,27 @@ class Traps:
         ]
 
     def _conclude(
-        self, counter: StepCounter, findings: Sequence[_Finding], heard: Heard
+        self,
+        counter: StepCounter,
+        findings: Sequence[_Finding],
+        heard: Heard,
+        *,
+        known: bool = False,
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do."""
+        """Report what this rank has seen, and return what all ranks do.
+
+        Args:
+            counter: of the update.
+            findings: of the traps here.
+            heard: what the ranks have said.
+            known: whether all ranks find the same here, whatever they have said.
+        """
         context, step = self._context, counter.step
         trips = self._count(counter, findings)
         if heard.unanimous and not trips:
             # All have seen it, and it is repaired: by what all of them have run.
             heard = ALONE
-        if heard.voter is not None and heard.severity == FINE:
+        if heard.voter is not None and heard.severity <= FINE and not known:
             trips = [replace(trip, unheard=_is_nonfinite(trip.decision)) for trip in trips]
         reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self._diagnosis.of(reports, step, self._scale(counter), heard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +44,12 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(4, width)
         self.last = nn.Linear(width, 4)
-        self.own = nn.Parameter(torch.ones(4))
+        # In a module of its own: DDP averages a parameter of the outermost one even if it is told not to.
+        self.part = nn.ParameterDict({"own": torch.ones(4)})
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the model makes of ``x``."""
-        out: Tensor = self.last(torch.tanh(self.first(x))) * self.own
+        out: Tensor = self.last(torch.tanh(self.first(x))) * self.part["own"]
         return out
 
 
@@ -128,21 +129,26 @@ class Run:
             if issubclass(one.category, gradsurgeon.GradSurgeonWarning)
         ]
 
-    def step(self, number: int, spoil: Callable[[], None] | None = None) -> None:
-        """Take one step, with a fault between backward and update in step ``FAULT``."""
-        with self.listening():
+    def step(
+        self, number: int, spoil: Callable[[], None] | None = None, *, late: bool = False
+    ) -> None:
+        """Take one step, with a fault in step ``FAULT`` as soon as the gradient is there.
+
+        ``late``: between backward and update.
+        """
+        with self.listening(), spoiling(self.net, None if late or number != FAULT else spoil):
             self.optimizer.zero_grad()
             self.called(data(number)).square().mean().backward()
-        if spoil is not None and number == FAULT:
+        if late and spoil is not None and number == FAULT:
             spoil()
         with self.listening():
             self.optimizer.step()
-        self.weights.append(values(self.net, "own"))
+        self.weights.append(values(self.net, "part.own"))
 
-    def all(self, spoil: Callable[[], None] | None = None) -> dict[str, Any]:
+    def all(self, spoil: Callable[[], None] | None = None, *, late: bool = False) -> dict[str, Any]:
         """Take all steps, and tell of them."""
         for number in range(STEPS):
-            self.step(number, spoil)
+            self.step(number, spoil, late=late)
         return self.told()
 
     def told(self) -> dict[str, Any]:
@@ -160,16 +166,26 @@ class Run:
         }
 
 
-def spoiled(net: Net, on: int, name: str = "own") -> Callable[[], None]:
+def spoiled(net: Net, on: int, name: str = "part.own") -> Callable[[], None]:
     """Return what makes one gradient NaN on one rank; of a sharded one, the part that lies there."""
 
     def spoil() -> None:
         if rank() == on:
             grad = net.get_parameter(name).grad
-            assert grad is not None
+            if grad is None:  # it has yet to come
+                return
             (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(NAN)
 
     return spoil
+
+
+@contextmanager
+def spoiling(net: nn.Module, spoil: Callable[[], None] | None) -> Iterator[None]:
+    """Call a function when the last gradient of a pass has been accumulated, and before DDP hands its averages over."""
+    with ExitStack() as stack:
+        for param in net.parameters() if spoil is not None else ():
+            stack.callback(param.register_post_accumulate_grad_hook(lambda _: spoil()).remove)
+        yield
 
 
 def on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +208,7 @@ def plans_differ(*both: dict[str, Any]) -> dict[str, Any]:
 def ignored(then: str, *, on: int, mode: str = "act") -> dict[str, Any]:
     """Spoil a parameter that DDP was told to leave alone."""
     net = Net()
-    run = Run(net, averaged(net, but=("own",)))
+    run = Run(net, averaged(net, but=("part.own",)))
     run.apply(trap(then), mode=mode)
     return run.all(spoiled(net, on))
 
@@ -225,7 +241,7 @@ def edited(then: str, **options: Any) -> dict[str, Any]:
     net = Net()
     run = Run(net, averaged(net, **options))
     run.apply(trap(then))
-    return run.all(spoiled(net, 1, "last.bias"))
+    return run.all(spoiled(net, 1, "last.bias"), late=True)
 
 
 def paused(
@@ -235,7 +251,7 @@ def paused(
     net = Net()
     if sharded:
         fully_shard(net)
-    run = Run(net, net if sharded else averaged(net, but=("own",)))
+    run = Run(net, net if sharded else averaged(net, but=("part.own",)))
     run.apply(trap(), NORMS, *rules)
     assert run.session is not None
     for number in range(STEPS):
@@ -257,7 +273,7 @@ def alone() -> dict[str, Any]:
 def in_another_order() -> dict[str, Any]:
     """Apply rules to two models in another order on each rank; rank 1 spoils one of them."""
     nets = [Net(), Net()]
-    runs = [Run(net, averaged(net, but=("own",))) for net in nets]
+    runs = [Run(net, averaged(net, but=("part.own",))) for net in nets]
     for one in runs if rank() == 0 else reversed(runs):
         one.apply(trap())
     for number in range(STEPS):
@@ -269,7 +285,7 @@ def in_another_order() -> dict[str, Any]:
 def replaced() -> dict[str, Any]:
     """Put other rules in the place of the first ones, on all ranks."""
     net = Net()
-    run = Run(net, averaged(net, but=("own",)))
+    run = Run(net, averaged(net, but=("part.own",)))
     run.apply(trap("raise"))
     run.step(0)
     run.step(1)
@@ -303,25 +319,22 @@ def sharded_on_one_rank() -> dict[str, Any]:
 
 
 def shard_spoilt(*, clip: bool) -> dict[str, Any]:
-    """Spoil one shard on rank 1, which the script's own clip spreads to all."""
+    """Spoil one shard on rank 1 in the backward pass, which the script's own clip spreads to all."""
     net = Net()
     fully_shard(net)
     run = Run(net)
     run.apply(trap(), {**NORMS, "at": "step"})
 
-    def spoil() -> None:
-        spoiled(net, 1, "last.weight")()
-
+    spoil = spoiled(net, 1, "last.weight")
     for number in range(STEPS):
         run.optimizer.zero_grad()
-        run.called(data(number)).square().mean().backward()
-        if number == FAULT:
-            spoil()
+        with spoiling(net, spoil if number == FAULT else None):
+            run.called(data(number)).square().mean().backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
         with run.listening():
             run.optimizer.step()
-        run.weights.append(values(net, "own"))
+        run.weights.append(values(net, "part.own"))
     assert run.session is not None
     norms = [run.session.history(name) for name, _ in net.named_parameters()]
     return {**run.told(), "norms": norms}
@@ -331,17 +344,16 @@ def scaled() -> dict[str, Any]:
     """Train under a scaler; rank 1 has an infinity that its scaler alone sees."""
     net = Net()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    run = Run(net, averaged(net, but=("own",)))
+    run = Run(net, averaged(net, but=("part.own",)))
     run.apply(trap(), scaler=scaler)
     for number in range(STEPS):
         run.optimizer.zero_grad()
-        scaler.scale(run.called(data(number)).square().mean()).backward()
-        if number == FAULT:
-            spoiled(net, 1)()
+        with spoiling(net, spoiled(net, 1) if number == FAULT else None):
+            scaler.scale(run.called(data(number)).square().mean()).backward()
         with run.listening():
             scaler.step(run.optimizer)
         scaler.update()
-        run.weights.append(values(net, "own"))
+        run.weights.append(values(net, "part.own"))
     return run.told()
 
 
@@ -386,8 +398,8 @@ def main() -> dict[str, Any]:
     found["ignored, first"] = ignored("skip-step", on=0)
     found["ignored, observed"] = ignored("skip-step", on=1, mode="observe")
     found["hooked"] = hooked()
-    found["edited, skip-step"] = edited("skip-step")
-    found["edited, raise"] = edited("raise")
+    for then in ("skip-step", "raise", "warn"):
+        found[f"edited, {then}"] = edited(then)
     for spoilt in (None, 0):
         found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
         found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)

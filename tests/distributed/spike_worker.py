@@ -254,6 +254,15 @@ def alone(what: str, rule: dict[str, Any]) -> dict[str, Any]:
     return outcome(model, called, rule, step_backward)
 
 
+def refused(rule: dict[str, Any]) -> str:
+    """Return why a rule is refused where a rank has a gradient of its own."""
+    try:
+        alone("none", rule)
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return ""
+
+
 def paused(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
     """Pause rank 1 for some steps, in which there is a spike on all ranks."""
     model = make()
@@ -278,8 +287,14 @@ def apart() -> dict[str, Any]:
     """Train where one rank differs from the other, and where rules stop."""
     found: dict[str, Any] = {}
     for then in ("clip", "skip-step", "raise", "warn"):
-        for what in ALONE:
+        # By its own gradient a rank must not stop or skip.
+        for what in ALONE if then in ("clip", "warn") else ():
             found[f"alone, {what}, {then}"] = alone(what, spike_trap(HIGH, "parameter", then))
+        if then in ("skip-step", "raise"):
+            for per in ("parameter", "rule"):
+                found[f"refused, {per}, {then}"] = refused(spike_trap(HIGH, per, then))
+            shared = {**spike_trap(HIGH, "parameter", then), "exclude": "own.*"}
+            found[f"shared, {then}"] = alone("none", shared)
         for kind in ("DDP", "FSDP2"):
             found[f"paused, {kind}, {then}"] = paused(
                 kind, spike_trap(ABOVE["sigmas"], "rule", then)

@@ -84,10 +84,9 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("run", "name", "spoilt"),
     [
-        ("ignored, skip-step", "own", 1),
-        ("ignored, first", "own", 0),
-        ("edited, skip-step", "last.bias", 1),
-        ("hooked", "own", 1),
+        ("ignored, skip-step", "part.own", 1),
+        ("ignored, first", "part.own", 0),
+        ("hooked", "part.own", 1),
     ],
 )
 def test_what_one_rank_alone_has_is_skipped_on_all(
@@ -105,21 +104,49 @@ def test_what_one_rank_alone_has_is_skipped_on_all(
         assert ranks[0][run]["weights"] == ranks[1][run]["weights"]
 
 
-@pytest.mark.parametrize(
-    ("run", "name"), [("ignored, raise", "own"), ("edited, raise", "last.bias")]
-)
-def test_what_one_rank_alone_has_stops_all(
-    ranks: list[dict[str, Any]], run: str, name: str
+def test_what_one_rank_alone_has_stops_all(ranks: list[dict[str, Any]]) -> None:
+    own, other = (ranks[number]["ignored, raise"] for number in (1, 0))
+    head = "step 2, rule trap: 1 of 5 gradients are not finite after backward"
+    assert own["error"].startswith(f"{head}\nstopped before the update: no weight was moved\n")
+    assert other["error"].startswith(f"step 2: rank 1 trapped, and all ranks stop: {head}\n")
+    # The same report, but for what becomes of the step; what was not reproduced is told by the rank that has tried.
+    report = own["error"].partition("\ndiagnosis: not reproduced")[0].splitlines()[2:]
+    assert len(report) > 5
+    assert [line for line in other["error"].splitlines() if line in report] == report
+    assert kinds(own) == kinds(other) == [("trap", FAULT, "part.own")]
+
+
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_what_comes_after_the_vote_stops_the_rank_that_has_it(
+    ranks: list[dict[str, Any]], then: str
 ) -> None:
-    own, other = ranks[1][run], ranks[0][run]
-    assert own["error"].startswith("step 2, rule trap: 1 of 5 gradients are not finite")
-    assert other["error"] == f"step 2: rank 1 trapped, and all ranks stop: {own['error']}"
-    assert kinds(own) == kinds(other) == [("trap", FAULT, name)]
+    other, own = (rank[f"edited, {then}"] for rank in ranks)
+    head, outcome = own["error"].splitlines()[:2]
+    assert head == (
+        "step 2, rule trap: 1 of 5 gradients are not finite right before the update, and finite after backward: "
+        "something in between did it"
+    )
+    assert outcome.startswith(
+        "stopped on this rank before the update: the gradients were finite when the ranks voted, right after "
+        "backward, so that the others may go on with the update"
+        if then == "skip-step"
+        else "stopped before the update: no weight was moved"
+    )
+    assert kinds(own) == [("trap", FAULT, "last.bias")]
+    # The other has made its update, and learns at the next one that nobody votes with it any more.
+    assert moved(other) == ALL
+    assert kinds(other) == [("notice", FAULT + 1, "")]
+    assert other["error"] is None
+    assert other["said"] == [
+        "rank 1 has no session any more: this update takes place, and from now on a trap that trips raises on its "
+        "own rank"
+    ]
 
 
-@pytest.mark.parametrize("run", ["ignored, warn", "ignored, observed"])
+@pytest.mark.parametrize("run", ["ignored, warn", "ignored, observed", "edited, warn"])
 def test_rules_that_only_tell_wait_for_nobody(ranks: list[dict[str, Any]], run: str) -> None:
-    assert ("trap", FAULT, "own") in kinds(ranks[1][run])
+    name = "last.bias" if run == "edited, warn" else "part.own"
+    assert ("trap", FAULT, name) in kinds(ranks[1][run])
     assert FAULT not in [step for _, step, _ in kinds(ranks[0][run])]
 
 
@@ -130,8 +157,8 @@ def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) 
         run = rank["paused, 0"]
         assert moved(run) == SKIPPED
         assert run["clock"] == STEPS
-        own = [("trap", FAULT, "own")] if number == 0 else []
-        assert kinds(run) == [*own, ("skipped-step", FAULT, "own")]
+        own = [("trap", FAULT, "part.own")] if number == 0 else []
+        assert kinds(run) == [*own, ("skipped-step", FAULT, "part.own")]
         assert run["weights"] == ranks[0]["paused, 0"]["weights"]
 
 
@@ -161,7 +188,7 @@ def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, 
         assert run["weights"] == ranks[0]["paused edits"]["weights"]
         assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
     assert ranks[0]["paused edits"]["said"] == [
-        "rank 1 is paused and has a part of what the rules would edit: they rest here as well"
+        "rank 1 is paused and has a part in what the rules would do: they rest here as well"
     ]
 
 

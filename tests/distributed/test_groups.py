@@ -57,6 +57,6 @@ def test_groups_decide_by_themselves(ranks: list[dict[str, Any]]) -> None:
     for number, run in enumerate(runs):
         steps = [run["weights"][step] == run["weights"][step - 1] for step in range(1, STEPS)]
         assert steps == [number < 2 and step == FAULT for step in range(1, STEPS)]
-    assert runs[0]["events"] == [["skipped-step", FAULT]]
-    assert runs[1]["events"] == [["trap", FAULT], ["skipped-step", FAULT]]
+    for run in runs[:2]:
+        assert run["events"] == [["trap", FAULT], ["skipped-step", FAULT]]
     assert runs[2]["events"] == runs[3]["events"] == []
