@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,29 @@ def torchrun(ranks: int = 2) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a worker on several ranks, in forks that have the environment which torchrun would give them.
+def run_ranks(
+    worker: Path, out: Path, ranks: int = 2, words: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Run a worker on several ranks, and return what each of them has written down.
 
     Args:
         worker: a script that ends in `worker.work`.
         out: the path that it writes to, with ``.<rank>`` appended.
         ranks: how many.
+        words: what it gets on its command line besides.
     """
+    started = start_ranks(worker, out, ranks, words)
+    try:
+        for done in (fork.wait(TIMEOUT) for fork in started):
+            assert done.returncode == 0, done.stderr.decode()[-6000:]
+    finally:
+        for fork in started:
+            fork.kill()
+    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def start_ranks(worker: Path, out: Path, ranks: int, words: Sequence[str]) -> list[forks.Fork]:
+    """Start a script on several ranks, in forks that have the environment which torchrun would give them."""
     # Where it finds `worker`.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     shared = {
@@ -37,21 +53,14 @@ def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    started = [
+    return [
         forks.start(
-            [str(worker), str(out)],
+            [str(worker), str(out), *words],
             cwd=Path.cwd(),
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
-    try:
-        for done in (fork.wait(TIMEOUT) for fork in started):
-            assert done.returncode == 0, done.stderr.decode()[-6000:]
-    finally:
-        for fork in started:
-            fork.kill()
-    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
 def _free_port() -> int:

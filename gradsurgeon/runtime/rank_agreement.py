@@ -253,7 +253,9 @@ class RankAgreement:
         shared = self._measures and not set(divided).isdisjoint(groups)
         peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
         fingerprint = self._fingerprint(shared=shared)
-        host, step = platform.node(), context.counters.latest
+        # An update that one rank makes by itself shifts nothing but schedules.
+        scheduled = any(not rule.steps.always for rule in context.rules)
+        host, step = platform.node(), context.counters.latest if scheduled else 0
         info = SessionInfo(fingerprint, step, self._drifts, host, peers)
         roll = session_discovery.call(groups, context.ranks.shapes(groups), info)
         lacking = _lacking(roll, info)

@@ -183,8 +183,9 @@ def spoiled(net: Net, on: int, name: str = "part.own") -> Callable[[], None]:
 def spoiling(net: nn.Module, spoil: Callable[[], None] | None) -> Iterator[None]:
     """Call a function when the last gradient of a pass has been accumulated, and before DDP hands its averages over."""
     with ExitStack() as stack:
-        for param in net.parameters() if spoil is not None else ():
-            stack.callback(param.register_post_accumulate_grad_hook(lambda _: spoil()).remove)
+        if spoil is not None:
+            for param in net.parameters():
+                stack.callback(param.register_post_accumulate_grad_hook(lambda _: spoil()).remove)
         yield
 
 

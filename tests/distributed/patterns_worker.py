@@ -1,0 +1,53 @@
+"""Runs patterns without rules, with a trap that does not trip, and with one that does, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from distributed import patterns
+from distributed.patterns import Case, Pattern
+from worker import work
+
+HOW = ("plain", "quiet", "trips")
+
+
+def train(pattern: Pattern, how: str) -> dict[str, Any]:
+    """Train, and tell what came of it."""
+    dist.barrier()
+    case, error, start = Case(how), "", time.monotonic()
+    try:
+        pattern(case)
+    except Exception as caught:  # noqa: BLE001 # whatever it is, the other rank is to end as well
+        error = f"{type(caught).__name__}: {caught}"
+    took = time.monotonic() - start
+    events = []
+    if case.session is not None:
+        case.session.remove()
+        events = [(event.kind, event.step, event.message) for event in case.session.events]
+    return {
+        "error": error,
+        "took": took,
+        "updates": case.updates,
+        "passes": case.passes,
+        "weights": case.weights(),
+        "events": events,
+    }
+
+
+def main() -> dict[str, Any]:
+    """Run the patterns that are named after the file."""
+    warnings.simplefilter("ignore")
+    # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
+    gc.freeze()
+    known = {**patterns.ALIKE, **patterns.FSDP2}
+    known |= {"hsdp": patterns.hsdp, "hsdp_own_skip": patterns.hsdp_own_skip}
+    return {name: {how: train(known[name], how) for how in HOW} for name in sys.argv[2:]}
+
+
+if __name__ == "__main__":
+    work(main)
