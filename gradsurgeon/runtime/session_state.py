@@ -30,7 +30,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "in_a_row": controller.traps.in_a_row(),
+        "in_a_row": controller.traps.rows.by_name(controller.context.program.names),
         "rules": controller.spikes.state(),
     }
 
@@ -76,7 +76,7 @@ def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, 
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
     context.counters.resume(steps, common=state.common_step, latest=state.step)
-    controller.traps.resume(state.in_a_row, index)
+    controller.traps.rows.resume(state.in_a_row, index)
     yield from _other_names(index, state)
     shapes = _shapes(controller)
     reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}

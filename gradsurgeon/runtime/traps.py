@@ -5,27 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, Literal
 
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Decision, Spikes
-from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
+from gradsurgeon.actions import Decision
+from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.runtime.activation_flags import Flag
-from gradsurgeon.runtime.context import Context, Mode
-from gradsurgeon.runtime.due_rules import NONFINITE, BoundRule
+from gradsurgeon.runtime.conclusions import Conclusions
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
-    TrapReport,
     activation_report,
     gradient_report,
     threshold_report,
@@ -35,8 +31,8 @@ from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
 from gradsurgeon.runtime.spike_report import spike_report
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import BackwardPass, StepDecision
+from gradsurgeon.runtime.trips import Finding, Rows, Trip
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import NonfiniteCount
 
@@ -48,68 +44,15 @@ _REPAIRED = (
     "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
     "between, no trap"
 )
-_TOO_LATE = (
-    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
-    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have. "
-    "Look at what changes gradients between backward and the update"
-)
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
-
-# The id of a trap that has judged, and its report where it has tripped.
-_Finding = tuple[str, TrapReport | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """A trap that has tripped: what it reports, and how often it has done so in a row."""
-
-    rule: str
-    decision: Decision | Spikes
-    in_a_row: int
-    report: TrapReport
-    # Whether the ranks have voted on the update before there was anything to find.
-    unheard: bool = False
-
-    @property
-    def then(self) -> str:
-        gives_up = self.in_a_row >= self.decision.give_up_after
-        return "raise" if gives_up or self._is_forced else self.decision.then
-
-    @property
-    def _is_forced(self) -> bool:
-        return self.unheard and self.decision.then == "skip-step"
-
-    @property
-    def severity(self) -> int:
-        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
-
-    def outcome(self, mode: Mode) -> str:
-        """Return what becomes of the step, as a line of the report."""
-        if mode == "observe":
-            return f"observing only: `then: {self.decision.then}` would have acted"
-        if self._is_forced:
-            return _TOO_LATE
-        if self.then != self.decision.then:
-            return (
-                f"giving up: tripped {self.in_a_row} times in a row "
-                f"(give_up_after: {self.decision.give_up_after})"
-            )
-        return {
-            "raise": "stopped before the update: no weight was moved",
-            "skip-step": "step skipped: no weight and no optimizer state was touched",
-            "warn": "the update goes on (`then: warn`)" + self.report.expect,
-        }[self.then]
 
 
 class Traps:
     def __init__(self, context: Context, kept: KeptCalls, spikes: SpikeTraps) -> None:
         self._context = context
         self._spikes = spikes
-        self._diagnosis = StepDiagnosis(context, kept)
-        # How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer.
-        self._in_a_row: dict[tuple[str, int], int] = {}
-        # The same with the current update, which is judged after each call of a closure.
-        self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+        self.rows = Rows()
+        self._conclusions = Conclusions(context, kept, self.rows)
         # How often in a row scalers have skipped a step.
         self._scaler_skips: Counter[StepCounter] = Counter()
         # What was seen after each backward pass of the current step.
@@ -118,7 +61,7 @@ class Traps:
     @property
     def keeps_calls(self) -> bool:
         """Whether the next trip of some rule is diagnosed."""
-        return bool(self._diagnosis.pending)
+        return bool(self._conclusions.diagnosis.pending)
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps or self._context.due_rules(counter).reported:
@@ -127,38 +70,9 @@ class Traps:
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
             snapshots.append(snapshot)
 
-    def in_a_row(self) -> dict[str, dict[str, int]]:
-        """Return how often in a row traps have tripped, by rule and parameter."""
-        names = self._context.program.names
-        found: dict[str, dict[str, int]] = {}
-        for (rule, tensor), number in self._in_a_row.items():
-            found.setdefault(rule, {})[names[tensor]] = number
-        return found
-
-    def resume(self, in_a_row: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
-        """Go on counting what `in_a_row` has returned, with the number of each parameter by its name."""
-        self._in_a_row = {
-            (rule, index[name]): number
-            for rule, rows in in_a_row.items()
-            for name, number in rows.items()
-            if number and name in index
-        }
-
-    def _row(self, counter: StepCounter, rule: str) -> int:
-        rows = (self._in_a_row.get((rule, tensor), 0) for tensor in counter.tensors)
-        return max(rows, default=0)
-
-    def _set_row(self, counter: StepCounter, rule: str, number: int) -> None:
-        if number:
-            self._in_a_row.update({(rule, tensor): number for tensor in counter.tensors})
-        elif self._in_a_row:
-            for tensor in counter.tensors:
-                self._in_a_row.pop((rule, tensor), None)
-
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
-        for rule, times in self._with_this.pop(counter, {}).items():
-            self._set_row(counter, rule, times)
+        self.rows.done(counter)
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return what this rank has against the update after a pass. Reads the device once, and again for a report."""
@@ -178,7 +92,7 @@ class Traps:
             parts = {tensor: one for tensor, one in bad.items() if one.ranks}
             found += [
                 self._objection(
-                    counter, Trip(rule, decision, self._row(counter, rule) + 1, report), parts
+                    counter, Trip(rule, decision, self.rows.of(counter, rule) + 1, report), parts
                 )
                 for rule, report in findings
                 if report is not None and decides(decision := context.decisions[rule])
@@ -196,7 +110,7 @@ class Traps:
             "trap",
             names[counter.tensors[0]],
             report.name,
-            "\n".join([self._head(counter.step, trip), *report.lines]),
+            "\n".join([self._conclusions.head(counter.step, trip), *report.lines]),
             report.guilty,
             {names[tensor]: (one.kind, one.number) for tensor, one in parts.items()},
         )
@@ -273,7 +187,7 @@ class Traps:
         gradients: Gradients,
         heard: Heard,
         overflow: Tensor | None = None,
-    ) -> list[_Finding]:
+    ) -> list[Finding]:
         context, due_rules = self._context, self._context.due_rules(counter)
         tensors = gradients.having(due_rules.trapped)
         norms = gradients.take_norms(tensors) if tensors else ()
@@ -284,7 +198,7 @@ class Traps:
         before, doubtful, *spikes = measure.nonfinite(
             snapshots[-1].norms if snapshots else (), norms, *flags
         )
-        findings: list[_Finding] = []
+        findings: list[Finding] = []
         for one, tripped in zip(judged, spikes, strict=True):
             report = None
             if tripped:
@@ -335,10 +249,10 @@ class Traps:
                         found[tensor].append(part)
         return found
 
-    def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
+    def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
         context = self._context
-        findings: list[_Finding] = []
+        findings: list[Finding] = []
         for bound in context.due_rules(counter).thresholds:
             tensors = gradients.having(bound.tensors)
             if not tensors:
@@ -354,13 +268,13 @@ class Traps:
             findings.append((bound.rule.id, report))
         return findings
 
-    def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
+    def _judge_activations(self, counter: StepCounter) -> list[Finding]:
         return _reported(self._context.flags.take(counter, self._context.counters.common))
 
-    def _flagged(self, counter: StepCounter) -> list[_Finding]:
+    def _flagged(self, counter: StepCounter) -> list[Finding]:
         return _reported(self._context.flags.raised(counter, self._context.counters.common))
 
-    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
+    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
         context = self._context
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
@@ -383,14 +297,14 @@ class Traps:
         for bound in guilty:
             # This trip is one too many, as those after it, until the trap finds nothing.
             rule = bound.rule.id
-            self._set_row(counter, rule, max(self._row(counter, rule), patience[rule] - 1))
+            self.rows.put(counter, rule, max(self.rows.of(counter, rule), patience[rule] - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
         return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
-    ) -> list[_Finding]:
+    ) -> list[Finding]:
         names, bad = self._context.program.names, evidence.now.keys()
         return [
             (bound.rule.id, None if bad.isdisjoint(bound.tensors) else evidence.report(names, why))
@@ -400,106 +314,17 @@ class Traps:
     def _conclude(
         self,
         counter: StepCounter,
-        findings: Sequence[_Finding],
+        findings: Sequence[Finding],
         heard: Heard,
         *,
         known: bool = False,
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do.
-
-        Args:
-            counter: of the update.
-            findings: of the traps here.
-            heard: what the ranks have said.
-            known: whether all ranks find the same here, whatever they have said.
-        """
-        context, step = self._context, counter.step
-        trips = self._count(counter, findings)
-        if heard.unanimous and not trips:
-            # All have seen it, and it is repaired: by what all of them have run.
-            heard = ALONE
-        if heard.voter is not None and heard.severity <= FINE and not known:
-            trips = [replace(trip, unheard=_is_nonfinite(trip.decision)) for trip in trips]
-        reports = {trip.rule: trip.report for trip in trips}
-        diagnoses = self._diagnosis.of(reports, step, self._scale(counter), heard)
-        told = [
-            (trip.severity, self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule)))
-            for trip in trips
-        ]
-        # What stops a step is what the other ranks have to hear of.
-        worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
-        decision = StepDecision()
-        if cause is not None and worst > FINE and context.mode == "act":
-            decision = _decided(worst, cause, step)
-        if heard.severity <= worst:
-            return decision
-        return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
-
-    def _count(self, counter: StepCounter, findings: Sequence[_Finding]) -> list[Trip]:
-        """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
-        trips = []
-        for rule, report in findings:
-            times = 0 if report is None else self._row(counter, rule) + 1
-            self._with_this[counter][rule] = times
-            if report is not None:
-                trips.append(Trip(rule, self._context.decisions[rule], times, report))
-        return trips
-
-    def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:
-        raised, text = told.severity == RAISE, told.text
-        if told.rule:
-            what = "stop" if raised else "skip the step"
-            text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
-            text = "\n".join([text, *_diagnosed(diagnosis)])
-        where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
-        self._context.event_log.emit(
-            "trap" if raised else "skipped-step", text, **where, quiet=raised
-        )
-        cause = Cause(told.rank, told.rule, told.name, text, diagnosis)
-        return _decided(told.severity, cause, step)
-
-    def _head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
-        """Return how a report begins; ``ranks`` contributed what is not finite to an average."""
-        return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
-
-    def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = [snapshot.done for snapshot in self._snapshots[counter]]
-        return next((done.scale for done in passes if done.scale is not None), None)
-
-    def _tell(
-        self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
-    ) -> Cause:
-        """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
-        context, report = self._context, trip.report.caused_by(ranks)
-        head = self._head(step, trip, ranks)
-        lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]
-        text = "\n".join(lines)
-        where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
-        then = trip.then if context.mode == "act" else ""
-        context.event_log.count_changed(trip.rule, 1)
-        kind: Literal["trap", "spike"] = "spike" if isinstance(trip.decision, Spikes) else "trap"
-        context.event_log.emit(kind, text, **where, warn=then == "warn", quiet=then == "raise")
-        if then == "skip-step":
-            message = f"step {step} skipped: no weight and no optimizer state was touched"
-            context.event_log.emit("skipped-step", message, **where)
-        rank = report.ranks[0] if report.ranks else _dist.rank()
-        return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+        scale = next((done.scale for done in passes if done.scale is not None), None)
+        return self._conclusions.of(counter, findings, heard, scale, known=known)
 
 
-def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
-    """Return what was found out about a step, as lines of a report."""
-    if diagnosis is None:
-        return []
-    elsewhere = diagnosis.rank != _dist.rank()
-    head = f"found by rank {diagnosis.rank}, in its part of the batch:"
-    return [*([head] if elsewhere else ()), *diagnosis.text()]
-
-
-def _is_nonfinite(decision: Decision | Spikes) -> bool:
-    return isinstance(decision, Decision) and decision.statistic == NONFINITE
-
-
-def _reported(flags: Iterable[tuple[Flag, int]]) -> list[_Finding]:
+def _reported(flags: Iterable[tuple[Flag, int]]) -> list[Finding]:
     by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
     for flag, count in flags:
         by_rule[flag.rule.id].append((flag, count))
@@ -513,9 +338,3 @@ def _arrived(snapshots: Sequence[GradientSnapshot]) -> list[list[int]]:
     """Return in which order the gradients of an update came; nothing where its passes differ in what they reach."""
     reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
     return snapshots[-1].arrived if len(reached) == 1 else []
-
-
-def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
-    if severity < RAISE:
-        return StepDecision(skip=True, cause=cause)
-    return StepDecision(error=cause.error(step), cause=cause)

@@ -1,0 +1,135 @@
+"""What becomes of an update that traps have judged: what is said of it here, and what all ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, Literal
+
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import Decision, Spikes
+from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.distributed.ranks import FINE, RAISE, Cause
+from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import NONFINITE
+from gradsurgeon.runtime.kept_calls import KeptCalls
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
+from gradsurgeon.runtime.training_events import StepDecision
+from gradsurgeon.runtime.trips import Finding, Rows, Trip
+
+
+class Conclusions:
+    def __init__(self, context: Context, kept: KeptCalls, rows: Rows) -> None:
+        self._context = context
+        self._rows = rows
+        self.diagnosis = StepDiagnosis(context, kept)
+
+    def of(
+        self,
+        counter: StepCounter,
+        findings: Sequence[Finding],
+        heard: Heard,
+        scale: Tensor | None,
+        *,
+        known: bool = False,
+    ) -> StepDecision:
+        """Report what this rank has seen, and return what all ranks do.
+
+        Args:
+            counter: of the update.
+            findings: of the traps here.
+            heard: what the ranks have said.
+            scale: what a `GradScaler` had multiplied the loss by.
+            known: whether all ranks find the same here, whatever they have said.
+        """
+        context, step = self._context, counter.step
+        trips = self._count(counter, findings)
+        if heard.unanimous and not trips:
+            # All have seen it, and it is repaired: by what all of them have run.
+            heard = ALONE
+        if heard.voter is not None and heard.severity <= FINE and not known:
+            trips = [replace(trip, unheard=_is_nonfinite(trip.decision)) for trip in trips]
+        reports = {trip.rule: trip.report for trip in trips}
+        diagnoses = self.diagnosis.of(reports, step, scale, heard)
+        told = [
+            (trip.severity, self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule)))
+            for trip in trips
+        ]
+        # What stops a step is what the other ranks have to hear of.
+        worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
+        decision = StepDecision()
+        if cause is not None and worst > FINE and context.mode == "act":
+            decision = _decided(worst, cause, step)
+        if heard.severity <= worst:
+            return decision
+        return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
+
+    def _count(self, counter: StepCounter, findings: Sequence[Finding]) -> list[Trip]:
+        """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
+        trips = []
+        for rule, report in findings:
+            times = self._rows.count(counter, rule, tripped=report is not None)
+            if report is not None:
+                trips.append(Trip(rule, self._context.decisions[rule], times, report))
+        return trips
+
+    def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:
+        raised, text = told.severity == RAISE, told.text
+        if told.rule:
+            what = "stop" if raised else "skip the step"
+            text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
+            text = "\n".join([text, *_diagnosed(diagnosis)])
+        where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
+        self._context.event_log.emit(
+            "trap" if raised else "skipped-step", text, **where, quiet=raised
+        )
+        cause = Cause(told.rank, told.rule, told.name, text, diagnosis)
+        return _decided(told.severity, cause, step)
+
+    def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
+        """Return how a report begins; ``ranks`` contributed what is not finite to an average."""
+        return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
+
+    def _tell(
+        self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
+    ) -> Cause:
+        """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
+        context, report = self._context, trip.report.caused_by(ranks)
+        head = self.head(step, trip, ranks)
+        lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]
+        text = "\n".join(lines)
+        where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
+        then = trip.then if context.mode == "act" else ""
+        context.event_log.count_changed(trip.rule, 1)
+        kind: Literal["trap", "spike"] = "spike" if isinstance(trip.decision, Spikes) else "trap"
+        context.event_log.emit(kind, text, **where, warn=then == "warn", quiet=then == "raise")
+        if then == "skip-step":
+            message = f"step {step} skipped: no weight and no optimizer state was touched"
+            context.event_log.emit("skipped-step", message, **where)
+        rank = report.ranks[0] if report.ranks else _dist.rank()
+        return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+
+
+def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
+    """Return what was found out about a step, as lines of a report."""
+    if diagnosis is None:
+        return []
+    elsewhere = diagnosis.rank != _dist.rank()
+    head = f"found by rank {diagnosis.rank}, in its part of the batch:"
+    return [*([head] if elsewhere else ()), *diagnosis.text()]
+
+
+def _is_nonfinite(decision: Decision | Spikes) -> bool:
+    return isinstance(decision, Decision) and decision.statistic == NONFINITE
+
+
+def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
+    if severity < RAISE:
+        return StepDecision(skip=True, cause=cause)
+    return StepDecision(error=cause.error(step), cause=cause)

@@ -1,0 +1,108 @@
+"""A trap that has tripped, what becomes of its update, and how often in a row it has done so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradsurgeon.actions import Decision, Spikes
+from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP
+from gradsurgeon.runtime.context import Mode
+from gradsurgeon.runtime.nonfinite_report import TrapReport
+from gradsurgeon.runtime.step_counter import StepCounter
+
+_TOO_LATE = (
+    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
+    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have. "
+    "Look at what changes gradients between backward and the update"
+)
+# The id of a trap that has judged, and its report where it has tripped.
+Finding = tuple[str, TrapReport | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A trap that has tripped: what it reports, and how often it has done so in a row."""
+
+    rule: str
+    decision: Decision | Spikes
+    in_a_row: int
+    report: TrapReport
+    # Whether the ranks have voted on the update before there was anything to find.
+    unheard: bool = False
+
+    @property
+    def then(self) -> str:
+        gives_up = self.in_a_row >= self.decision.give_up_after
+        return "raise" if gives_up or self._is_forced else self.decision.then
+
+    @property
+    def _is_forced(self) -> bool:
+        return self.unheard and self.decision.then == "skip-step"
+
+    @property
+    def severity(self) -> int:
+        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
+
+    def outcome(self, mode: Mode) -> str:
+        """Return what becomes of the step, as a line of the report."""
+        if mode == "observe":
+            return f"observing only: `then: {self.decision.then}` would have acted"
+        if self._is_forced:
+            return _TOO_LATE
+        if self.then != self.decision.then:
+            return (
+                f"giving up: tripped {self.in_a_row} times in a row "
+                f"(give_up_after: {self.decision.give_up_after})"
+            )
+        return {
+            "raise": "stopped before the update: no weight was moved",
+            "skip-step": "step skipped: no weight and no optimizer state was touched",
+            "warn": "the update goes on (`then: warn`)" + self.report.expect,
+        }[self.then]
+
+
+class Rows:
+    """How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int], int] = {}
+        # The same with the current update, which is judged after each call of a closure.
+        self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+
+    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return how often in a row traps have tripped, by rule and parameter."""
+        found: dict[str, dict[str, int]] = {}
+        for (rule, tensor), number in self._rows.items():
+            found.setdefault(rule, {})[names[tensor]] = number
+        return found
+
+    def resume(self, rows: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
+        """Go on counting what `by_name` has returned, with the number of each parameter by its name."""
+        self._rows = {
+            (rule, index[name]): number
+            for rule, of_rule in rows.items()
+            for name, number in of_rule.items()
+            if number and name in index
+        }
+
+    def of(self, counter: StepCounter, rule: str) -> int:
+        return max((self._rows.get((rule, tensor), 0) for tensor in counter.tensors), default=0)
+
+    def put(self, counter: StepCounter, rule: str, number: int) -> None:
+        if number:
+            self._rows.update({(rule, tensor): number for tensor in counter.tensors})
+        elif self._rows:
+            for tensor in counter.tensors:
+                self._rows.pop((rule, tensor), None)
+
+    def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
+        """Count the current update, once it is done; return the row with it."""
+        times = self.of(counter, rule) + 1 if tripped else 0
+        self._with_this[counter][rule] = times
+        return times
+
+    def done(self, counter: StepCounter) -> None:
+        for rule, times in self._with_this.pop(counter, {}).items():
+            self.put(counter, rule, times)
