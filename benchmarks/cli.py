@@ -28,6 +28,7 @@ from benchmarks import (
     startup,
     step_alone,
     trackers,
+    votes,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, versions
@@ -46,6 +47,7 @@ GROUPS: dict[str, Group] = {
     device_counts.GROUP: device_counts.measured,
     diagnosis.GROUP: diagnosis.measured,
     ranks.GROUP: ranks.measured,
+    votes.GROUP: votes.measured,
     records.GROUP: records.measured,
     pages.GROUP: pages.measured,
     trackers.GROUP: trackers.measured,
@@ -53,7 +55,7 @@ GROUPS: dict[str, Group] = {
 }
 _NAMES = (*GROUPS, *(workload.name for workload in WORKLOADS))
 # These do not depend on the device: one result has them.
-_ON_HOST = (ranks.GROUP, pages.GROUP, startup.GROUP)
+_ON_HOST = (ranks.GROUP, votes.GROUP, pages.GROUP, startup.GROUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

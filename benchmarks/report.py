@@ -24,6 +24,7 @@ from benchmarks import (
     startup,
     step_alone,
     trackers,
+    votes,
 )
 from benchmarks.cases import BARE
 from benchmarks.formatting import duration, number, size, spread, table
@@ -231,6 +232,24 @@ def between_ranks(result: Result) -> str:
     ) for row in rows))  # fmt: skip
 
 
+def votes_of_ranks(result: Result) -> str:
+    """Return the table of what it costs ranks to decide alike."""
+    rows = _of(result, votes.GROUP)
+    head = ("ranks", "", "to vote", "to read the decision", "all votes of a pass, at the store")
+    how = {
+        "real": "measured",
+        "ranks": "simulated, rank by rank",
+        "hosts": f"simulated, {votes.PER_HOST} ranks of a host together",
+    }
+    return table(head, ((
+        str(row["world"]), how[row["how"]], *(_of_vote(row, key) for key in ("cast_us", "read_us", "pass_us")),
+    ) for row in rows))  # fmt: skip
+
+
+def _of_vote(row: Row, key: str) -> str:
+    return f"{row[key] / 1000:.2f} ms" if key in row else ""
+
+
 def on_a_device(result: Result) -> str:
     """Return the table of what a step asks of a device."""
     return device_page.table_of(_of(result, device_counts.GROUP))
@@ -307,6 +326,7 @@ _SECTIONS = (
     ("When it happens", diagnosis.GROUP, when_it_happens),
     ("On a device", device_counts.GROUP, on_a_device),
     ("Between ranks", ranks.GROUP, between_ranks),
+    ("Votes of ranks", votes.GROUP, votes_of_ranks),
     ("Long runs", records.GROUP, long_runs),
     ("The page of a run", pages.GROUP, drawn_pages),
     ("Trackers", trackers.GROUP, sent_to_trackers),

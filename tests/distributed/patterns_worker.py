@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import sys
 import time
 import warnings
@@ -13,7 +14,11 @@ from distributed import patterns
 from distributed.patterns import Case, Pattern
 from worker import work
 
+from gradsurgeon.distributed import hosts
+
 HOW = ("plain", "quiet", "trips")
+# Before the patterns: two ranks each have a host of their own.
+HOSTS = "--hosts"
 
 
 def train(pattern: Pattern, how: str) -> dict[str, Any]:
@@ -46,7 +51,13 @@ def main() -> dict[str, Any]:
     gc.freeze()
     known = {**patterns.ALIKE, **patterns.FSDP2}
     known |= {"hsdp": patterns.hsdp, "hsdp_own_skip": patterns.hsdp_own_skip}
-    return {name: {how: train(known[name], how) for how in HOW} for name in sys.argv[2:]}
+    names = sys.argv[2:]
+    if names[0] == HOSTS:
+        names = names[1:]
+        hosts.MANY = 3
+        own = f"host {dist.get_rank() // 2}"
+        platform.node = lambda: own
+    return {name: {how: train(known[name], how) for how in HOW} for name in names}
 
 
 if __name__ == "__main__":

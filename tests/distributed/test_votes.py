@@ -28,6 +28,7 @@ ON_THREE = (
     "all_gather_on_either_side",
     "slow_update",
 )
+BY_HOSTS = ("normal", "own_skip", "fsdp2_own_skip")
 Found = list[dict[str, Any]]
 
 
@@ -55,6 +56,11 @@ def on_three(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run(tmp_path_factory.mktemp("four"), ("hsdp", "hsdp_own_skip"), 4)
+
+
+@pytest.fixture(scope="module")
+def on_two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(tmp_path_factory.mktemp("hosts"), ("--hosts", *BY_HOSTS), 4)
 
 
 def check(found: Found, name: str) -> None:
@@ -106,6 +112,12 @@ def test_three_ranks_decide_alike(on_three: Found, name: str) -> None:
 @pytest.mark.parametrize("name", ["hsdp", "hsdp_own_skip"])
 def test_ranks_of_a_mesh_decide_alike(on_four: Found, name: str) -> None:
     check(on_four, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_HOSTS)
+def test_ranks_of_several_hosts_decide_alike(on_two_hosts: Found, name: str) -> None:
+    check(on_two_hosts, name)
 
 
 def end(folder: Path, name: str, how: str) -> tuple[list[int], list[dict[str, Any]], float]:

@@ -1,0 +1,74 @@
+"""Votes in the store: the same decision on all ranks, whoever reads it when, whoever is late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.voters_worker import OBJECTED, PASSES
+from ranks import run_ranks
+
+pytestmark = pytest.mark.cover_children
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("voters_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("voters") / "seen", 4)
+
+
+@pytest.mark.parametrize("how", ["by ranks", "by hosts"])
+def test_all_ranks_read_the_same(ranks: list[dict[str, Any]], how: str) -> None:
+    for number, rank in enumerate(ranks):
+        decisions = rank[how]["decisions"]
+        assert len(decisions) == (PASSES if number == 2 else PASSES // 2)
+        for at, decision in decisions.items():
+            objecting = OBJECTED.get(int(at), ())
+            assert decision == [
+                [[one, f"pass {at}"] for one in objecting],
+                len(objecting) == len(ranks),
+            ]
+        assert rank[how]["earlier"] == [[], False]
+        assert rank[how]["said"] == []
+
+
+def test_one_rank_of_each_host_serves_it(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["by ranks"]["serves"] for rank in ranks] == [False] * 4
+    assert [rank["by hosts"]["serves"] for rank in ranks] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("how", ["by ranks", "by hosts"])
+def test_the_store_does_not_fill_up(ranks: list[dict[str, Any]], how: str) -> None:
+    for rank in ranks:
+        earlier, later = rank[how]["keys"]
+        assert later <= earlier
+
+
+def test_a_vote_that_comes_too_late_is_none(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        first, second, third = rank["late"]["decisions"]
+        # What was decided without rank 3, it obeys; the next pass is decided by all.
+        assert first == second == [[], False]
+        assert third == [[[3, "pass 3"]], False]
+        said = rank["late"]["said"]
+        assert len(said) == (number != 3)
+        for text in said:
+            assert text == (
+                "1 of 4 ranks did not vote on this update within 1 s: it takes place, on all ranks"
+            )
+
+
+def test_ranks_that_meet_know_who_has_come(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert rank["met"]["all"] == [[one, {"of": one}] for one in range(4)]
+        # Who comes when the door is closed learns who was there.
+        assert rank["met"]["some"] == [[0, 0], [1, 1], [2, 2]], number
+
+
+def test_a_store_that_is_gone_ends_the_votes_with_a_word(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks[1:]:
+        assert rank["left"] is None
+        (text,) = rank["said"]
+        assert text.startswith("the key-value store of the job has failed (Dist")
+        assert text.endswith("): from now on each rank raises where a trap of its own trips")

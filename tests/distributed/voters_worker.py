@@ -1,0 +1,116 @@
+"""Four ranks vote: by hosts of two and rank by rank, one of them late, and at last without a store."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsurgeon import _dist
+from gradsurgeon.distributed import hosts
+from gradsurgeon.distributed.ranks import SKIP
+from gradsurgeon.distributed.votes import Decision, Objection, Voter
+
+PASSES = 100
+OBJECTED = {10: (3,), 20: (0, 1, 2, 3), 30: (1, 2)}
+
+
+def objection(rank: int, number: int) -> Objection:
+    """Return what a rank has against a pass."""
+    return Objection(rank, "trap", SKIP, "trap", "w", "w", f"pass {number}", guilty=rank == 1)
+
+
+def told(decision: Decision | None) -> Any:
+    """Return a decision as JSON can hold it."""
+    if decision is None:
+        return None
+    return [sorted((one.rank, one.text) for one in decision.objections), decision.unanimous]
+
+
+def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
+    """Cast many votes; read them in every other pass, and now and then one of an earlier pass."""
+    rank, said = dist.get_rank(), []
+    voter = Voter(kind, range(4), own_hosts, 30.0, said.append)
+    decisions, keys = {}, []
+    for number in range(1, PASSES + 1):
+        dist.barrier()
+        objections = [objection(rank, number)] if rank in OBJECTED.get(number, ()) else []
+        assert voter.cast(objections) == number
+        if number % 2 == 0 or rank == 2:
+            decisions[number] = told(voter.decision(number))
+        if number in (40, PASSES):
+            dist.barrier()
+            keys.append(_dist.store().num_keys())
+            dist.barrier()
+    earlier = told(voter.decision(PASSES - 5))
+    found = {"serves": voter.serves, "decisions": decisions, "keys": keys, "said": said}
+    dist.barrier()
+    voter.close()
+    return {**found, "earlier": earlier, "over": told(voter.decision(PASSES))}
+
+
+def late() -> dict[str, Any]:
+    """Rank 3 votes when the others have given up, against the update."""
+    rank, said = dist.get_rank(), []
+    voter = Voter("late", range(4), ["here"] * 4, 0.5, said.append)
+    decisions = []
+    for number in range(1, 4):
+        dist.barrier()
+        if rank == 3 and number == 2:
+            time.sleep(1.5)
+        voter.cast([objection(rank, number)] if rank == 3 and number > 1 else [])
+        decisions.append(told(voter.decision(number)))
+    dist.barrier()
+    voter.close()
+    return {"decisions": decisions, "said": said}
+
+
+def met() -> dict[str, Any]:
+    """Let ranks meet, of which one comes too late."""
+    rank = dist.get_rank()
+    voter = Voter("met", range(4), ["here"] * 4, 30.0, print)
+    voter.cast(())
+    all_of_them = voter.meet({"of": rank}, 10.0)
+    if rank == 3:
+        time.sleep(1.0)
+    some = voter.meet(rank, 0.3)
+    dist.barrier()
+    voter.close()
+    return {"all": sorted(all_of_them.items()), "some": sorted(some.items())}
+
+
+def main() -> None:
+    """Run every part, and write down what came of it before rank 0 leaves with the store."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}
+    hosts.MANY = 3
+    found["by hosts"] = voted("hosts", ["a", "a", "b", "b"])
+    found["late"] = late()
+    found["met"] = met()
+    said: list[str] = []
+    voter = Voter("left", range(4), ["here"] * 4, 30.0, said.append)
+    voter.cast(())
+    dist.barrier()
+    out = Path(f"{sys.argv[1]}.{rank}")
+    if rank == 0:
+        # Its process is the one that hosts the store.
+        voter.close()
+        out.write_text(json.dumps(found), encoding="utf-8")
+        return
+    while not Path(f"{sys.argv[1]}.0").exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    # The store may fail at this pass or the next: what was asked for first may still be under way.
+    found["left"] = [told(voter.decision(voter.cast(()))) for _ in range(2)][-1]
+    found["said"] = said
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
