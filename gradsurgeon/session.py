@@ -53,7 +53,8 @@ class Session(RecordQueries):
         """Let no rule act until `resume()`. Steps are still counted.
 
         On several ranks pause all of them. Under DDP a paused rank leaves its gradients as they are while the others
-        edit theirs, so that the weights drift apart; of sharded parameters all ranks leave them if one is paused.
+        edit theirs, so that the weights drift apart. Of sharded parameters all ranks leave them if one is paused; the
+        ranks learn of it at the end of a backward pass, so that a pause between a pass and its update begins after that.
         """
         self._attachment.context.paused = True
 

@@ -34,7 +34,8 @@ def told(decision: Decision | None) -> Any:
 
 def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
     """Cast many votes; read them in every other pass, and now and then one of an earlier pass."""
-    rank, said = dist.get_rank(), []
+    rank = dist.get_rank()
+    said: list[str] = []
     voter = Voter(kind, range(4), own_hosts, 30.0, said.append)
     decisions, keys = {}, []
     for number in range(1, PASSES + 1):
@@ -56,7 +57,8 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
 
 def late() -> dict[str, Any]:
     """Rank 3 votes when the others have given up, against the update."""
-    rank, said = dist.get_rank(), []
+    rank = dist.get_rank()
+    said: list[str] = []
     voter = Voter("late", range(4), ["here"] * 4, 0.5, said.append)
     decisions = []
     for number in range(1, 4):
