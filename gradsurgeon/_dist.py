@@ -211,8 +211,11 @@ def members(group: Any) -> list[int]:
 def timeout(group: Any) -> timedelta:
     """Return how long the collectives of a group wait for a rank."""
     device = torch.device(_reducible_on(group, torch.device("cpu")))
-    # There is no public word for it.
-    found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # as said
+    try:
+        # There is no public word for it.
+        found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # as said
+    except (AttributeError, RuntimeError):  # a backend of somebody else's
+        return timedelta(minutes=10)
     return found
 
 

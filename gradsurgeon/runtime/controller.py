@@ -185,6 +185,8 @@ class Controller:
         if step.inside or self._is_idle(step.counter):
             return self._judge(step, ALONE)
         heard = self._agreement.heard(step.counter)
+        if heard is ALONE:
+            return self._judge(step, heard)
         with self.context.resting(rests=self._agreement.rests(heard)):
             return self._judge(step, heard)
 

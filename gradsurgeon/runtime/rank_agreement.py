@@ -129,12 +129,16 @@ class RankAgreement:
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
+        if _dist.world() == 1:
+            return False
         if self._votes or self._judges:
             return bool(self._groups(done))
         return self._edits and bool(self._context.ranks.shard_groups(done.tensors))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Say what this rank has against the update after a pass, and keep nobody waiting."""
+        if not (self._voted or self.votes(done)):
+            return
         tensors = set(done.tensors)
         for earlier in self._voted:
             earlier.tensors -= tensors
@@ -155,10 +159,10 @@ class RankAgreement:
 
     def heard(self, counter: StepCounter) -> Heard:
         """Return what the ranks have said of an update. It may wait for their votes, never for their updates."""
-        tensors = set(counter.tensors)
+        tensors = set(counter.tensors) if self._voted else set()
         voted = (one for one in reversed(self._voted) if not one.tensors.isdisjoint(tensors))
         if (last := next(voted, None)) is None:
-            if self._votes and _dist.world() > 1:
+            if self._votes and counter.passes and _dist.world() > 1:
                 self._tell_alone(counter)
             return ALONE
         decision = last.voter.decision(last.number) or Decision()
@@ -194,8 +198,9 @@ class RankAgreement:
         return bool(paused)
 
     def close(self) -> None:
-        for voter in self._voters.values():
-            voter.close()
+        self._voted.clear()
+        while self._voters:
+            self._voters.popitem()[1].close()
 
     def _tell_alone(self, counter: StepCounter) -> None:
         # Where a rank without rules is known to be there, that has been said.

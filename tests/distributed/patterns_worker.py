@@ -14,7 +14,7 @@ from distributed import patterns
 from distributed.patterns import Case, Pattern
 from worker import work
 
-from gradsurgeon.distributed import hosts
+from gradsurgeon.distributed import hosts, votes
 
 HOW = ("plain", "quiet", "trips")
 # Before the patterns: two ranks each have a host of their own.
@@ -33,6 +33,9 @@ def train(pattern: Pattern, how: str) -> dict[str, Any]:
     events = []
     if case.session is not None:
         case.session.remove()
+        # Nothing that votes stays, though the session is still there.
+        assert not list(votes._open)
+        assert not [one for one in gc.get_objects() if type(one) is votes.Voter]
         events = [(event.kind, event.step, event.message) for event in case.session.events]
     return {
         "error": error,
