@@ -8,7 +8,7 @@ parts and puts the results together with `reduce`.
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast
@@ -237,22 +237,6 @@ def server(port: int | None, limit: timedelta) -> Any:
     return distributed.TCPStore(
         "127.0.0.1", port or 0, None, port is None, limit, wait_for_workers=False
     )
-
-
-def broadcast(value: object, source: int, groups: Groups) -> Any:
-    """Return the value of rank ``source`` on every rank of the groups. A collective per group."""
-    return gather({source: value} if rank() == source else {}, groups).get(source)
-
-
-def gather(known: Mapping[int, Any], groups: Groups) -> dict[int, Any]:
-    """Return what the ranks of the groups know, by rank. A collective per group."""
-    merged = dict(known)
-    for group in groups:
-        parts: list[Any] = [None] * torch.distributed.get_world_size(group)
-        # On a mesh, those who know something pass it on along the next dimension.
-        torch.distributed.all_gather_object(parts, merged, group=group)
-        merged = {rank: value for part in parts for rank, value in part.items()}
-    return merged
 
 
 def data_parallel(params: Iterable[Tensor]) -> list[Any]:

@@ -158,16 +158,16 @@ class Ranks:
         group, averaged = next(iter(groups.items()))
         return (group,), frozenset(averaged)
 
-    def shapes(self, group: Any) -> list[tuple[int, ...]]:
-        """Return the shapes of what the ranks of a group average or divide."""
+    def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
+        """Return the shapes of what the ranks of some groups average or divide."""
         # They are the same on all of them, where names may differ: each rank can have experts of its own.
         params = self._params()
         shared: list[Tensor] = []
         for wrapper, _ in self._live():
-            if wrapper.process_group == group:
+            if wrapper.process_group in groups:
                 shared += wrapper.parameters()
         for param in (params[index] for indices in self._meshes for index in indices):
-            if param is not None and group in _dist.mesh_groups(param):
+            if param is not None and not set(groups).isdisjoint(_dist.mesh_groups(param)):
                 shared.append(param)
         return [tuple(param.shape) for param in shared]
 

@@ -34,6 +34,12 @@ LINGER = 10.0
 _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
+_WAITS = (
+    "waiting since {waited:.0f} s for a vote on this update: not all of the {number} ranks have ended the backward pass before "
+    "it. It takes place without them after {most:.0f} s, the timeout of the process group"
+)
+
+
 class Objection(NamedTuple):
     """What a rank has against the next update.
 
@@ -216,13 +222,18 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         """Return the votes on a pass, once all ranks have voted or this one has waited long enough."""
-        began = time.monotonic()
+        began, is_told = time.monotonic(), False
         while not self._is_complete(value):
             value = self._counter.look(key, self._is_complete)
             if self._is_complete(value):
                 break
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
+            if waited > LINGER and not is_told:
+                is_told = True
+                self._tell(
+                    _WAITS.format(number=len(self.ranks), waited=waited, most=self._patience)
+                )
             if gone or waited > self._patience:
                 value = int(self._store.add(key, _LATE))
                 if not self._is_complete(value):

@@ -111,6 +111,8 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks, after the first pass that they take together."""
+        if _dist.world() == 1:
+            return
         if self._measures:
             self._roll(self._context.ranks.shard_groups(done.tensors))
         if self._decides or self._drifts:

@@ -273,7 +273,7 @@ def alone() -> dict[str, Any]:
 
 def in_another_order() -> dict[str, Any]:
     """Apply rules to two models in another order on each rank; rank 1 spoils one of them."""
-    nets = [Net(), Net()]
+    nets = [Net(), Net(width=6)]
     runs = [Run(net, averaged(net, but=("part.own",))) for net in nets]
     for one in runs if rank() == 0 else reversed(runs):
         one.apply(trap())
