@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
@@ -182,11 +183,10 @@ class Controller:
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
-        if step.inside or self._is_idle(step.counter):
-            return self._judge(step, ALONE)
-        heard = self._agreement.heard(step.counter)
-        if heard is ALONE:
-            return self._judge(step, heard)
+        heard = ALONE if step.inside else self._agreement.heard(step.counter)
+        # Another rank may have counted more updates, or fewer, so that its rules are due.
+        if not step.inside and heard.severity <= FINE and self._is_idle(step.counter):
+            return StepDecision()
         with self.context.resting(rests=self._agreement.rests(heard)):
             return self._judge(step, heard)
 
@@ -197,8 +197,6 @@ class Controller:
             having, _ = context.parameters.grads(counter.tensors)
             after_pass(context, BackwardPass(tuple(having), scale=context.scaling.scale))
         else:
-            if self._is_idle(counter):
-                return StepDecision()
             if context.paused:
                 return self._rest(step, heard)
             self._agreement.check_norms(counter)
@@ -359,7 +357,7 @@ class Controller:
         )
 
     def _is_idle(self, counter: StepCounter) -> bool:
-        """Tell whether nothing is due for a counter, by the rules alone: so it is on all ranks."""
+        """Tell whether nothing is due for a counter."""
         program = self.context.program
         if program.modules or program.tags or counter is self.context.counters.common:
             return False

@@ -35,7 +35,7 @@ _OWN_SPIKES = (
     "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
 )
 _ALONE = (
-    "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
+    "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
     "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
 )
 

@@ -14,8 +14,7 @@ from gradsurgeon.runtime.step_counter import StepCounter
 
 _TOO_LATE = (
     "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
-    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have. "
-    "Look at what changes gradients between backward and the update"
+    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
 )
 # The id of a trap that has judged, and its report where it has tripped.
 Finding = tuple[str, TrapReport | None]

@@ -214,6 +214,25 @@ def local_updates() -> dict[str, Any]:
     }
 
 
+def scheduled() -> dict[str, Any]:
+    """Let rank 1 leave out an update, so that its count lags and its rule rests where that of rank 0 trips."""
+    model, called = make("DDP")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rule = trap(then="skip-step", steps={"every": 2})
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    moved = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        out = called(data(step))
+        (everywhere(out) if step == FAULT else out).square().mean().backward()
+        before = [whole(param) for param in model.parameters()]
+        if step or dist.get_rank() == 0:
+            optimizer.step()
+        moved.append(before != [whole(param) for param in model.parameters()])
+    session.remove()
+    return {"moved": moved, "events": [event.kind for event in session.events]}
+
+
 def uneven() -> dict[str, Any]:
     """Train under `Join`."""
     _, called = make("DDP")
@@ -244,6 +263,7 @@ def main() -> dict[str, Any]:
     for params in ("side.*", "*"):
         found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["local updates"] = local_updates()
+    found["scheduled"] = scheduled()
     found["uneven"] = uneven()
     return found
 

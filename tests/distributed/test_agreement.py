@@ -123,9 +123,19 @@ def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -
     ]
     for rank in ranks:
         assert rank["local updates"]["texts"][0] == (
-            "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
+            "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
             "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
         )
+
+
+def test_a_rank_whose_rule_rests_skips_with_those_whose_rule_trips(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["scheduled"] for rank in ranks)
+    assert first["moved"] == [step != FAULT for step in range(STEPS)]
+    assert second["moved"] == [False, *first["moved"][1:]]
+    assert first["events"] == ["trap", "skipped-step"]
+    assert second["events"] == ["skipped-step"]
 
 
 @pytest.mark.cell(

@@ -203,7 +203,7 @@ def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
         ("skipped-step", FAULT, "last.bias"),
     ]
     assert one["events"][0][3] == (
-        "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no shards, "
+        "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no shards, "
         "or `no_sync`): each rank decides alone whether to stop or to skip it"
     )
     assert (moved(one), moved(other)) == (ALL, SKIPPED)
