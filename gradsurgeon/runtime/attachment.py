@@ -134,7 +134,7 @@ class Attachment:
         return not self.removed
 
     def _owner_gone(self, table: dict[str, nn.Parameter | None]) -> None:
-        self.controller.forget(self.context.parameters.drop(table))
+        self.controller.param_hooks.forget(self.context.parameters.drop(table))
         self._owners.pop(id(table), None)
         if not (self._owners or self.removed):
             self._close()

@@ -66,12 +66,12 @@ class Controller:
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
-        self._param_hooks = ParamHooks(context, self.backward)
+        self.param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         sites = ActivationRules(context, self.backward, self._module_counters)
         self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses))
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
-        self.model = ModelChanges(model, context, plan, self._param_hooks, self._module_hooks)
+        self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)
         self._search_on = options.optimizers is None
         # Whether backward passes came and no update has followed yet.
@@ -87,7 +87,7 @@ class Controller:
 
     def attach(self) -> None:
         self._early = set(self.context.parameters.grads()[0])
-        self._param_hooks.arm()
+        self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
             self._kept.attach(model)
@@ -105,11 +105,8 @@ class Controller:
         model = self._model()
         return list(self._modules if model is None else model.modules())
 
-    def forget(self, tensors: Sequence[int]) -> None:
-        self._param_hooks.forget(tensors)
-
     def go_last(self) -> None:
-        self._param_hooks.arm()
+        self.param_hooks.arm()
         if (model := self._model()) is not None:
             self._module_hooks.detach()
             self._module_hooks.refresh(named_modules(model))
@@ -121,7 +118,7 @@ class Controller:
         self.steps.close()
         self._module_hooks.detach()
         self._kept.detach()
-        self._param_hooks.disarm()
+        self.param_hooks.disarm()
         self.context.parameters.forget()
         self.context.paused = True
 
