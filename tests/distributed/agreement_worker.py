@@ -233,6 +233,21 @@ def scheduled() -> dict[str, Any]:
     return {"moved": moved, "events": [event.kind for event in session.events]}
 
 
+def own_spikes() -> dict[str, Any]:
+    """Let ranks skip by a norm that each has by itself."""
+    model, _ = make("")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+    above = {"times": 3.0, "beta": 0.9, "warmup": 4}
+    rule = {"id": "spikes", "action": "spike-trap", "params": "*", "per": "parameter"}
+    called = DistributedDataParallel(model)
+    options = {"above": above, "then": "skip-step"}
+    try:
+        outcome(model, called, rule | options, lambda step: called(data(step)).sum().backward())
+    except gradsurgeon.GradSurgeonError as caught:
+        return {"text": str(caught)}
+    return {"text": ""}
+
+
 def uneven() -> dict[str, Any]:
     """Train under `Join`."""
     _, called = make("DDP")
@@ -264,6 +279,7 @@ def main() -> dict[str, Any]:
         found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["local updates"] = local_updates()
     found["scheduled"] = scheduled()
+    found["own spikes"] = own_spikes()
     found["uneven"] = uneven()
     return found
 

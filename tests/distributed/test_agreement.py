@@ -139,6 +139,20 @@ def test_a_rank_whose_rule_rests_skips_with_those_whose_rule_trips(
 
 
 @pytest.mark.cell(
+    "DDP",
+    "step",
+    refused="a `spike-trap` that skips or raises, on parameters that DDP does not average: `exclude` them",
+)
+def test_spikes_of_what_a_rank_has_alone_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["own spikes"]["text"] == (
+            "rule spikes: ranks decide by norms that all of them have, and DDP does not average the gradients of "
+            "2.bias: a rank that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` "
+            "or `then: clip`"
+        )
+
+
+@pytest.mark.cell(
     "DDP under `Join`",
     "backward",
     "accumulated",

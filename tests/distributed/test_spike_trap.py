@@ -90,11 +90,6 @@ def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]], kind: str)
         assert given_up["weights"] == ranks[0]["apart"][f"give up, {kind}"]["weights"]
 
 
-@pytest.mark.cell(
-    "DDP",
-    "step",
-    refused="a `spike-trap` that skips or raises, on parameters that DDP does not average: `exclude` them",
-)
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
 def test_ranks_do_not_decide_by_what_one_of_them_has_alone(
     ranks: list[dict[str, Any]], then: str
