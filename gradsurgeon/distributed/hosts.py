@@ -7,6 +7,7 @@ one rank of each host starts a server for those of its host, and only their sum 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from gradsurgeon import _dist
@@ -89,6 +90,12 @@ class _OfHosts:
         return int(self._store.add(key, ours)) if count(ours) == self._here else 0
 
     def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        with suppress(RuntimeError):
+            return self._look(key, is_complete)
+        # The rank that serves the host is done and has gone; what its host has said is known to the job.
+        return int(self._store.add(key, 0))
+
+    def _look(self, key: str, is_complete: Callable[[int], bool]) -> int:
         if known := int(self._host.add(f"{key}/known", 0)):
             return known
         # Who asks first asks for the host, and goes on asking.

@@ -38,6 +38,13 @@ def test_one_rank_of_each_host_serves_it(ranks: list[dict[str, Any]]) -> None:
     assert [rank["by hosts"]["serves"] for rank in ranks] == [True, False, True, False]
 
 
+def test_a_decision_can_be_read_when_the_rank_that_serves_the_host_has_left(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in (ranks[1], ranks[3]):
+        assert rank["leaving"] == {"decision": [[[3, "pass 1"]], False], "said": []}
+
+
 @pytest.mark.parametrize("how", ["by ranks", "by hosts"])
 def test_the_store_does_not_fill_up(ranks: list[dict[str, Any]], how: str) -> None:
     for rank in ranks:

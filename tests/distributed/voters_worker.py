@@ -55,6 +55,24 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
     return {**found, "earlier": earlier, "over": told(voter.decision(PASSES))}
 
 
+def served_by_one_that_leaves() -> dict[str, Any]:
+    """Let the ranks that serve their hosts leave before the others have read the last decision."""
+    rank = dist.get_rank()
+    said: list[str] = []
+    voter = Voter("leaving", range(4), ["a", "a", "b", "b"], 30.0, said.append)
+    number = voter.cast([objection(rank, 1)] if rank == 3 else [])
+    dist.barrier()
+    if voter.serves:
+        voter.close()
+        del voter
+        dist.barrier()
+        return {"decision": None, "said": said}
+    dist.barrier()
+    found = {"decision": told(voter.decision(number)), "said": said}
+    voter.close()
+    return found
+
+
 def late() -> dict[str, Any]:
     """Rank 3 votes when the others have given up, against the update."""
     rank = dist.get_rank()
@@ -93,6 +111,7 @@ def main() -> None:
     found: dict[str, Any] = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}
     hosts.MANY = 3
     found["by hosts"] = voted("hosts", ["a", "a", "b", "b"])
+    found["leaving"] = served_by_one_that_leaves()
     found["late"] = late()
     found["met"] = met()
     said: list[str] = []
