@@ -193,6 +193,9 @@ class _Reader:
             hint = "remove it; characters can be written as escapes in double quotes"
             self.halt("yaml-syntax", message, hint, mark)
 
+    def refuse_depth(self, mark: Any) -> NoReturn:
+        self.halt("too-large", f"over {_MAX_DEPTH} levels of nesting", "", mark)
+
     def walk(self) -> _Node:
         events: Any = yaml.parse(self.source.text, Loader=_LOADER)
         try:
@@ -207,6 +210,9 @@ class _Reader:
                     break
                 self.take(event)
         except yaml.MarkedYAMLError as error:
+            # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
+            if "maximum nesting depth" in (error.problem or ""):
+                self.refuse_depth(error.problem_mark)
             message, hint, mark = syntax_error(error, self.source.lines)
             self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
         if self.root is None or self.root.data is None:
@@ -225,7 +231,7 @@ class _Reader:
             self.register(event, node)
             self.stack.append(node)
             if len(self.stack) > _MAX_DEPTH:
-                self.halt("too-large", f"over {_MAX_DEPTH} levels of nesting", "", node.start)
+                self.refuse_depth(node.start)
         elif isinstance(event, yaml.CollectionEndEvent):
             self.attach(self.close(event))
 
