@@ -2,13 +2,13 @@
 
 A sharded parameter is a `DTensor`: every rank holds a part of it. Reductions of one give this rank's
 number without a word, so that nothing else in the package reduces a `DTensor`: it works on `local`
-parts and puts the results together with `reduce`.
+parts and merges the results of the ranks.
 """
 
-import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, cast
@@ -131,16 +131,28 @@ def spread(tensor: Tensor) -> Groups:
     return tuple(sharded.device_mesh.get_group(place) for place, kind in kinds if kind.is_shard())
 
 
-def sharing(tensor: Tensor) -> list[int]:
-    """Return the ranks that have the elements of a tensor between them, each element once."""
+_sharing: weakref.WeakKeyDictionary[Any, dict[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def sharing(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ranks that together hold each element of a tensor once, ascending; nothing if this one holds all."""
     if not is_sharded(tensor):
-        return [rank()]
+        return ()
     sharded: Any = tensor
-    mesh, place = sharded.device_mesh, sharded.device_mesh.get_coordinate()
-    kinds = zip(place, sharded.placements, strict=True)
+    known = _sharing.setdefault(sharded.device_mesh, {})
+    if (
+        sharded.placements not in known
+    ):  # indexing a mesh takes longer than measuring a small tensor
+        known[sharded.placements] = _ranks_sharing(sharded.device_mesh, sharded.placements)
+    return known[sharded.placements]
+
+
+def _ranks_sharing(mesh: Any, placements: Any) -> tuple[int, ...]:
+    kinds = zip(mesh.get_coordinate(), placements, strict=True)
     # Along the other dimensions all ranks hold the same.
     index = tuple(slice(None) if kind.is_shard() else own for own, kind in kinds)
-    return sorted(mesh.mesh[index].flatten().tolist())
+    ranks = sorted(mesh.mesh[index].flatten().tolist())
+    return tuple(ranks) if len(ranks) > 1 else ()
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
@@ -150,8 +162,8 @@ def mesh_groups(tensor: Tensor) -> Groups:
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group.
 
-    A group serves the devices of its backends and no others: NCCL cannot reduce what was offloaded to
-    the host. So it is reduced where the group can, and comes back to where it was.
+    A group serves the devices of its backends and no others: NCCL cannot reduce a tensor on the host. The
+    result comes back to the device of ``values``.
     """
     reduced = values.clone()
     kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
@@ -161,29 +173,34 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     return reduced.to(values.device)
 
 
-def sums(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Return the sums of what the ranks have of each gradient, a row each; plain ones keep what they have."""
-    return _merged(grads, parts, "sum")
+def gather(values: Tensor, groups: Groups) -> Tensor:
+    """Return ``values`` of all ranks of some groups. Shape ``[ranks, *values.shape]``. One collective per group."""
+    gathered = values[None]
+    for group in groups:
+        own = gathered.to(_reducible_on(group, gathered.device)).contiguous()
+        parts = [torch.empty_like(own) for _ in members(group)]
+        torch.distributed.all_gather(parts, own, group=group)
+        gathered = torch.cat(parts)
+    return gathered.to(values.device)
 
 
-def maxima(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Return the largest of what the ranks have of each gradient, as `sums` does; NaN stays NaN."""
-    # Whether a backend's maximum keeps NaN is nowhere promised.
-    is_nan = parts.isnan()
-    numbers = parts.nan_to_num(-math.inf, math.inf, -math.inf)
-    merged = _merged(grads, torch.stack([numbers, is_nan.to(parts.dtype)], 1), "max")
-    return merged[:, 0].masked_fill(merged[:, 1] > 0, math.nan)
+def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return one number per gradient, made of what all ranks measured of their parts. A collective.
 
+    All ranks must call it with the same gradients in the same order.
 
-def _merged(grads: Sequence[Tensor], parts: Tensor, op: Op) -> Tensor:
+    Args:
+        grads: the gradients; a plain one has one part, that of this rank.
+        parts: shape ``[len(grads), k]``.
+        merge: maps numbers of shape ``[ranks, n, k]`` to shape ``[n]``.
+    """
     places_of: dict[Groups, list[int]] = {}
     for place, grad in enumerate(grads):
-        if groups := spread(grad):
-            places_of.setdefault(groups, []).append(place)
-    merged = parts.clone()
+        places_of.setdefault(spread(grad), []).append(place)
+    merged = parts.new_empty(len(grads))
     for groups, places in places_of.items():
         index = torch.tensor(places, device=parts.device)
-        merged[index] = reduce(parts[index], groups, op)
+        merged[index] = merge(gather(parts[index], groups))
     return merged
 
 

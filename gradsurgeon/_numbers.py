@@ -7,13 +7,13 @@ gradients in one tensor, or one over many ranks.
 import cmath
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _torch
 
 
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -302,36 +302,3 @@ class Segments(NamedTuple):
 
     def per_element(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self.lengths, output_size=len(self.flat))
-
-
-class Shards:
-    """Sharded gradients, of each of which this rank holds a part, be it empty; `sizes` are whole, in float64.
-
-    Putting numbers together is a collective: all ranks have the same gradients in the same order.
-    """
-
-    def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._grads = [_dist.settled(grad) for grad in grads]
-        self.parts = [_dist.local(grad) for grad in self._grads]
-        sizes = [grad.numel() for grad in self._grads]
-        self.sizes = torch.tensor(sizes, dtype=torch.float64, device=self.parts[0].device)
-
-    def each(self, measure: Callable[..., Tensor], *arguments: Iterable[object]) -> Tensor:
-        rows = zip(self.parts, *arguments, strict=True)
-        return torch.stack([measure(*row) for row in rows]).double()
-
-    def norms(self, order: float) -> Tensor:
-        found = norms(self.parts, order)
-        if math.isinf(order):
-            return self.max(found)
-        # Powers of float32 norms do not overflow in float64.
-        return self.sum(found.double() ** order).pow(1.0 / order)
-
-    def sum(self, values: Tensor) -> Tensor:
-        return _dist.sums(self._grads, values)
-
-    def max(self, values: Tensor) -> Tensor:
-        return _dist.maxima(self._grads, values)
-
-    def min(self, values: Tensor) -> Tensor:
-        return -self.max(-values)

@@ -1,27 +1,33 @@
 """Statistics of gradients of any layout and dtype, sharded ones included."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon._numbers import Segments, Shards
+from gradsurgeon._numbers import Segments
 from gradsurgeon.statistics import STATISTICS
 
+# The number of a shard without elements, where a statistic has no function for shards.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+_MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts[..., 0].sum(0),
+    "max": lambda parts: parts[..., 0].amax(0),
+    "min": lambda parts: parts[..., 0].amin(0),
+}
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return one statistic of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
-    Of sharded gradients it is that of the whole, which takes a collective: all ranks must come here
-    with the same gradients in the same order.
+    For sharded gradients this is a collective and measures the whole gradient: all ranks must call it with the same
+    gradients in the same order.
     """
     with torch.no_grad():
         if _dist.any_sharded(grads):
-            return _of_shards(stat, Shards(grads)).float()
+            return _of_shards(stat, grads).float()
         if stat == "l2":
             return _numbers.norms(grads)
         # What an empty gradient has is not what a reduction of no elements says.
@@ -65,16 +71,34 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     return how.measure(elements, grad.numel() - elements.numel()).to(torch.float32)
 
 
-def _of_shards(stat: str, shards: Shards) -> Tensor:
+def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that maps the numbers of shards, ``[ranks, n, k]`` in float64, to ``[n]``."""
+    merge = STATISTICS[stat].merge
+    return _MERGES[merge] if isinstance(merge, str) else merge
+
+
+def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
+    """Return what `merge_of` needs of the shard that this rank holds of each gradient. Shape ``[len(grads), k]``, float64."""
+    return torch.stack([_part(stat, _dist.local(grad)) for grad in grads])
+
+
+def _part(stat: str, shard: Tensor) -> Tensor:
     how = STATISTICS[stat]
-    if not isinstance(how.merge, str):
-        return how.merge(shards)
-    neutral = _NEUTRAL[how.merge]
+    if how.part is not None:
+        numbers = how.part(_numbers.in_float32(shard.detach()))
+        return torch.stack(
+            [torch.as_tensor(one, dtype=torch.float64, device=shard.device) for one in numbers]
+        )
+    if not shard.numel():
+        neutral = _NEUTRAL[how.merge] if isinstance(how.merge, str) else 0.0
+        return torch.full((1,), neutral, dtype=torch.float64, device=shard.device)
+    return statistic(stat, shard).double()[None]
 
-    def measured(part: Tensor) -> Tensor:
-        if part.numel() == 0:
-            return torch.full((), neutral, device=part.device)
-        return statistic(stat, part)
 
-    merge = {"sum": shards.sum, "max": shards.max, "min": shards.min}[how.merge]
-    return torch.where(shards.sizes == 0, how.empty, merge(shards.each(measured)))
+def _of_shards(stat: str, grads: Sequence[Tensor]) -> Tensor:
+    settled = [_dist.settled(grad) for grad in grads]
+    merged = _dist.over_ranks(settled, parts(stat, settled), merge_of(stat))
+    empty = [not grad.numel() for grad in settled]
+    if any(empty):
+        merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
+    return merged

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from gradsurgeon.store import Logged, Lookup, RecordQueries
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Answer = TypeVar("Answer")
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5
 
@@ -54,7 +55,8 @@ class Session(RecordQueries):
 
         On several ranks pause all of them. Under DDP a paused rank leaves its gradients as they are while the others
         edit theirs, so that the weights drift apart. Of sharded parameters all ranks leave them if one is paused; the
-        ranks learn of it at the end of a backward pass, so that a pause between a pass and its update begins after that.
+        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that. Sharded
+        parameters have no records of passes in which one rank is paused.
         """
         self._attachment.context.paused = True
 
@@ -195,6 +197,45 @@ class Session(RecordQueries):
         """
         options = {"step": step, "call": call, "sample": sample or None, "image": image}
         return self._draw(self, kind, name=name, rule=rule, **options)
+
+    def history(
+        self, name: str, stat: str = "l2", *, rule: str | None = None
+    ) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first; nothing if no gradient has arrived.
+
+        Waits for the device. For a parameter that ranks share (FSDP2, tensor parallel) it is a collective while the
+        session is on: all ranks that share the parameter must call it. After that the lowest of them answers.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed if several rules record the statistic.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: recorded by no rule, or by several; or another rank did not call it within 10 s.
+        """
+        return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
+
+    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+        """Return the newest value of what `history` returns, under the same conditions.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed if several rules record the statistic.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: recorded by no rule, or by several; nothing recorded yet, or nothing in the last three steps in
+                which the rule was due; or another rank did not call it within 10 s.
+        """
+        return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
+
+    def _asked(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
+        # All that this rank has measured is on its way before it asks.
+        canonical = self._lookup().aliases.get(name, name)
+        return self._attachment.context.recorder.shared.ask(canonical, stat, answer)
 
     def _lookup(self) -> Lookup:
         records = self._attachment.records

@@ -1,7 +1,7 @@
-"""The table of statistics: how each is measured, of many gradients at once, and merged over shards.
+"""The table of statistics: how each is measured, batched over many gradients, and merged over shards.
 
-A new statistic is one more entry, of gradsurgeon's here, of a user's own by `add_statistic`. Nothing here
-imports torch before it measures, because linting a rule file must not need it.
+A new statistic is one more entry: here, or by `add_statistic` for a user's own. Nothing here imports torch
+before it measures, because linting a rule file must not need torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon._numbers import Segments, Shards
+    from gradsurgeon._numbers import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,21 @@ class Statistic:
         measure: maps the elements of one gradient to a 0-dim tensor on their device, without waiting
             for it. It also gets the number of zeros that a sparse gradient leaves out. Half-precision
             elements come as float32.
-        merge: how the numbers of the shards of a gradient become that of the whole: ``"sum"``,
-            ``"max"``, ``"min"``, or a function that returns the numbers of whole `Shards`.
-        empty: what a gradient without elements has.
+        merge: how the numbers of the shards of a gradient become the number of the whole: ``"sum"``, ``"max"``,
+            ``"min"``, or a function that maps the numbers in ``part`` of all ranks, float64 of shape
+            ``[ranks, gradients, numbers]``, to shape ``[gradients]``.
+        empty: the number of a gradient without elements.
+        part: maps the elements of a shard, which may be none, to the numbers that ``merge`` needs, as 0-dim tensors
+            or plain numbers; without it the one number of ``measure``.
         segments: the same as ``measure`` for many small gradients in one call, where that is faster;
             returns one number per gradient.
         real: there is no such number of complex gradients.
     """
 
     measure: Callable[[Tensor, int], Tensor]
-    merge: Literal["sum", "max", "min"] | Callable[[Shards], Tensor]
+    merge: Literal["sum", "max", "min"] | Callable[[Tensor], Tensor]
     empty: float = math.nan
+    part: Callable[[Tensor], tuple[Tensor | float, ...]] | None = None
     segments: Callable[[Segments], Tensor] | None = None
     real: bool = False
 
@@ -95,14 +99,26 @@ def _stds(segments: Segments) -> Tensor:
     return (segments.sum(deviations.square_()) / segments.lengths).sqrt_()
 
 
-def _mean_of_shards(shards: Shards) -> Tensor:
-    return shards.sum(shards.each(lambda part: part.double().sum())) / shards.sizes
+def _mean_and_count(elements: Tensor) -> tuple[Tensor, int]:
+    return elements.double().sum() / max(1, elements.numel()), elements.numel()
 
 
-def _std_of_shards(shards: Shards) -> Tensor:
-    means = _mean_of_shards(shards)
-    squares = shards.each(lambda part, mean: (part.double() - mean).square().sum(), means)
-    return (shards.sum(squares) / shards.sizes).sqrt()
+def _mean_of_parts(parts: Tensor) -> Tensor:
+    means, counts = parts.unbind(-1)
+    return (means * counts).sum(0) / counts.sum(0)
+
+
+def _deviation(elements: Tensor) -> tuple[Tensor, Tensor, int]:
+    mean, count = _mean_and_count(elements)
+    squares = (elements.double() - mean).square().sum()
+    return mean, (squares / max(1, count)).sqrt(), count
+
+
+def _std_of_parts(parts: Tensor) -> Tensor:
+    # Chan, Golub and LeVeque (1979): squared deviations of groups add up around the common mean.
+    means, deviations, counts = parts.unbind(-1)
+    squares = deviations.square() + (means - _mean_of_parts(parts[..., ::2])).square()
+    return ((counts * squares).sum(0) / counts.sum(0)).sqrt()
 
 
 STATISTICS: dict[str, Statistic] = {
@@ -115,7 +131,7 @@ STATISTICS: dict[str, Statistic] = {
     # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
     "l2": Statistic(
         _l2,
-        merge=lambda shards: shards.norms(2.0),
+        merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),
         empty=0.0,
         segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
     ),
@@ -127,11 +143,12 @@ STATISTICS: dict[str, Statistic] = {
     ),
     "mean": Statistic(
         lambda elements, missing: elements.sum() / (elements.numel() + missing),
-        merge=_mean_of_shards,
+        merge=_mean_of_parts,
+        part=_mean_and_count,
         segments=lambda segments: segments.sum(segments.flat) / segments.lengths,
         real=True,
     ),
-    "std": Statistic(_std, merge=_std_of_shards, segments=_stds),
+    "std": Statistic(_std, merge=_std_of_parts, part=_deviation, segments=_stds),
     "min": Statistic(
         lambda elements, missing: elements.amin().clamp(max=0) if missing else elements.amin(),
         merge="min",

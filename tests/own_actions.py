@@ -23,11 +23,10 @@ from gradsurgeon import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon._numbers import Shards
 
-
-def _square_mean_of_shards(shards: Shards) -> Tensor:
-    return shards.sum(shards.each(lambda part: part.double().square().sum())) / shards.sizes
+def _square_mean_of_parts(parts: Tensor) -> Tensor:
+    squares, counts = parts.sum(0).unbind(-1)
+    return squares / counts
 
 
 add_statistic("large", Statistic(lambda grad, _: (grad.abs() > 0.01).sum(), merge="sum", empty=0))
@@ -36,7 +35,8 @@ add_statistic(
     "power",
     Statistic(
         lambda grad, missing: grad.square().sum() / (grad.numel() + missing),
-        merge=_square_mean_of_shards,
+        merge=_square_mean_of_parts,
+        part=lambda elements: (elements.double().square().sum(), elements.numel()),
         segments=lambda segments: segments.sum(segments.flat.square()) / segments.lengths,
     ),
 )

@@ -42,6 +42,8 @@ class SessionInfo(NamedTuple):
     step: int
     # Whether weights differ between ranks where not all have these rules.
     drifts: bool
+    # Whether rules measure whole gradients that are divided over ranks.
+    measures: bool
     host: str
     # The ranks of all groups that it shares gradients with.
     peers: tuple[int, ...]

@@ -6,7 +6,7 @@ import atexit
 import io
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.recording.previews import CaptureKey, previews
+from gradsurgeon.recording.shared_rows import PartRow, SharedRows, WholeRow, shares
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class Recorder:
         self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
-        self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
+        self._ring: DeviceQueue[_Row | PartRow] = DeviceQueue(self._take)
+        # Rows of tensors that ranks share.
+        self.shared = SharedRows(self._tell_of_shared)
         if event_log is not None:
             event_log.sink = self.event
             if writer is None:
@@ -104,6 +107,22 @@ class Recorder:
         row = _Row(key, step, columns, replace)
         # By identity: to hash the names of thousands of tensors takes longer than to measure them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
+        self._move(due=self._is_due())
+
+    def add_parts(
+        self, key: Key, step: int, columns: Sequence[int], grads: Sequence[Tensor], parts: Tensor
+    ) -> None:
+        """Take one row of which this rank has measured shards only, or replace the last one of the same step.
+
+        Args:
+            key: of the series.
+            step: of the row.
+            columns: the columns that have values, ascending.
+            grads: the tensors of the columns.
+            parts: shape ``[len(columns), k]``, the numbers that merging the statistic needs.
+        """
+        row = PartRow(key, step, self.shared.passes, columns, shares(grads))
+        self._ring.put(row, parts, slot=(id(key), step))
         self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
@@ -137,6 +156,7 @@ class Recorder:
     def _move(self, *, due: bool) -> None:
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
             self._ring.send()
+            self._exchange()
         if due:
             self._commit()
 
@@ -148,6 +168,7 @@ class Recorder:
         else:
             self._gather()
             self._ring.send()
+            self._exchange()
         for outlet in outlets:
             outlet.event(event)
 
@@ -160,6 +181,8 @@ class Recorder:
                 stack.callback(self.writer.close)
             self._gather()
             self._ring.settle()
+            with self._ring.lock:
+                self._keep(self.shared.close())
             if self._outlets:
                 self._commit(wait=True)
             begin = time.monotonic()
@@ -196,8 +219,17 @@ class Recorder:
     def flush(self) -> None:
         self._gather()
         self._ring.settle()
+        self._exchange()
         if self._is_due():
             self._commit()
+
+    def _exchange(self) -> None:
+        with self._ring.lock:
+            self._keep(self.shared.exchange())
+
+    def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
+        if self._event_log is not None:
+            self._event_log.notice_once(topic, text, rule=rule, step=self.step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
         # One that has failed has yet to say so.
@@ -229,8 +261,20 @@ class Recorder:
                 self.lost.append(text)
             self._event_log.notice_once(what, text, step=self.step(), warn=warn)
 
-    def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
-        packed = [(row, *row.pack(values)) for row, values in rows]
+    def _take(self, rows: Sequence[tuple[_Row | PartRow, Tensor]]) -> None:
+        packed = []
+        for row, values in rows:
+            if isinstance(row, PartRow):
+                self.shared.take(row, values)
+            else:
+                packed.append((row, *row.pack(values)))
+        self._store(packed)
+
+    def _keep(self, rows: Iterable[WholeRow]) -> None:
+        whole = ((_Row(row.key, row.step, row.columns, replace=True), row.values) for row in rows)
+        self._store([(row, *row.pack(values)) for row, values in whole])
+
+    def _store(self, packed: Sequence[tuple[_Row, bytes, frozenset[int]]]) -> None:
         # Memory has all of it before anything can go wrong with the file.
         for store in (self.records, *self._open):
             for row, values, absent in packed:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -26,7 +25,6 @@ from gradsurgeon.runtime.due_rules import NONFINITE, NOTHING_DUE, DueRules, Rule
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
-from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.kept_step import FailedStep
@@ -109,14 +107,6 @@ class Context:
             yield
         finally:
             self.paused = paused
-
-    def silent(self) -> Self:
-        """Return the same without a memory: other ranks wait for what is measured, nobody here reads it."""
-        silent = copy.copy(self)
-        silent.paused = False
-        silent.event_log = EventLog(self.rules, [0] * len(self.rules))
-        silent.recorder, silent.captures = Recorder(Records()), CapturedTensors(silent.event_log)
-        return silent
 
     def place(self, step: int, rule: str) -> str:
         model = f", model {printable(self.title)}" if self.title else ""

@@ -157,8 +157,8 @@ class Controller:
     def _see(self, done: BackwardPass) -> tuple[bool, bool]:
         """Let rules see what a pass has left; tell whether it is a step by hand, and whether it goes on with one."""
         context = self.context
-        if self._agreement.is_needed_by_others(done.tensors, update=False):
-            after_pass(context.silent(), done)
+        if context.ranks.shard_groups(done.tensors):
+            context.recorder.shared.passes += 1
         if done.scale is not None:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
@@ -195,7 +195,7 @@ class Controller:
             after_pass(context, BackwardPass(tuple(having), scale=context.scaling.scale))
         else:
             if context.paused:
-                return self._rest(step, heard)
+                return self.traps.rest(counter, heard)
             self._agreement.check_norms(counter)
             self._catch_up(step)
         if step.again:
@@ -331,16 +331,6 @@ class Controller:
             )
             event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
-
-    def _rest(self, step: Step, heard: Heard) -> StepDecision:
-        counter = step.counter
-        if self._agreement.is_needed_by_others(counter.tensors, update=True):
-            silent = self.context.silent()
-            gradients = Gradients(silent, silent.due_rules(counter).final, step.scale)
-            spikes = SpikeTraps(silent)
-            Traps(silent, self._kept, spikes).measure(counter, gradients)
-            StepRules(silent, spikes).run(counter, gradients, acting=False)
-        return self.traps.rest(counter, heard)
 
     def _is_awaited(self) -> bool:
         """Tell whether the passes of this step feed another optimizer, which has not stepped yet."""

@@ -88,9 +88,14 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
         _keep(context, bound_rule, gradients, tensors)
     elif tensors:
         columns = bound_rule.columns(tensors)
+        shared = _dist.any_sharded(gradients.of(tensors))
         for stat, key in bound_rule.keys.items():
-            values = gradients.statistics(stat, tensors)
-            context.recorder.add(key, step, columns, values, replace=True)
+            if shared:
+                grads, parts = gradients.parts(stat, tensors)
+                context.recorder.add_parts(key, step, columns, grads, parts)
+            else:
+                values = gradients.statistics(stat, tensors)
+                context.recorder.add(key, step, columns, values, replace=True)
         context.event_log.count_fired(rule.id, step, len(tensors))
 
 
@@ -100,7 +105,7 @@ def _keep(
     rule, step = bound_rule.rule, bound_rule.counter.step
     for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
         # It counts by itself.
-        context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
+        context.captures.keep(rule, context.program.names[tensor], step, true)
 
 
 def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logged) -> None:

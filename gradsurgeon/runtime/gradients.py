@@ -89,6 +89,18 @@ class Gradients:
         with torch.no_grad():
             return measure.statistics(stat, self.unscaled(tensors))
 
+    def parts(self, stat: str, tensors: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Return gradients, and what merging a statistic over ranks needs of the shards that this rank holds.
+
+        A collective only for gradients that await a sum over ranks.
+
+        Returns:
+            The gradients with these sums carried out, and numbers of shape ``[len(tensors), k]``.
+        """
+        with torch.no_grad():
+            grads = list(map(_dist.settled, self.unscaled(tensors)))
+            return grads, measure.parts(stat, grads)
+
     @contextmanager
     def in_true_units(self, edited: Iterable[int]) -> Iterator[None]:
         """Take the scale of a `GradScaler` off while rules edit, which a fused optimizer divides by."""

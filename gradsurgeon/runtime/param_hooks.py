@@ -106,7 +106,7 @@ class TensorHook(Hook):
             return self._edit(context, rule, grad)
         if isinstance(rule, CaptureRule):
             name, step = context.program.names[self.tensor], context.counters[self.tensor].step
-            true = _dist.whole(unscaled(grad, context.scaling.scale))
+            true = unscaled(grad, context.scaling.scale)
             context.captures.keep(rule, name, step, true)
             return grad
         with torch.no_grad():

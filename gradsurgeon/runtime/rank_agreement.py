@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, PAUSED
 from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
@@ -96,8 +96,10 @@ class RankAgreement:
             or any(_then(rule) == "skip-step" for rule in acting)
             or any(map(_averages_losses, context.rules))
         )
-        # What is divided over ranks can be measured by all of them together only.
-        self._measures = any(rule.target == "params" for rule in context.rules)
+        # In both modes: rules that measure whole gradients at the update, which are divided over ranks.
+        self._measures = any(map(self._measures_whole, context.rules))
+        # Rules that record shards.
+        self._records = any(map(_records, context.rules))
         # By the names of groups: the roll of the ranks in them.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._voters: dict[str, Voter] = {}
@@ -109,12 +111,23 @@ class RankAgreement:
         decision = self._context.decisions.get(rule.id)
         return _decides(rule) and getattr(decision, "statistic", "") == NONFINITE
 
+    def _measures_whole(self, rule: Rule) -> bool:
+        """Tell whether a rule takes norms or statistics over all shards of a gradient."""
+        if rule.target != "params":
+            return False
+        decision, edit = self._context.decisions.get(rule.id), self._context.edits.get(rule.id)
+        judges = decision is not None and getattr(decision, "statistic", "") != NONFINITE
+        return judges or getattr(edit, "by_norm", None) is not None
+
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks, after the first pass that they take together."""
         if _dist.world() == 1:
             return
-        if self._measures:
-            self._roll(self._context.ranks.shard_groups(done.tensors))
+        divided = self._context.ranks.shard_groups(done.tensors)
+        if self._measures or self._records:
+            roll = self._roll(divided)
+            if roll is not None and self._records:
+                self._context.recorder.shared.open(f"{roll.prefix}/rows")
         if self._decides or self._drifts:
             self._roll(self._groups(done))
 
@@ -122,20 +135,14 @@ class RankAgreement:
         """Find the other ranks before the first gradients of single losses that they average together."""
         self._roll(groups)
 
-    def is_needed_by_others(self, tensors: Sequence[int], *, update: bool) -> bool:
-        """Tell whether other ranks cannot measure what is divided over all without this paused one."""
-        # Before an update all rest if one does that has to edit.
-        if not (self._context.paused and self._measures) or (update and self._edits):
-            return False
-        return self._roll(self._context.ranks.shard_groups(tensors)) is not None
-
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
         if _dist.world() == 1:
             return False
         if self._votes or self._judges:
             return bool(self._groups(done))
-        return self._edits and bool(self._context.ranks.shard_groups(done.tensors))
+        meets = self._edits or self._measures
+        return meets and bool(self._context.ranks.shard_groups(done.tensors))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Say what this rank has against the update after a pass, and keep nobody waiting."""
@@ -182,11 +189,12 @@ class RankAgreement:
     def rests(self, heard: Heard) -> bool:
         """Tell whether the rules are to rest in an update.
 
-        A pause on one rank is a pause on all that have a part of what is edited (half a clip is none), or that would
-        stop or skip by a norm at the update.
+        A pause on one rank is a pause on all ranks that have a part of what is edited or measured (half a clip is none),
+        or that would stop or skip by a norm at the update.
         """
         everything = range(len(self._context.program.names))
-        together = self._judges or (self._edits and self._context.ranks.shard_groups(everything))
+        meets = self._edits or self._measures
+        together = self._judges or (meets and self._context.ranks.shard_groups(everything))
         if heard.voter is None or not together:
             return self._context.paused
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
@@ -257,24 +265,28 @@ class RankAgreement:
             # The host may have run ahead of what the ranks do together, by more than the limit.
             _dist.settle(device)
         divided = context.ranks.shard_groups(range(len(params)))
-        shared = self._measures and not set(divided).isdisjoint(groups)
+        shared = not set(divided).isdisjoint(groups)
         peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
         fingerprint = self._fingerprint(shared=shared)
         # An update that one rank makes by itself shifts nothing but schedules.
         scheduled = any(not rule.steps.always for rule in context.rules)
         host, step = platform.node(), context.counters.latest if scheduled else 0
-        info = SessionInfo(fingerprint, step, self._drifts, host, peers)
+        info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
         roll = session_discovery.call(groups, context.ranks.shapes(groups), info)
         lacking = _lacking(roll, info)
         if not lacking:
             return roll
         remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
-        if shared or any(answer.drifts for answer in roll.sessions.values()):
+        measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
+        if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
-                f"{lacking}: norms of a model that is divided over ranks, and gradients of single losses, would wait for "
-                f"ever, and weights would drift apart where a step is skipped or a final gradient edited; {remedy}"
+                f"{lacking}: norms over the shards of a model, and gradients of single losses, would wait for ever, and "
+                f"weights would drift apart where a step is skipped or a final gradient edited; {remedy}"
             )
-        text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
+        if self._decides:
+            text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
+        else:
+            text = f"{lacking}: nothing is recorded of parameters that ranks share; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 
@@ -286,7 +298,7 @@ class RankAgreement:
             if _decides(rule)
             or _changes(rule)
             or _averages_losses(rule)
-            or (shared and rule.target == "params")
+            or (shared and (self._measures_whole(rule) or _records(rule)))
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
 
@@ -297,6 +309,10 @@ def _names(groups: _dist.Groups) -> tuple[str, ...]:
 
 def _changes(rule: Rule) -> bool:
     return rule.edits or isinstance(rule, FreezeRule)
+
+
+def _records(rule: Rule) -> bool:
+    return rule.target == "params" and isinstance(rule, ObserverRule)
 
 
 def _averages_losses(rule: Rule) -> bool:

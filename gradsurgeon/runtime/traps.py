@@ -165,11 +165,6 @@ class Traps:
         known = _dist.world() > 1 and not context.ranks.own(bad)
         return self._conclude(counter, findings, heard, known=known)
 
-    def measure(self, counter: StepCounter, gradients: Gradients) -> None:
-        """Take part in what other ranks measure, and make nothing of it."""
-        self._judge_gradients(counter, gradients, ALONE)
-        self._judge_thresholds(counter, gradients)
-
     def rest(self, counter: StepCounter, heard: Heard) -> StepDecision:
         """Judge nothing, and do what the other ranks do."""
         return self._conclude(counter, [], heard)

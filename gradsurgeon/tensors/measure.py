@@ -1,8 +1,8 @@
 """Numbers taken of many gradients at once.
 
-Norms and statistics of sharded gradients are of the whole of each: every rank measures its own parts, and what
-belongs together is put together in one collective for all tensors. All ranks must come there with the same tensors
-in the same order. What a rank holds by itself is asked by `norms_here` and `counts`.
+Norms and statistics of sharded gradients describe whole gradients: every rank measures its own parts, and one
+collective merges the numbers of all tensors. All ranks must call it with the same tensors in the same order.
+`norms_here` and `counts` measure what this rank holds, without a collective.
 """
 
 from __future__ import annotations
@@ -69,7 +69,15 @@ def _by_device(
 
 
 def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
-    return _numbers.Shards(grads).norms(order).float()
+    settled = [_dist.settled(grad) for grad in grads]
+    own = _numbers.norms(_dist.parts(settled), order).double()
+
+    def merge(parts: Tensor) -> Tensor:
+        # Powers of float32 norms do not overflow in float64.
+        each = parts[..., 0]
+        return each.amax(0) if math.isinf(order) else (each**order).sum(0).pow(1.0 / order)
+
+    return _dist.over_ranks(settled, own[:, None], merge).float()
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -80,6 +88,13 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     return _statistics.statistics(stat, grads)
+
+
+def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
+    """Return what merging a statistic over ranks needs of the shards here. Shape ``[len(grads), k]``, float64."""
+    if len({_dist.local(grad).device for grad in grads}) > 1:
+        return torch.cat([_statistics.parts(stat, [grad]).cpu() for grad in grads])
+    return _statistics.parts(stat, grads)
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:

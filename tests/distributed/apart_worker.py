@@ -31,6 +31,7 @@ def trap(then: str = "skip-step", **options: Any) -> dict[str, Any]:
 
 
 BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01}
+CLIP = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
 EARLY = {"id": "early", "action": "scale", "params": "*", "factor": 0.5}
 FREEZE = {"id": "still", "action": "freeze", "params": "first.*", "steps": {"from": 1}}
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
@@ -259,8 +260,8 @@ def paused(
         if rank() == 1:
             run.session.pause() if 1 <= number <= 3 else run.session.resume()
         run.step(number, None if spoilt is None else spoiled(net, spoilt))
-    found = run.told()
-    return {**found, "norms": found["error"] or run.session.history("first.weight", rule="norms")}
+    norms = run.error or run.session.history("first.weight", rule="norms")
+    return {**run.told(), "norms": norms}
 
 
 def alone() -> dict[str, Any]:
@@ -309,13 +310,13 @@ def later() -> dict[str, Any]:
     return run.told()
 
 
-def sharded_on_one_rank() -> dict[str, Any]:
-    """Shard a model, and record its norms on rank 0 alone."""
+def sharded_on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
+    """Shard a model, and put rules on rank 0 alone."""
     net = Net()
     fully_shard(net)
     run = Run(net)
     if rank() == 0:
-        run.apply(NORMS)
+        run.apply(*rules)
     return run.all()
 
 
@@ -411,7 +412,8 @@ def main() -> dict[str, Any]:
     found["order"] = in_another_order()
     found["replaced"] = replaced()
     found["later"] = later()
-    found["sharded on one"] = sharded_on_one_rank()
+    found["sharded on one"] = sharded_on_one_rank(NORMS)
+    found["bounded on one"] = sharded_on_one_rank(CLIP)
     for clip in (False, True):
         found[f"shard, {clip}"] = shard_spoilt(clip=clip)
     found["scaled"] = scaled()

@@ -58,7 +58,8 @@ class Case:
     """One training, and what it has come to.
 
     Args:
-        how: ``plain`` without rules, ``quiet`` with a trap that never trips, ``trips`` with one that does.
+        how: ``plain`` without rules, ``quiet`` with a trap that never trips, ``trips`` with one that does, ``records``
+            with rules that only record.
     """
 
     def __init__(self, how: str) -> None:
@@ -69,6 +70,8 @@ class Case:
         self.session: gradsurgeon.Session | None = None
         self.searches = False
         self.kept = lambda: None
+        # Of a sharded model without rules: after each pass, the norm of the whole gradient of one parameter.
+        self.norms: list[float] = []
 
     def make(self, *, norm: bool = False, **options: Any) -> Case:
         """Make a model under DDP, and an optimizer."""
@@ -110,7 +113,19 @@ class Case:
         torch.manual_seed(10 + self.rank)
         if self.how != "plain":
             rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-            rules = {"version": 1, "rules": [{**rule, "forensics": False}]}
+            given = [{**rule, "forensics": False}]
+            if self.how == "records":
+                given = [
+                    {
+                        "id": at,
+                        "action": "norm-log",
+                        "params": "*",
+                        "at": at,
+                        "stats": ["l2", "std"],
+                    }
+                    for at in ("accumulated", "step")
+                ]
+            rules = {"version": 1, "rules": given}
             # To look for optimizers among all live objects takes as long as the training.
             known = None if self.searches else self.optimizer
             self.session = gradsurgeon.apply(self.net, rules, optimizer=known)
@@ -123,6 +138,9 @@ class Case:
         loss: Tensor = (model or self.called)(x, **options).square().mean()
         loss.backward()
         self.passes += 1
+        grad = self.net.last.weight.grad
+        if self.how == "plain" and isinstance(grad, DTensor):
+            self.norms.append(float(grad.full_tensor().norm()))
         return loss
 
     def update(self, optimizer: Any = None) -> None:

@@ -17,6 +17,8 @@ from worker import work
 from gradsurgeon.distributed import hosts, votes
 
 HOW = ("plain", "quiet", "trips")
+# Models that are divided over ranks.
+DIVIDED = ("fsdp2", "hsdp", "tensor")
 # Before the patterns: two ranks each have a host of their own.
 HOSTS = "--hosts"
 
@@ -30,9 +32,13 @@ def train(pattern: Pattern, how: str) -> dict[str, Any]:
     except Exception as caught:  # noqa: BLE001 # whatever it is, the other rank is to end as well
         error = f"{type(caught).__name__}: {caught}"
     took = time.monotonic() - start
-    events = []
+    events, recorded = [], {}
     if case.session is not None:
         case.session.remove()
+        if how == "records" and dist.get_rank() == 0:
+            recorded = {
+                at: case.session.history("last.weight", rule=at) for at in ("accumulated", "step")
+            }
         # Nothing that votes stays, though the session is still there.
         assert not list(votes._open)
         assert not [one for one in gc.get_objects() if type(one) is votes.Voter]
@@ -44,6 +50,8 @@ def train(pattern: Pattern, how: str) -> dict[str, Any]:
         "passes": case.passes,
         "weights": case.weights(),
         "events": events,
+        "norms": case.norms,
+        "recorded": recorded,
     }
 
 
@@ -60,7 +68,11 @@ def main() -> dict[str, Any]:
         hosts.MANY = 3
         own = f"host {dist.get_rank() // 2}"
         platform.node = lambda: own
-    return {name: {how: train(known[name], how) for how in HOW} for name in names}
+    found = {name: {how: train(known[name], how) for how in HOW} for name in names}
+    for name in names:
+        if name.startswith(DIVIDED):
+            found[name]["records"] = train(known[name], "records")
+    return found
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon.recording import shared_rows
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 LOG = {"id": "log", "action": "norm-log", "params": "*", "stats": STATS}
@@ -105,6 +108,34 @@ def statistics() -> dict[str, Any]:
         with gradsurgeon.apply(model := shard(make()), rules(log)) as session:
             steps(model, mine)
             found[f"sharded {point}"] = told(session)
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """Record a sharded model in a run directory, and ask for a record on one rank alone."""
+    places = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(places)
+    place = Path(places[0]) / "run"
+    session = gradsurgeon.apply(model := shard(make()), rules(LOG), record=place)
+    steps(model, data)
+    found: dict[str, Any] = {}
+    shared_rows.LIMIT, usual = 0.5, shared_rows.LIMIT
+    if dist.get_rank() == 0:
+        found["alone"] = error(lambda: session.latest("0.weight"))
+    dist.barrier()
+    shared_rows.LIMIT = usual
+    session.remove()
+    found["after"] = error(lambda: session.latest("0.weight"))
+    dist.barrier()
+    with gradsurgeon.open_run(place) as run:
+        found["ranks"] = {
+            name: [one.rank for one in run.series(name, "l2")] for name in ("0.weight", "2.bias")
+        }
+        found["run"] = {
+            f"{name} {stat}": [value for _, value in run.history(name, stat)]
+            for name in run.params
+            for stat in STATS
+        }
     return found
 
 
@@ -333,7 +364,16 @@ def redundancy() -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     """Run every part."""
-    parts = (statistics, captured, mixed_precision, late, refused, tensor_parallel, redundancy)
+    parts = (
+        statistics,
+        recorded,
+        captured,
+        mixed_precision,
+        late,
+        refused,
+        tensor_parallel,
+        redundancy,
+    )
     return {part.__name__: part() for part in parts}
 
 

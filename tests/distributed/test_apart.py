@@ -14,6 +14,11 @@ pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 ALL = list(range(STEPS))
 SKIPPED = [step for step in ALL if step != FAULT]
 
+UNRECORDED = (
+    "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
+    "an update out): those steps have no record of them"
+)
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -49,7 +54,7 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 ) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks, and "
+        "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model, and "
         "gradients of single losses, would wait for ever, and weights would drift apart where a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
@@ -75,7 +80,7 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
         )
         assert rank["plans, raise"]["error"] is None
         assert rank["plans, skip"]["error"].startswith(
-            f"rank {other} has other rules, mode or step than rank {number}: norms of a model"
+            f"rank {other} has other rules, mode or step than rank {number}: norms over the shards of a model"
         )
         assert rank["plans, records"]["said"] == []
         assert rank["plans, records"]["error"] is None
@@ -163,13 +168,15 @@ def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("run", ["paused sharded, None", "paused records"])
-def test_a_paused_rank_takes_part_in_what_the_others_measure(
+def test_a_pass_that_one_rank_is_paused_in_has_no_record_of_shards(
     ranks: list[dict[str, Any]], run: str
 ) -> None:
     for number, rank in enumerate(ranks):
         assert rank[run]["clock"] == STEPS
-        assert [step for step, _ in rank[run]["norms"]] == (ALL if number == 0 else [0, 4])
-        assert rank[run]["events"] == []
+        assert [step for step, _ in rank[run]["norms"]] == [0, 4]
+        rules = ["norms", "late"][: 2 if run == "paused records" else 1] if number == 0 else []
+        assert [kind for kind, _, _ in kinds(rank[run])] == ["notice"] * len(rules)
+    assert ranks[0][run]["events"][0][3] == UNRECORDED
 
 
 def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
@@ -178,7 +185,8 @@ def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
     for number, rank in enumerate(ranks):
         run = rank["paused sharded, 0"]
         assert moved(run) == SKIPPED
-        assert [step for _, step, _ in kinds(run)] == [FAULT] * (2 if number == 0 else 1)
+        found = [FAULT, FAULT, STEPS] if number == 0 else [FAULT]
+        assert [step for _, step, _ in kinds(run)] == found
 
 
 def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, Any]]) -> None:
@@ -186,10 +194,11 @@ def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, 
         run = rank["paused edits"]
         assert run["clock"] == STEPS
         assert run["weights"] == ranks[0]["paused edits"]["weights"]
-        assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
+        assert kinds(run) == ([("notice", 1, ""), ("notice", STEPS, "")] if number == 0 else [])
     assert ranks[0]["paused edits"]["said"] == [
         "rank 1 is paused and has a part in what the rules would do: they rest here as well"
     ]
+    assert ranks[0]["paused edits"]["events"][1][3] == UNRECORDED
 
 
 def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
@@ -236,13 +245,24 @@ def test_a_session_that_comes_late_is_told(ranks: list[dict[str, Any]]) -> None:
     assert early["weights"] == late["weights"]
 
 
-def test_norms_of_shards_are_refused_where_one_rank_alone_asks_for_them(
+def test_norms_over_shards_are_refused_where_one_rank_alone_asks_for_them(
     ranks: list[dict[str, Any]],
 ) -> None:
-    one, other = (rank["sharded on one"] for rank in ranks)
+    one, other = (rank["bounded on one"] for rank in ranks)
     assert one["error"].startswith(
-        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks"
+        "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model"
     )
+    assert moved(one) == moved(other) == ALL
+
+
+def test_records_of_shards_on_one_rank_alone_wait_for_nobody(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["sharded on one"] for rank in ranks)
+    assert one["error"] is None
+    assert one["said"] == [
+        "nothing heard of rules on rank 1 within 4 s: nothing is recorded of parameters that ranks share; apply the same "
+        "rules on all ranks, with the same `mode` and `start_step`"
+    ]
+    assert one["weights"] == other["weights"]
     assert moved(one) == moved(other) == ALL
 
 

@@ -35,6 +35,29 @@ def test_fsdp2_records_are_of_the_whole_gradient(
             assert sharded == pytest.approx(whole, rel=1e-5, abs=1e-7)
 
 
+def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["recorded"]["ranks"] == {"0.weight": [0], "2.bias": [0]}
+        for key, whole in rank["statistics"]["whole accumulated"].items():
+            assert rank["recorded"]["run"][key] == pytest.approx(whole, rel=1e-5, abs=1e-7)
+
+
+def test_records_of_shards_are_asked_for_on_all_ranks_together(ranks: list[dict[str, Any]]) -> None:
+    alone = ranks[0]["recorded"]["alone"]
+    assert alone["kind"] == "RecordError"
+    assert alone["text"].startswith(
+        "0.weight is shared by ranks 0, 1, and rank 1 did not ask for this record within 0.5 s"
+    )
+    # Once the session is over there is nobody to ask on other ranks.
+    assert ranks[0]["recorded"]["after"] == {"kind": "", "text": ""}
+    assert ranks[1]["recorded"]["after"] == {
+        "kind": "RecordError",
+        "text": "0.weight is shared by ranks 0, 1, and rank 0 keeps its records: ask there",
+    }
+
+
 @pytest.mark.parametrize("point", ["accumulated", "step"])
 def test_fsdp2_captures_are_of_the_whole_gradient(ranks: list[dict[str, Any]], point: str) -> None:
     for rank in ranks:

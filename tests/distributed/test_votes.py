@@ -89,6 +89,43 @@ def check(found: Found, name: str) -> None:
             assert re.search(r"\n  > NaN +part\.own +4 elements\n", text)
 
 
+def check_records(found: Found, name: str) -> None:
+    """Check that records of shards change nothing, wait for nobody, and are norms of whole gradients."""
+    for rank in found:
+        plain, records = rank[name]["plain"], rank[name]["records"]
+        assert records["error"] == ""
+        for same in ("weights", "updates", "passes"):
+            assert records[same] == plain[same]
+        assert records["took"] < plain["took"] + LINGER
+    plain, records = found[0][name]["plain"], found[0][name]["records"]
+    # Rank 1 has not measured the update that it left out, nor the pass before it for another one.
+    skips = ODD - 1 if "own_skip" in name else STEPS - 1 if "left_out" in name else None
+    for at in ("accumulated", "step"):
+        lost = skips if at == "step" or "own_skip" in name else None
+        wanted = [(step, norm) for step, norm in enumerate(plain["norms"]) if step != lost]
+        assert [step for step, _ in records["recorded"][at]] == [step for step, _ in wanted]
+        for (_, norm), (_, exact) in zip(records["recorded"][at], wanted, strict=True):
+            assert norm == pytest.approx(exact, rel=1e-5)
+    assert {kind for kind, *_ in records["events"]} == ({"notice"} if skips is not None else set())
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name in FSDP2])
+def test_records_of_shards_wait_for_nobody(quick: Found, name: str) -> None:
+    check_records(quick, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FSDP2 if name not in QUICK])
+def test_records_of_shards_wait_for_nobody_in_every_pattern(rest: Found, name: str) -> None:
+    check_records(rest, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp", "hsdp_own_skip"])
+def test_records_of_a_mesh_wait_for_nobody(on_four: Found, name: str) -> None:
+    check_records(on_four, name)
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_all_ranks_decide_alike(quick: Found, name: str) -> None:
     check(quick, name)
