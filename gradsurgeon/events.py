@@ -8,6 +8,7 @@ from typing import Literal
 EventKind = Literal[
     "trap",
     "spike",
+    "check",
     "skipped-step",
     "scaler-skip",
     "never-fired",
@@ -15,6 +16,9 @@ EventKind = Literal[
     "hook-rearmed",
     "notice",
 ]
+
+# The kinds of events by which a rule says that an update is not as it should be.
+TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
 
 
 @dataclass(frozen=True, slots=True)

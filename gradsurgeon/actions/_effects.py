@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.errors import did_you_mean
+from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError, did_you_mean
+from gradsurgeon.events import EventKind
 from gradsurgeon.statistics import STATISTICS
 
 if TYPE_CHECKING:
@@ -66,8 +67,21 @@ class Observer:
             _check_statistic(name)
 
 
+class Judgement:
+    """What becomes of an update that a trap judges: the base of what traps compile to.
+
+    Attributes:
+        kind: of the event when it trips, one of `events.TRIPS`.
+        error: is raised when it stops the update.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[EventKind] = "trap"
+    error: ClassVar[type[TrapError]] = NonFiniteGradientError
+
+
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Judgement):
     """Whether an update takes place.
 
     Attributes:
@@ -116,7 +130,7 @@ class RunningBound:
 
 
 @dataclass(frozen=True, slots=True)
-class Spikes:
+class Spikes(Judgement):
     """What becomes of an update whose norm is above a bound that follows the norms before.
 
     Attributes:
@@ -125,6 +139,9 @@ class Spikes:
         then: what happens to the update where a norm is above it; `clip` takes part in the edits at the step.
         give_up_after: raise after so many skipped updates in a row.
     """
+
+    kind: ClassVar[EventKind] = "spike"
+    error: ClassVar[type[TrapError]] = GradientSpikeError
 
     bound: RunningBound
     over_rule: bool

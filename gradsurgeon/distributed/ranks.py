@@ -9,19 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.errors import (
-    GradientSpikeError,
-    GradSurgeonError,
-    NonFiniteGradientError,
-    TrapError,
-)
+from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapError
 
 # How bad it is for a step: what all ranks agree on is the worst. A rank that is paused says so.
 PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
@@ -36,11 +31,10 @@ class Cause:
     name: str
     text: str
     diagnosis: Diagnosis | None = None
-    kind: Literal["trap", "spike"] = "trap"
+    kind: type[TrapError] = NonFiniteGradientError
 
     def error(self, step: int) -> TrapError:
-        kind = GradientSpikeError if self.kind == "spike" else NonFiniteGradientError
-        return kind(
+        return self.kind(
             self.text,
             rule=self.rule,
             step=step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -107,13 +107,14 @@ class Conclusions:
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
         context.event_log.count_changed(trip.rule, 1)
-        kind: Literal["trap", "spike"] = "spike" if isinstance(trip.decision, Spikes) else "trap"
-        context.event_log.emit(kind, text, **where, warn=then == "warn", quiet=then == "raise")
+        context.event_log.emit(
+            trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise"
+        )
         if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
-        return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+        return Cause(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
 
 
 def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:

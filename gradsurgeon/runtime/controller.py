@@ -40,6 +40,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.step_context import StepContext
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
@@ -185,40 +186,33 @@ class Controller:
         if not step.inside and heard.severity <= FINE and self._is_idle(step.counter):
             return StepDecision()
         with self.context.resting(rests=self._agreement.rests(heard)):
+            if not step.inside:
+                if self.context.paused:
+                    return self.traps.rest(step.counter, heard)
+                self._agreement.check_norms(step.counter)
+            self._catch_up(step)
             return self._judge(step, heard)
 
     def _judge(self, step: Step, heard: Heard) -> StepDecision:
         context, counter = self.context, step.counter
-        if step.inside:
-            # By the end of the pass the script has cleared this gradient.
-            having, _ = context.parameters.grads(counter.tensors)
-            after_pass(context, BackwardPass(tuple(having), scale=context.scaling.scale))
-        else:
-            if context.paused:
-                return self.traps.rest(counter, heard)
-            self._agreement.check_norms(counter)
-            self._catch_up(step)
         if step.again:
             self.spikes.take_back(counter)
-        due_rules = context.due_rules(counter)
-        gradients = Gradients(context, due_rules.final, step.scale)
+        due = context.due_rules(counter)
+        gradients = Gradients(context, due.final, step.scale)
+        update = StepContext(counter, due, gradients, heard, step.overflow)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self.traps.decide(counter, gradients, heard, step.overflow)
+        decision = self.traps.decide(update)
         stopped = decision.skip or decision.error is not None
-        suspicious = self._edits.run(counter, gradients, acting=not stopped)
+        suspicious = self._edits.run(update, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
-        if (
-            not stopped
-            and due_rules.traps
-            and any(bound_rule.rule.may_overflow for bound_rule in due_rules.at_step)
-        ):
-            decision = self.traps.decide_edited(counter, suspicious, heard)
+        if due.judged_again and not stopped:
+            decision = self.traps.decide_edited(update, suspicious)
         if decision.skip or decision.error is not None:
             self.spikes.forget(counter)
         elif step.again:
             self.spikes.update(counter)
-        if context.mode == "act":
-            decision = replace(decision, frozen=tuple(sorted(due_rules.frozen)))
+        if context.mode == "act" and due.frozen:
+            decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
@@ -351,10 +345,15 @@ class Controller:
         return not self.context.by_counter.due(counter).bound_rules
 
     def _catch_up(self, step: Step) -> None:
-        """Look at gradients that came before the hooks; say where none came through them."""
+        """Look at gradients that came before the hooks; say so if none came through them."""
         # Sharding a model after `apply` replaces all of its parameters; and a session can begin between a
         # backward pass and the update that it feeds.
         counter = step.counter
+        if step.inside:
+            # By the end of the pass the script has cleared this gradient.
+            having, _ = self.context.parameters.grads(counter.tensors)
+            after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
+            return
         if counter.passes or self.manual.active:
             return
         having, _ = self.context.parameters.grads(counter.tensors)

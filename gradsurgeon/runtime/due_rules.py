@@ -1,11 +1,19 @@
-"""What is due for one step counter in one step, sorted once and kept until something else is due."""
+"""The rules that are due for one step counter in one step: sorted once, and kept until other rules are due."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import Decision, FreezeRule, Rule, Spikes, TrapRule
+from gradsurgeon.actions import (
+    CaptureRule,
+    Decision,
+    FreezeRule,
+    ObserverRule,
+    Rule,
+    Spikes,
+    TrapRule,
+)
 from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Key
@@ -23,6 +31,9 @@ class BoundRule:
     tensors: tuple[int, ...]
     keys: dict[str, Key]
     decides_by: str
+    # The properties of the rule that are asked in every step.
+    edits: bool
+    may_overflow: bool
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -56,10 +67,14 @@ class DueRules:
         self.final = _tensors([*deciding, *at_step])
         self.edited = frozenset(_tensors(b for b in at_step if b.rule.edits))
         self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
-
-    @property
-    def bound_rules(self) -> tuple[BoundRule, ...]:
-        return (*self.in_backward, *self.after, *self.at_step)
+        self.bound_rules = (*in_backward, *after, *at_step)
+        # A trap judges the gradients once more after rules that can make finite gradients non-finite.
+        self.judged_again = bool(self.traps) and any(b.rule.may_overflow for b in at_step)
+        # Rules for which the host has to know whether an update takes place.
+        self.ask_host = any(
+            isinstance(b.rule, ObserverRule | CaptureRule | TrapRule) and not b.rule.edits
+            for b in at_step
+        )
 
 
 def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
@@ -129,4 +144,6 @@ class RulesByCounter:
                 names = tuple(self._program.names[tensor] for tensor in tensors)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
-                yield BoundRule(rule, counter, tensors, keys, self._decides_by.get(rule.id, ""))
+                decides_by = self._decides_by.get(rule.id, "")
+                asked = rule.edits, rule.may_overflow
+                yield BoundRule(rule, counter, tensors, keys, decides_by, *asked)

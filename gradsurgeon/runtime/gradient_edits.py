@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -16,16 +16,31 @@ from gradsurgeon.runtime.gradients import Gradients
 
 
 def edit_gradients(
-    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
+    context: Context,
+    bound_rule: BoundRule,
+    gradients: Gradients,
+    tensors: Sequence[int],
+    frozen: Collection[int] = (),
 ) -> None:
-    """Let a rule edit some of the gradients that it matched, and count what has changed."""
+    """Edit some of the gradients that a rule matched, and count how many changed.
+
+    Args:
+        context: of the session.
+        bound_rule: the rule.
+        gradients: in true units.
+        tensors: the tensors to edit.
+        frozen: tensors that the optimizer does not get, so a norm over the rule leaves them out.
+    """
     rule = bound_rule.rule
     edit = context.edits[rule.id]
     if not rule.keeps_zero:
         for tensor in tensors:
             check_layout(rule, gradients[tensor], context.program.names[tensor])
     if edit.by_norm is not None:
-        _by_norm(context, bound_rule, edit.by_norm, gradients, tensors)
+        if edit.by_norm.over_rule and frozen:
+            tensors = [tensor for tensor in tensors if tensor not in frozen]
+        if tensors:
+            _by_norm(context, bound_rule, edit.by_norm, gradients, tensors)
     else:
         _elementwise(context, rule, edit, gradients, tensors)
 
@@ -58,12 +73,6 @@ def _by_norm(
     tensors: Sequence[int],
 ) -> None:
     event_log, rule = context.event_log, bound_rule.rule
-    if edit.over_rule:
-        # What is hidden from the optimizer in this step is not consumed.
-        if frozen := context.due_rules(bound_rule.counter).frozen:
-            tensors = [tensor for tensor in tensors if tensor not in frozen]
-        if not tensors:
-            return
     norms = gradients.norms(tensors, edit.order)
     if edit.over_rule:
         norms = _numbers.over(norms, edit.order)

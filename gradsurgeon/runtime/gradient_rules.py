@@ -26,6 +26,8 @@ class GradientSnapshot:
     parameters: Parameters
     tensors: Sequence[int]
     norms: Norms
+    # Whether some rule reports spikes by the order in which the gradients came.
+    reported: bool = False
 
     @property
     def order(self) -> list[int]:
@@ -73,7 +75,8 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
             continue
         normed = gradients.having(due_rules.normed)
         norms = gradients.take_norms(normed)
-        snapshots[counter] = GradientSnapshot(done, context.parameters, normed, norms)
+        reported = bool(due_rules.reported)
+        snapshots[counter] = GradientSnapshot(done, context.parameters, normed, norms, reported)
         for bound_rule in due_rules.after:
             if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
                 observe(context, bound_rule, gradients)

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -285,12 +285,7 @@ class OptimizerWatch:
             update.hide([self._context.parameters.param(i) for i in decision.frozen])
 
     def _needs_to_know(self, counter: StepCounter) -> bool:
-        bound_rules = self._context.due_rules(counter).at_step
-        return bool(self._context.program.traps) or any(
-            isinstance(bound_rule.rule, ObserverRule | CaptureRule | TrapRule)
-            and not bound_rule.rule.edits
-            for bound_rule in bound_rules
-        )
+        return bool(self._context.program.traps) or self._context.due_rules(counter).ask_host
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

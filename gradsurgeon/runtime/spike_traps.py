@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import told_of_cut
+from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
 from gradsurgeon.runtime.state_form import Learnt, LearntByRule
+from gradsurgeon.runtime.step_context import StepContext
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.trips import Finding, Look
 
 
 class SpikeTraps:
@@ -44,32 +47,48 @@ class SpikeTraps:
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
         self._locked = LockedBounds()
 
-    def judge(
-        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
-    ) -> list[JudgedNorms]:
-        """Compare the norms of an update with what came before it; return those that may stop it.
+    def looks(
+        self, update: StepContext, arrived: Callable[[], Sequence[Sequence[int]]]
+    ) -> list[Look]:
+        """Compare the norms of an update with earlier updates; return the looks of rules that may stop it.
 
         A collective for sharded gradients. It never waits for the device.
 
         Args:
-            counter: of the update.
-            gradients: as the script hands them over.
-            overflow: whether the optimizer is going to skip the update, known to the device alone.
+            update: the update.
+            arrived: returns the order in which its gradients came.
         """
-        context, due_rules = self._context, self._context.due_rules(counter)
-        judged = self._judged[counter] = {}
-        for bound_rule in due_rules.spike_traps:
+        judged = self._judged[update.counter] = {}
+        for bound_rule in update.due.spike_traps:
             rule = bound_rule.rule.id
-            # What is hidden from the optimizer in this step is not consumed.
-            tensors = [i for i in gradients.having(bound_rule.tensors) if i not in due_rules.frozen]
-            if tensors:
+            # The optimizer does not consume a gradient that a `freeze` hides in this step.
+            having = update.gradients.having(bound_rule.tensors)
+            if tensors := [tensor for tensor in having if tensor not in update.due.frozen]:
                 with torch.no_grad():
-                    judged[rule] = self._compare(bound_rule, gradients, tensors, overflow)
-                if counter.step % LOOK_EVERY == 0:
-                    self._look_at_size(judged[rule], counter.step)
-                if not bound_rule.rule.edits:
-                    context.event_log.count_fired(rule, counter.step)
-        return [one for one in judged.values() if not one.bound_rule.rule.edits]
+                    judged[rule] = self._compare(
+                        bound_rule, update.gradients, tensors, update.overflow
+                    )
+                if update.step % LOOK_EVERY == 0:
+                    self._look_at_size(judged[rule], update.step)
+                if not bound_rule.edits:
+                    self._context.event_log.count_fired(rule, update.step)
+        return [
+            Look((one.flags,), partial(self._findings, one, update.step, arrived))
+            for one in judged.values()
+            if not one.bound_rule.edits
+        ]
+
+    def _findings(
+        self,
+        judged: JudgedNorms,
+        step: int,
+        arrived: Callable[[], Sequence[Sequence[int]]],
+        spikes: Sequence[int],
+    ) -> list[Finding]:
+        names = self._context.program.names
+        report = spike_report(names, judged, arrived()) if spikes else None
+        self._follow(judged, step, tripped=bool(spikes))
+        return [(judged.bound_rule.rule.id, report)]
 
     def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
         """Say once of norms, as soon as they can be read, that they are too small for a bound to see a spike."""
@@ -159,7 +178,7 @@ class SpikeTraps:
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
 
-    def follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
+    def _follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
         """Count how often in a row a rule that reports has tripped. Waits for the device if it has now."""
         if not tripped:
             self._locked.end(judged)

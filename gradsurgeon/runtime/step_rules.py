@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_edits import edit_gradients
 from gradsurgeon.runtime.gradient_rules import observe
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.step_context import StepContext
 
 
 class StepRules:
@@ -27,37 +28,51 @@ class StepRules:
         # that is about to consume them, unless the script assigns others.
         self._spared: dict[int, weakref.ref[Tensor]] = {}
 
-    def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
-        """Act on the gradients of one counter; return those that an edit may have made non-finite."""
-        context = self._context
-        due_rules = context.due_rules(counter)
-        spared = {i: self._spared.pop(i) for i in due_rules.edited.intersection(self._spared)}
-        same = {i for i, grad in spared.items() if i in gradients and gradients[i] is grad()}
-        edited = due_rules.edited - same if acting else frozenset()
+    def run(self, update: StepContext, *, acting: bool) -> set[int]:
+        """Act on the gradients of an update; return the tensors that an edit may have made non-finite."""
+        context, due, gradients = self._context, update.due, update.gradients
+        if not due.at_step:
+            return set()
+        edited = due.edited if acting else frozenset[int]()
+        if edited and self._spared:
+            edited -= self._same(edited, gradients)
         suspicious: set[int] = set()
         with torch.no_grad(), gradients.in_true_units(edited):
-            for bound_rule in due_rules.at_step:
-                rule = bound_rule.rule
-                if isinstance(rule, ObserverRule | CaptureRule):
+            for bound_rule in due.at_step:
+                if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
                     observe(context, bound_rule, gradients)
                     continue
                 tensors = gradients.having(bound_rule.tensors)
-                if rule.edits:
+                if bound_rule.edits:
                     tensors = [tensor for tensor in tensors if tensor in edited]
-                elif isinstance(rule, TrapRule):  # it has judged
+                elif isinstance(bound_rule.rule, TrapRule):  # it has judged
                     continue
-                if not tensors:
-                    continue
-                if isinstance(rule, FreezeRule):
-                    context.event_log.count_changed(rule.id, len(tensors))
-                elif isinstance(rule, TrapRule):
-                    self._spikes.cut(bound_rule, gradients, tensors)
-                else:
-                    edit_gradients(context, bound_rule, gradients, tensors)
-                context.event_log.count_fired(rule.id, counter.step, len(tensors))
-                if rule.may_overflow and context.mode == "act":
-                    suspicious.update(tensors)
+                if tensors:
+                    self._act(bound_rule, gradients, tensors, due.frozen)
+                    if bound_rule.may_overflow and context.mode == "act":
+                        suspicious.update(tensors)
         return suspicious
+
+    def _act(
+        self,
+        bound_rule: BoundRule,
+        gradients: Gradients,
+        tensors: Sequence[int],
+        frozen: Collection[int],
+    ) -> None:
+        rule, event_log = bound_rule.rule, self._context.event_log
+        if isinstance(rule, FreezeRule):
+            event_log.count_changed(rule.id, len(tensors))
+        elif isinstance(rule, TrapRule):
+            self._spikes.cut(bound_rule, gradients, tensors)
+        else:
+            edit_gradients(self._context, bound_rule, gradients, tensors, frozen)
+        event_log.count_fired(rule.id, bound_rule.counter.step, len(tensors))
+
+    def _same(self, edited: Iterable[int], gradients: Gradients) -> set[int]:
+        """Return the tensors whose gradients were edited for this update already."""
+        spared = {i: self._spared.pop(i) for i in edited if i in self._spared}
+        return {i for i, grad in spared.items() if i in gradients and gradients[i] is grad()}
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""

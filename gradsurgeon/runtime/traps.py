@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -28,13 +29,13 @@ from gradsurgeon.runtime.nonfinite_report import (
     uncounted,
 )
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
-from gradsurgeon.runtime.spike_report import spike_report
 from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.step_context import StepContext
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass, StepDecision
-from gradsurgeon.runtime.trips import Finding, Rows, Trip
+from gradsurgeon.runtime.trips import Finding, Look, Rows, Trip
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.measure import NonfiniteCount
+from gradsurgeon.tensors.measure import NonfiniteCount, Norms
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
@@ -64,7 +65,7 @@ class Traps:
         return bool(self._conclusions.diagnosis.pending)
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
-        if self._context.program.traps or self._context.due_rules(counter).reported:
+        if self._context.program.traps or snapshot.reported:
             snapshots = self._snapshots[counter]
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
@@ -120,109 +121,104 @@ class Traps:
         text = _OVERFLOW.format(step=counter.step, rank=rank)
         return Objection(rank, "", OVERFLOWED, "skipped-step", name, "", text)
 
-    def decide(
-        self,
-        counter: StepCounter,
-        gradients: Gradients,
-        heard: Heard,
-        overflow: Tensor | None = None,
-    ) -> StepDecision:
-        """Judge what the optimizer is about to consume. Reads the device once, and again for a report.
-
-        Args:
-            counter: of the update.
-            gradients: as the script hands them over.
-            heard: what the ranks have said of it.
-            overflow: whether the optimizer is going to skip it, where only the device knows.
-        """
-        self._scaler_skips[counter] = 0
-        findings = [
-            *self._judge_gradients(counter, gradients, heard, overflow),
-            *self._judge_thresholds(counter, gradients),
+    def decide(self, update: StepContext) -> StepDecision:
+        """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
+        self._scaler_skips.pop(update.counter, None)
+        looks = [
+            *self._look_at_gradients(update),
+            *self._spikes.looks(update, partial(self._arrived, update.counter)),
+            *self._look_at_statistics(update),
         ]
-        return self._conclude(counter, [*findings, *self._judge_activations(counter)], heard)
+        # What was seen after backward comes to the host along with what is there now.
+        numbers = [one for look in looks for one in look.numbers]
+        tripped = iter(measure.nonfinite(*numbers) if numbers else ())
+        findings = [
+            finding
+            for look in looks
+            for finding in look.findings(*(next(tripped) for _ in look.numbers))
+        ]
+        return self._conclude(update, [*findings, *self._judge_activations(update.counter)])
 
-    def decide_edited(self, counter: StepCounter, edited: set[int], heard: Heard) -> StepDecision:
-        """Judge gradients once more that rules at `step` may have made non-finite. A collective where they are sharded.
+    def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
+        """Judge gradients once more that rules at `step` may have made non-finite. A collective for sharded gradients.
 
         By the rules alone, which are those of all ranks, as are gradients that these average or divide: all find the same.
         """
-        context, due_rules = self._context, self._context.due_rules(counter)
-        gradients = context.parameters.grads(sorted(edited.intersection(due_rules.trapped)))
+        context, trapped = self._context, update.due.trapped
+        gradients = context.parameters.grads(sorted(edited.intersection(trapped)))
         norms = measure.norms(*gradients)
         (doubtful,) = measure.nonfinite(norms)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad, numbers = measure.counts(suspects), measure.as_dict(norms) if doubtful else {}
         divided = [tensor for tensor, grad in suspects.items() if _dist.is_sharded(grad)]
         bad |= {tensor: uncounted(numbers[tensor]) for tensor in divided if tensor not in bad}
-        order, _ = context.parameters.grads(due_rules.trapped)
+        order, _ = context.parameters.grads(trapped)
         moment = "right before the update, and finite before the rules at `step`"
         findings = [
             (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
-            for bound in due_rules.traps
+            for bound in update.due.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
-        known = _dist.world() > 1 and not context.ranks.own(bad)
-        return self._conclude(counter, findings, heard, known=known)
+        return self._conclude(update, findings, known=not context.ranks.own(bad))
 
     def rest(self, counter: StepCounter, heard: Heard) -> StepDecision:
-        """Judge nothing, and do what the other ranks do."""
-        return self._conclude(counter, [], heard)
+        """Judge nothing, and follow the other ranks."""
+        return self._conclusions.of(counter, [], heard, self._scale(counter))
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
+        """Note a step that a scaler skipped; raise if that is no overflow, but a NaN that stays."""
         findings = self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, findings, ALONE)
+        decision = self._conclusions.of(counter, findings, ALONE, self._scale(counter))
         if decision.error is not None:
             raise decision.error
 
-    def _judge_gradients(
+    def _look_at_gradients(self, update: StepContext) -> list[Look]:
+        tensors = update.gradients.having(update.due.trapped)
+        if not tensors:
+            return []
+        norms = update.gradients.take_norms(tensors)
+        snapshots = self._snapshots[update.counter]
+        before = snapshots[-1].norms if snapshots else ()
+        return [Look((before, norms), partial(self._nonfinite, update, tensors, norms))]
+
+    def _nonfinite(
         self,
-        counter: StepCounter,
-        gradients: Gradients,
-        heard: Heard,
-        overflow: Tensor | None = None,
+        update: StepContext,
+        tensors: Sequence[int],
+        norms: Norms,
+        before: Sequence[int],
+        doubtful: Sequence[int],
     ) -> list[Finding]:
-        context, due_rules = self._context, self._context.due_rules(counter)
-        tensors = gradients.having(due_rules.trapped)
-        norms = gradients.take_norms(tensors) if tensors else ()
-        judged = self._spikes.judge(counter, gradients, overflow)
-        snapshots = self._snapshots[counter] if tensors else []
-        # What was seen after backward comes to the host along with what is there now, and what is a spike.
-        flags = [one.flags for one in judged]
-        before, doubtful, *spikes = measure.nonfinite(
-            snapshots[-1].norms if snapshots else (), norms, *flags
-        )
-        findings: list[Finding] = []
-        for one, tripped in zip(judged, spikes, strict=True):
-            report = None
-            if tripped:
-                arrived = _arrived(self._snapshots[counter])
-                report = spike_report(context.program.names, one, arrived)
-            self._spikes.follow(one, counter.step, tripped=bool(tripped))
-            findings.append((one.bound_rule.rule.id, report))
-        fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
+        """Return the findings of traps on non-finite gradients, by the tensors that are doubtful before and now."""
+        context, gradients = self._context, update.gradients
+        there = set(tensors)
+        fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
         for bound in fired:
-            context.event_log.count_fired(bound.rule.id, counter.step)
-        elsewhere = self._counted_elsewhere(gradients, heard)
+            context.event_log.count_fired(bound.rule.id, update.step)
+        elsewhere = self._counted_elsewhere(gradients, update.heard)
         if not (before or doubtful or elsewhere):
-            return [*((bound.rule.id, None) for bound in fired), *findings]
+            return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         for tensor, others in elsewhere.items():
             own = [bad[tensor]] if tensor in bad else []
             bad[tensor] = measure.merged([*own, *others])
         divided = {t for t in tensors if _dist.is_sharded(gradients[t])}
         evidence = GradientEvidence(
-            snapshots, tensors, bad, norms, frozenset(elsewhere), frozenset(divided)
+            self._snapshots[update.counter],
+            tensors,
+            bad,
+            norms,
+            frozenset(elsewhere),
+            frozenset(divided),
         )
         for bound in fired:
             repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
             if repaired and bad.keys().isdisjoint(bound.tensors):
                 names = [context.program.names[tensor] for tensor in repaired]
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
-                step, name = counter.step, names[0]
-                context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=name)
-        return [*self._findings(fired, evidence), *findings]
+                rule, step = bound.rule.id, update.step
+                context.event_log.emit("notice", text, rule=rule, step=step, name=names[0])
+        return self._findings(fired, evidence)
 
     def _counted_elsewhere(
         self, gradients: Gradients, heard: Heard
@@ -244,24 +240,35 @@ class Traps:
                         found[tensor].append(part)
         return found
 
-    def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[Finding]:
-        """Judge by any statistic. Reads the device once per rule, and again only for a report."""
-        context = self._context
-        findings: list[Finding] = []
-        for bound in context.due_rules(counter).thresholds:
-            tensors = gradients.having(bound.tensors)
-            if not tensors:
-                continue
-            context.event_log.count_fired(bound.rule.id, counter.step)
-            decision, report = context.decisions[bound.rule.id], None
-            assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
-            values = gradients.statistics(decision.statistic, tensors)
-            tripped = decision.trips(values).tolist()
-            if any(tripped):
-                names = [context.program.names[tensor] for tensor in tensors]
-                report = threshold_report(decision.statistic, names, values.tolist(), tripped)
-            findings.append((bound.rule.id, report))
-        return findings
+    def _look_at_statistics(self, update: StepContext) -> Iterator[Look]:
+        for bound in update.due.thresholds:
+            if tensors := update.gradients.having(bound.tensors):
+                self._context.event_log.count_fired(bound.rule.id, update.step)
+                decision = self._context.decisions[bound.rule.id]
+                assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
+                values = update.gradients.statistics(decision.statistic, tensors)
+                # The numbers of tensors that trip are not finite.
+                tripped = values.new_zeros(len(values)).masked_fill(
+                    decision.trips(values), math.inf
+                )
+                stat = decision.statistic
+                told = partial(self._over_threshold, bound.rule.id, stat, tensors, values)
+                yield Look((((tuple(tensors), tripped),),), told)
+
+    def _over_threshold(
+        self,
+        rule: str,
+        stat: str,
+        tensors: Sequence[int],
+        values: Tensor,
+        tripped: Sequence[int],
+    ) -> list[Finding]:
+        report = None
+        if tripped:
+            names = [self._context.program.names[tensor] for tensor in tensors]
+            flags = [tensor in tripped for tensor in tensors]
+            report = threshold_report(stat, names, values.tolist(), flags)
+        return [(rule, report)]
 
     def _judge_activations(self, counter: StepCounter) -> list[Finding]:
         return _reported(self._context.flags.take(counter, self._context.counters.common))
@@ -307,16 +314,20 @@ class Traps:
         ]
 
     def _conclude(
-        self,
-        counter: StepCounter,
-        findings: Sequence[Finding],
-        heard: Heard,
-        *,
-        known: bool = False,
+        self, update: StepContext, findings: Sequence[Finding], *, known: bool = False
     ) -> StepDecision:
-        passes = [snapshot.done for snapshot in self._snapshots[counter]]
-        scale = next((done.scale for done in passes if done.scale is not None), None)
-        return self._conclusions.of(counter, findings, heard, scale, known=known)
+        scale = self._scale(update.counter)
+        return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)
+
+    def _scale(self, counter: StepCounter) -> Tensor | None:
+        passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))
+        return next((done.scale for done in passes if done.scale is not None), None)
+
+    def _arrived(self, counter: StepCounter) -> list[list[int]]:
+        """Return the order in which the gradients of an update came; nothing if its passes reached different tensors."""
+        snapshots = self._snapshots[counter]
+        reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
+        return snapshots[-1].arrived if len(reached) == 1 else []
 
 
 def _reported(flags: Iterable[tuple[Flag, int]]) -> list[Finding]:
@@ -327,9 +338,3 @@ def _reported(flags: Iterable[tuple[Flag, int]]) -> list[Finding]:
         (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
         for rule, of_rule in by_rule.items()
     ]
-
-
-def _arrived(snapshots: Sequence[GradientSnapshot]) -> list[list[int]]:
-    """Return in which order the gradients of an update came; nothing where its passes differ in what they reach."""
-    reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
-    return snapshots[-1].arrived if len(reached) == 1 else []

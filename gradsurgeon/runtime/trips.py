@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP
 from gradsurgeon.runtime.context import Mode
 from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.tensors.measure import Norms
 
 _TOO_LATE = (
     "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
     "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
 )
-# The id of a trap that has judged, and its report where it has tripped.
+# The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
+
+
+class Look(NamedTuple):
+    """What traps ask of one update before the host knows the answer.
+
+    Attributes:
+        numbers: are read together with those of all other traps; a number that is not finite is a trip.
+        findings: takes, for each of ``numbers``, the tensors that tripped.
+    """
+
+    numbers: tuple[Norms, ...]
+    findings: Callable[..., Sequence[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
