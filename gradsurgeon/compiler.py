@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule, in_order
 from gradsurgeon.planning import ROOT, Plan
@@ -26,7 +27,7 @@ class ModuleProgram:
     on_shared: tuple[LossRule, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """Everything a session does, sorted by the moment at which it happens."""
 
@@ -61,7 +62,7 @@ class Program:
     def traps(self) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.after_backward if isinstance(stage.rule, TrapRule))
 
-    @property
+    @cached_property
     def site_rules(self) -> list[tuple[Rule, str]]:
         """The rules on module tensors and tags, each with one module whose step counter it goes by."""
         found: dict[str, tuple[Rule, str]] = {}

@@ -52,7 +52,44 @@ class _Wrapper:
     params: frozenset[int]
 
 
-class Ranks:
+class OneProcess:
+    """The ranks of a script in one process: it has nobody to share a gradient with."""
+
+    is_reducing = False
+
+    def refuse_uneven(self) -> None:
+        """Refuse ranks that take different numbers of steps."""
+
+    def look_again(self) -> None:
+        """Notice parameters that have become sharded since."""
+
+    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # as those of `Ranks`
+        return ()
+
+    def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # the same
+        return ()
+
+    def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:  # noqa: ARG002 # the same
+        return []
+
+    def averaging(
+        self,
+        tensors: Sequence[int],  # noqa: ARG002 # the same
+        leaves: Collection[int],  # noqa: ARG002 # the same
+    ) -> tuple[_dist.Groups, frozenset[int]]:
+        return (), frozenset()
+
+    def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:  # noqa: ARG002 # the same
+        return []
+
+    def averaged(self) -> frozenset[int]:
+        return frozenset()
+
+    def own(self, tensors: Collection[int]) -> list[int]:  # noqa: ARG002 # the same
+        return []
+
+
+class Ranks(OneProcess):
     """The ranks among which the gradients of one model are reduced or divided.
 
     Process groups are asked for whenever they are needed and never kept: one that outlives its
@@ -83,8 +120,6 @@ class Ranks:
 
     def _live(self) -> list[tuple[Any, _Wrapper]]:
         """Return the wrappers that have some parameters in their care, in the same order on all ranks."""
-        if _dist.world() == 1:
-            return []
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
@@ -96,7 +131,7 @@ class Ranks:
         return sorted(having, key=lambda pair: min(pair[1].params))
 
     def _search_once(self) -> None:
-        if self._known or _dist.world() == 1:
+        if self._known:
             return
         self._known = True
         params = {index: param for index, param in enumerate(self._params()) if param is not None}
@@ -166,7 +201,7 @@ class Ranks:
         return [tuple(param.shape) for param in shared]
 
     @property
-    def is_reducing(self) -> bool:
+    def is_reducing(self) -> bool:  # type: ignore[override]
         """Whether the running backward pass ends with an average over ranks, and contributions are lost."""
         return any(_dist.reduces(wrapper) for wrapper, _ in self._live())
 

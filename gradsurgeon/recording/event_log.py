@@ -118,6 +118,8 @@ class EventLog:
         self._later: dict[bool, deque[tuple[int, Event]]] = {
             innocent: deque(maxlen=_MOST_EVENTS) for innocent in (False, True)
         }
+        # The rules that have not fired yet.
+        self.silent = {rule.id for rule in rules}
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
         }
@@ -247,6 +249,8 @@ class EventLog:
     def count_fired(self, rule: str, step: int, count: int = 1) -> None:
         tally = self._tallies[rule]
         with self._lock:
+            if not tally.fired:
+                self.silent.discard(rule)
             tally.fired += count
             # Each optimizer counts its own steps, and what one has reached stays reached.
             tally.last_step = max(step, tally.last_step or 0)

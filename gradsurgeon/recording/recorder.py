@@ -148,7 +148,7 @@ class Recorder:
             due |= outlet.ends_step()
         if due:
             self._gather()
-        self._move(due=due)
+            self._move(due=True)
         # By its own clock: each event commits what there is, and begins the other one anew.
         if time.monotonic() - self._state_written > _STATE_SECONDS:
             self._write_state()

@@ -93,9 +93,11 @@ class Flags:
 
         Modules that no optimizer owns go by the ``common`` counter: whichever update comes next answers.
         """
+        self._last.clear()
+        if not self._flags:
+            return []
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]
-        self._last.clear()
         fed = [(flag, count) for flag, count in counted if flag.fed]
         trapped = {flag.key for flag, count in fed if count}
         self._mention((f, c) for f, c in counted if not f.fed and f.key not in trapped)

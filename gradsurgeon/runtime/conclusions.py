@@ -20,7 +20,7 @@ from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
-from gradsurgeon.runtime.training_events import StepDecision
+from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trips import Finding, Rows, Trip
 
 
@@ -50,6 +50,8 @@ class Conclusions:
         """
         context, step = self._context, counter.step
         trips = self._count(counter, findings)
+        if not (trips or heard.objections):
+            return GOES_ON
         if heard.unanimous and not trips:
             # All have seen it, and it is repaired: by what all of them have run.
             heard = ALONE

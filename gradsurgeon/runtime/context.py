@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed.ranks import Ranks
+from gradsurgeon.distributed.ranks import OneProcess, Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.recording.event_log import EventLog
@@ -72,7 +72,9 @@ class Context:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = self.recorder.captures = CapturedTensors(self.event_log)
         self.flags = Flags(self.event_log)
-        self.ranks = Ranks(self.parameters.params)
+        self._several = Ranks(self.parameters.params)
+        # As the process was when the last backward pass began.
+        self.ranks = OneProcess()
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
         self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
@@ -88,6 +90,12 @@ class Context:
                 )
         self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
 
+    def meet_ranks(self) -> bool:
+        """Look whether this process has others beside it; tell whether it has."""
+        if self.ranks is not self._several and _dist.world() > 1:
+            self.ranks = self._several
+        return self.ranks is self._several
+
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and rule.steps.due(counter.step)
 
@@ -96,6 +104,8 @@ class Context:
 
     def rests(self, step: int) -> bool:
         """Tell whether no rule can act at a step, so that what belongs to whom need not be asked anew."""
+        if self.by_counter.any_always:
+            return False
         program = self.program
         return not (program.modules or program.tags or self.by_counter.any_due(step))
 

@@ -18,6 +18,7 @@ from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules
 from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
@@ -36,7 +37,7 @@ from gradsurgeon.runtime.notices import (
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -44,7 +45,13 @@ from gradsurgeon.runtime.step_context import StepContext
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, StepDecision
+from gradsurgeon.runtime.training_events import (
+    GOES_ON,
+    BackwardPass,
+    Logged,
+    Step,
+    StepDecision,
+)
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -59,12 +66,13 @@ class Controller:
         self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self.context = context
-        self._agreement = RankAgreement(context)
+        self._together = RankAgreement(context)
+        self._agreement: DecidesAlone = DecidesAlone(context)
         self._kept = KeptCalls(context)
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._kept, self.spikes)
         self._edits = StepRules(context, self.spikes)
-        self.losses = LossRules(context, self._agreement)
+        self.losses = LossRules(context, self._together)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
@@ -114,7 +122,7 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
-        self._agreement.close()
+        self._together.close()
         self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
@@ -125,6 +133,8 @@ class Controller:
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
+        if self.context.meet_ranks():
+            self._agreement = self._together
         self.steps.end_failed()
         if reached is None or reached:
             with self._kept.spared():
@@ -181,23 +191,30 @@ class Controller:
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
-        heard = ALONE if step.inside else self._agreement.heard(step.counter)
+        context, counter = self.context, step.counter
+        heard = ALONE if step.inside else self._agreement.heard(counter)
+        due = context.by_counter.due(counter)
         # Another rank may have counted more updates, or fewer, so that its rules are due.
-        if not step.inside and heard.severity <= FINE and self._is_idle(step.counter):
-            return StepDecision()
-        with self.context.resting(rests=self._agreement.rests(heard)):
-            if not step.inside:
-                if self.context.paused:
-                    return self.traps.rest(step.counter, heard)
-                self._agreement.check_norms(step.counter)
-            self._catch_up(step)
-            return self._judge(step, heard)
+        if not (step.inside or due.bound_rules or heard.severity > FINE) and self._is_idle(counter):
+            return GOES_ON
+        rests = self._agreement.rests(heard)
+        if rests == context.paused:
+            return self._act(step, heard, NOTHING_DUE if rests else due)
+        with context.resting(rests=rests):
+            return self._act(step, heard, NOTHING_DUE if rests else due)
 
-    def _judge(self, step: Step, heard: Heard) -> StepDecision:
+    def _act(self, step: Step, heard: Heard, due: DueRules) -> StepDecision:
+        if not step.inside:
+            if self.context.paused:
+                return self.traps.rest(step.counter, heard)
+            self._agreement.check_norms(step.counter, due)
+        self._catch_up(step)
+        return self._judge(step, heard, due)
+
+    def _judge(self, step: Step, heard: Heard, due: DueRules) -> StepDecision:
         context, counter = self.context, step.counter
         if step.again:
             self.spikes.take_back(counter)
-        due = context.due_rules(counter)
         gradients = Gradients(context, due.final, step.scale)
         update = StepContext(counter, due, gradients, heard, step.overflow)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
@@ -218,13 +235,16 @@ class Controller:
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
         if took_place:
-            self.spikes.update(counter)
+            if context.spikes:
+                self.spikes.update(counter)
             self._count_due_rules(counter)
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
-        self.spikes.forget(counter)
+        if context.spikes:
+            self.spikes.forget(counter)
         self.traps.done(counter)
-        self.tensor_hooks.missed(counter)
+        if context.program.modules or context.program.tags:
+            self.tensor_hooks.missed(counter)
         counter.tick()
         self._kept.updated(lambda: step.inside or self._is_awaited())
         self._steps += 1
@@ -299,6 +319,8 @@ class Controller:
         return "was never due until the end"
 
     def _count_due_rules(self, counter: StepCounter) -> None:
+        if not self.context.event_log.silent:
+            return
         of, arrived = self._module_counters.of, self.model.arrived
         count_due_rules(self.context, counter, of, owned=self.steps.owned, arrived=arrived)
 
@@ -338,11 +360,9 @@ class Controller:
         )
 
     def _is_idle(self, counter: StepCounter) -> bool:
-        """Tell whether nothing is due for a counter."""
+        """Tell whether a counter without due rules has nothing else to answer for."""
         program = self.context.program
-        if program.modules or program.tags or counter is self.context.counters.common:
-            return False
-        return not self.context.by_counter.due(counter).bound_rules
+        return not (program.modules or program.tags or counter is self.context.counters.common)
 
     def _catch_up(self, step: Step) -> None:
         """Look at gradients that came before the hooks; say so if none came through them."""

@@ -33,6 +33,7 @@ class BoundRule:
     decides_by: str
     # The properties of the rule that are asked in every step.
     edits: bool
+    keeps_zero: bool
     may_overflow: bool
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
@@ -105,7 +106,7 @@ class RulesByCounter:
         stages = [stage for stages in self._moments for stage in stages]
         # Most rules act in every step, and need not be asked.
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
-        self._any_always = len(self._schedules) < len(stages)
+        self.any_always = len(self._schedules) < len(stages)
         self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
         self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
         self._division = -1  # as of which division among counters
@@ -121,7 +122,7 @@ class RulesByCounter:
 
     def any_due(self, step: int) -> bool:
         """Tell whether a rule is due at a step, on whatever tensors."""
-        return self._any_always or any(schedule.due(step) for schedule in self._schedules)
+        return self.any_always or any(schedule.due(step) for schedule in self._schedules)
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
         bound_rules = [bound for rules in self._of(counter) for bound in rules]
@@ -145,5 +146,5 @@ class RulesByCounter:
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
                 decides_by = self._decides_by.get(rule.id, "")
-                asked = rule.edits, rule.may_overflow
+                asked = rule.edits, rule.keeps_zero, rule.may_overflow
                 yield BoundRule(rule, counter, tensors, keys, decides_by, *asked)

@@ -33,7 +33,7 @@ def edit_gradients(
     """
     rule = bound_rule.rule
     edit = context.edits[rule.id]
-    if not rule.keeps_zero:
+    if not bound_rule.keeps_zero:
         for tensor in tensors:
             check_layout(rule, gradients[tensor], context.program.names[tensor])
     if edit.by_norm is not None:

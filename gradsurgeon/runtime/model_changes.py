@@ -115,13 +115,15 @@ class ModelChanges:
             self._next = 2 * self._steps
             self.compare()
         self.arrived.difference_update(counter.tensors)
-        if self._context.rests(counter.step + 1):
+        by_counter = self._context.by_counter
+        if not by_counter.any_always and self._context.rests(counter.step + 1):
             return
         # An optimizer that is about to step asks by itself, unless its rules rest.
-        if counter is self._context.counters.common or self._context.rests(counter.step):
+        common = counter is self._context.counters.common
+        if common or (not by_counter.any_always and self._context.rests(counter.step)):
             self.rearm()
-        taken_off = [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]
-        self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
+        if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
+            self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
 
     def before_forward(self) -> None:
         params = self._context.parameters.params()

@@ -76,7 +76,8 @@ class OptimizerWatch:
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        if owner is None or not self._context.rests(owner.counter.step):
+        by_counter = self._context.by_counter
+        if owner is None or by_counter.any_always or not self._context.rests(owner.counter.step):
             self.meet(optimizer)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
@@ -199,7 +200,7 @@ class OptimizerWatch:
             return None
         frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
         owner = self._owners[optimizer]
-        if any(self._is_part_of(owner, outer) for outer in self._under_way()):
+        if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
             # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
             return None
         owner.begun += 1
@@ -252,7 +253,7 @@ class OptimizerWatch:
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
-        scaler = self._context.scaling.stepping(optimizer)
+        scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
             if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
                 # The optimizer asks the flag itself, on the device.

@@ -6,7 +6,6 @@ import copy
 import gc
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -60,11 +59,14 @@ def evaluates_before_moving(optimizer: Optimizer) -> bool:
 
 def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether a step is that of a checkpoint, which steps a fresh optimizer to learn its state."""
-    asking = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
-    return not optimizer.state and any(
-        (frame.f_globals.get("__name__"), frame.f_code.co_name) == asking
-        for frame, _ in traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 # documented
-    )
+    if optimizer.state:
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        frame = frame.f_back
+    return False
 
 
 def snapshot(optimizer: Optimizer) -> Snapshot:

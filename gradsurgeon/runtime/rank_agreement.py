@@ -21,7 +21,7 @@ from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter, patience
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import NONFINITE
+from gradsurgeon.runtime.due_rules import NONFINITE, DueRules
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
@@ -48,15 +48,13 @@ class Heard:
         voter: by whom they have said it; ``None`` where this rank decides alone.
         objections: those that concern the update.
         unanimous: whether all ranks have objected.
+        severity: the worst of the objections.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
-
-    @property
-    def severity(self) -> int:
-        return max((one.severity for one in self.objections), default=FINE)
+    severity: int = FINE
 
     @property
     def worst(self) -> Objection:
@@ -81,7 +79,37 @@ class _Voted:
     tensors: set[int]
 
 
-class RankAgreement:
+class DecidesAlone:
+    """What a session does in one process, where it has nobody to ask."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def find_sessions(self, done: BackwardPass) -> None:
+        """Find the other ranks, after the first pass that they take together."""
+
+    def votes(self, done: BackwardPass) -> bool:  # noqa: ARG002 # as that of `RankAgreement`
+        """Tell whether the ranks vote on the update after a pass."""
+        return False
+
+    def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
+        """Say what this rank has against the update after a pass, and keep nobody waiting."""
+
+    def heard(self, counter: StepCounter) -> Heard:  # noqa: ARG002 # as that of `RankAgreement`
+        """Return what the ranks said of an update. It may wait for their votes, never for their updates."""
+        return ALONE
+
+    def rests(self, heard: Heard) -> bool:  # noqa: ARG002 # as that of `RankAgreement`
+        """Tell whether the rules are to rest in an update."""
+        return self._context.paused
+
+    def check_norms(self, counter: StepCounter, due: DueRules) -> None:
+        """Say once of which rules one norm differs by rank; refuse where ranks would decide by it."""
+
+
+class RankAgreement(DecidesAlone):
+    """The votes of a session whose process has others beside it."""
+
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
@@ -120,9 +148,6 @@ class RankAgreement:
         return judges or getattr(edit, "by_norm", None) is not None
 
     def find_sessions(self, done: BackwardPass) -> None:
-        """Find the other ranks, after the first pass that they take together."""
-        if _dist.world() == 1:
-            return
         divided = self._context.ranks.shard_groups(done.tensors)
         if self._measures or self._records:
             roll = self._roll(divided)
@@ -136,16 +161,12 @@ class RankAgreement:
         self._roll(groups)
 
     def votes(self, done: BackwardPass) -> bool:
-        """Tell whether the ranks vote on the update after a pass."""
-        if _dist.world() == 1:
-            return False
         if self._votes or self._judges:
             return bool(self._groups(done))
         meets = self._edits or self._measures
         return meets and bool(self._context.ranks.shard_groups(done.tensors))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
-        """Say what this rank has against the update after a pass, and keep nobody waiting."""
         if not (self._voted or self.votes(done)):
             return
         tensors = set(done.tensors)
@@ -167,11 +188,10 @@ class RankAgreement:
         self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
     def heard(self, counter: StepCounter) -> Heard:
-        """Return what the ranks have said of an update. It may wait for their votes, never for their updates."""
         tensors = set(counter.tensors) if self._voted else set()
         voted = (one for one in reversed(self._voted) if not one.tensors.isdisjoint(tensors))
         if (last := next(voted, None)) is None:
-            if self._votes and counter.passes and _dist.world() > 1:
+            if self._votes and counter.passes:
                 self._tell_alone(counter)
             return ALONE
         decision = last.voter.decision(last.number) or Decision()
@@ -184,7 +204,8 @@ class RankAgreement:
         )
         objections = tuple(concerning)
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
-        return Heard(last.voter, objections, unanimous)
+        severity = max((one.severity for one in objections), default=FINE)
+        return Heard(last.voter, objections, unanimous, severity)
 
     def rests(self, heard: Heard) -> bool:
         """Tell whether the rules are to rest in an update.
@@ -220,15 +241,15 @@ class RankAgreement:
     def _tell(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
-    def check_norms(self, counter: StepCounter) -> None:
-        """Say once of which rules one norm differs by rank; refuse where ranks would decide by it.
+    def check_norms(self, counter: StepCounter, due: DueRules) -> None:
+        """Do as the base says.
 
         Raises:
             GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
         """
         context = self._context
         judging = (self._edits or self._judges) and context.ranks.is_reducing
-        for bound in context.due_rules(counter).at_step if judging else ():
+        for bound in due.at_step if judging else ():
             rule, tensors = bound.rule, bound.tensors
             judges, one_norm = _judges(rule), getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:

@@ -40,6 +40,8 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDic
 _beside: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
 # Sessions whose models are gone, but not all of their modules: a script may give several to `apply` in a container.
 _without_model: list[Attachment] = []
+# All of them, as long as none has come or gone.
+_alive: list[Attachment] = []
 # Several threads may train, and the tables must not change while they are gone through.
 _changing = RLock()
 # Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
@@ -122,7 +124,9 @@ def enter(model: nn.Module, session: Attachment) -> None:
 
 def _model_gone(session: Attachment) -> None:
     _without_model.append(session)
-    if not session.model_gone():
+    if session.model_gone():
+        _count_rules()
+    else:
         _forget_removed()
 
 
@@ -177,6 +181,7 @@ def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
 
 
 def _count_rules() -> None:
+    _alive[:] = alive()
     programs = [controller.context.program for controller in _controllers()]
     _on_tags[:] = [rule.id for program in programs for rule in program.tags]
     retained_gradients.note(wanted=any(program.of_losses for program in programs))
@@ -207,7 +212,8 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     # script's own that were there before.
     del args, kwargs
     for controller in _controllers():
-        controller.backward.act_on_waiting()
+        if controller.backward.seen.waiting:
+            controller.backward.act_on_waiting()
         controller.steps.about_to_step(optimizer)
     if _beside and _sessions:
         with _changing:
@@ -268,4 +274,4 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    return [session.controller for session in alive()]
+    return [session.controller for session in _alive if not session.removed]

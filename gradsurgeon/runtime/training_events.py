@@ -76,6 +76,10 @@ class StepDecision:
     cause: Cause | None = None
 
 
+# Nothing keeps the optimizer from what it is about to do.
+GOES_ON = StepDecision()
+
+
 class TrainingEvents(Protocol):
     """What a controller is told, in the order in which it happens."""
 

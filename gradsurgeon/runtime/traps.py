@@ -32,7 +32,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_context import StepContext
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass, StepDecision
+from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, StepDecision
 from gradsurgeon.runtime.trips import Finding, Look, Rows, Trip
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms
@@ -73,7 +73,8 @@ class Traps:
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
-        self.rows.done(counter)
+        if self.rows.current:
+            self.rows.done(counter)
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return what this rank has against the update after a pass. Reads the device once, and again for a report."""
@@ -126,7 +127,11 @@ class Traps:
         self._scaler_skips.pop(update.counter, None)
         looks = [
             *self._look_at_gradients(update),
-            *self._spikes.looks(update, partial(self._arrived, update.counter)),
+            *(
+                self._spikes.looks(update, partial(self._arrived, update.counter))
+                if update.due.spike_traps
+                else ()
+            ),
             *self._look_at_statistics(update),
         ]
         # What was seen after backward comes to the host along with what is there now.
@@ -271,6 +276,8 @@ class Traps:
         return [(rule, report)]
 
     def _judge_activations(self, counter: StepCounter) -> list[Finding]:
+        if not self._context.program.site_rules:
+            return []
         return _reported(self._context.flags.take(counter, self._context.counters.common))
 
     def _flagged(self, counter: StepCounter) -> list[Finding]:
@@ -316,8 +323,15 @@ class Traps:
     def _conclude(
         self, update: StepContext, findings: Sequence[Finding], *, known: bool = False
     ) -> StepDecision:
+        if update.heard is ALONE and not self._has_tripped(findings):
+            return GOES_ON
         scale = self._scale(update.counter)
         return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)
+
+    def _has_tripped(self, findings: Sequence[Finding]) -> bool:
+        """Tell whether a trap tripped in this update or in those before it, so a row has to be counted."""
+        rows = self.rows
+        return bool(rows.lengths or rows.current) or any(report for _, report in findings)
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))

@@ -80,20 +80,20 @@ class Rows:
     """How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int], int] = {}
+        self.lengths: dict[tuple[str, int], int] = {}
         # The same with the current update, which is judged after each call of a closure.
-        self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+        self.current: dict[StepCounter, dict[str, int]] = defaultdict(dict)
 
     def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return how often in a row traps have tripped, by rule and parameter."""
         found: dict[str, dict[str, int]] = {}
-        for (rule, tensor), number in self._rows.items():
+        for (rule, tensor), number in self.lengths.items():
             found.setdefault(rule, {})[names[tensor]] = number
         return found
 
     def resume(self, rows: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
         """Go on counting what `by_name` has returned, with the number of each parameter by its name."""
-        self._rows = {
+        self.lengths = {
             (rule, index[name]): number
             for rule, of_rule in rows.items()
             for name, number in of_rule.items()
@@ -101,21 +101,21 @@ class Rows:
         }
 
     def of(self, counter: StepCounter, rule: str) -> int:
-        return max((self._rows.get((rule, tensor), 0) for tensor in counter.tensors), default=0)
+        return max((self.lengths.get((rule, tensor), 0) for tensor in counter.tensors), default=0)
 
     def put(self, counter: StepCounter, rule: str, number: int) -> None:
         if number:
-            self._rows.update({(rule, tensor): number for tensor in counter.tensors})
-        elif self._rows:
+            self.lengths.update({(rule, tensor): number for tensor in counter.tensors})
+        elif self.lengths:
             for tensor in counter.tensors:
-                self._rows.pop((rule, tensor), None)
+                self.lengths.pop((rule, tensor), None)
 
     def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
         """Count the current update, once it is done; return the row with it."""
         times = self.of(counter, rule) + 1 if tripped else 0
-        self._with_this[counter][rule] = times
+        self.current[counter][rule] = times
         return times
 
     def done(self, counter: StepCounter) -> None:
-        for rule, times in self._with_this.pop(counter, {}).items():
+        for rule, times in self.current.pop(counter, {}).items():
             self.put(counter, rule, times)
