@@ -237,9 +237,15 @@ def timeout(group: Any) -> timedelta:
 
 
 def store() -> Any:
-    """Return the key-value store of the job: that of its default group, which no later attempt shares."""
+    """Return the key-value store of the job: that of its default group."""
     # There is no public word for it.
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
+
+
+def attempt() -> str:
+    """Return what tells this attempt of a job from others: an agent that starts the ranks again keeps its store."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join(["gradsurgeon", *(os.environ.get(name, "") for name in names)])
 
 
 def own_store(prefix: str) -> Any:

@@ -71,7 +71,7 @@ def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionI
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
     # The ranks of a mesh are in other groups each.
     name = groups[0].group_name if len(groups) == 1 else ""
-    topic = f"gradsurgeon/roll/{name}/{kind}"
+    topic = f"{_dist.attempt()}/roll/{name}/{kind}"
     while True:
         prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
@@ -133,7 +133,7 @@ def lacking(
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
-    prefix = f"gradsurgeon/matched/{rules.sha256}"
+    prefix = f"{_dist.attempt()}/matched/{rules.sha256}"
     mine = _publish(prefix, rules, plans)
     asked = [
         rule

@@ -80,6 +80,23 @@ class Decision(NamedTuple):
 
 _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
+# Voters that have closed, and whose ranks have not all done so: the process that hosts the store stays for them.
+_left: list[_Left] = []
+
+
+class _Left(NamedTuple):
+    """What a voter leaves behind: its connection, its ranks, and whether this process serves others."""
+
+    store: Any
+    ranks: tuple[int, ...]
+    serves: bool
+
+    def is_over(self) -> bool:
+        """Tell whether all ranks have closed. The store may be gone."""
+        try:
+            return int(self.store.add("gone", 0)) >= len(self.ranks)
+        except RuntimeError:
+            return True
 
 
 class Voter:
@@ -105,6 +122,8 @@ class Voter:
         self._store = _dist.own_store(prefix)
         self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
+        # The process group may be gone when the voter closes.
+        self._rank, self._prefix = _dist.rank(), prefix
         self._passes = 0
         # By pass: what was known of the votes when this rank had cast its own, and what came of them.
         self._values: dict[int, int] = {}
@@ -115,6 +134,8 @@ class Voter:
         # Whether some rank votes no more, so that no vote can be complete.
         self._is_left = False
         self.is_over = False
+        with suppress(RuntimeError):
+            self._store.set(f"here/{self._rank}", "")
         _open.add(self)
 
     def cast(self, objections: Sequence[Objection]) -> int:
@@ -179,18 +200,22 @@ class Voter:
         """Vote no more, and let the others know."""
         if not self.is_over:
             self.is_over = True
-            # Where the store has gone first, nobody needs to know.
+            # If the store has gone first, nobody needs to know.
             with suppress(RuntimeError):
-                self._store.set(f"gone/{_dist.rank()}", "")
+                self._store.set(f"gone/{self._rank}", "")
                 self._store.add("gone", 1)
+            _left[:] = [one for one in _left if not one.is_over()]
+            _left.append(_Left(self._store, self.ranks, self.serves))
         _open.discard(self)
 
-    def linger(self) -> None:
-        """Stay, for a time, until the other ranks have gone as well: this process hosts what they read."""
-        end = time.monotonic() + LINGER
-        with suppress(RuntimeError):
-            while self._store.add("gone", 0) < len(self.ranks) and time.monotonic() < end:
-                time.sleep(_LONGEST / 10)
+    def is_of_an_earlier_job(self) -> bool:
+        """Tell whether the process groups were destroyed and made anew since, with another store."""
+        if not self.is_over:
+            return False
+        try:
+            return not _dist.own_store(self._prefix).check([f"here/{self._rank}"])
+        except (RuntimeError, ValueError):
+            return False
 
     @property
     def serves(self) -> bool:
@@ -263,6 +288,8 @@ class Voter:
 
     def _objections(self, number: int, kind: str) -> list[Objection]:
         kind = f"{number}/{kind}"
+        if not self._store.check([kind]):
+            return []
         most = min(self._store.add(kind, 0), _MOST)
         texts = [self._store.get(f"{kind}/{index + 1}") for index in range(most)]
         return [Objection(*json.loads(text)) for text in texts]
@@ -295,12 +322,14 @@ def _voted(value: int) -> int:
 @atexit.register
 def _leave() -> None:
     """Say that this rank is gone, and stay for the others where they read from a server in this process."""
-    voters = list(_open)
-    for voter in voters:
+    for voter in list(_open):
         voter.close()
-    for voter in voters:
-        if voter.serves or _hosts_the_store():
-            voter.linger()
+    end = time.monotonic() + LINGER
+    for left in _left:
+        while (left.serves or _hosts_the_store()) and not left.is_over():
+            if time.monotonic() > end:
+                return
+            time.sleep(_LONGEST / 10)
 
 
 def _hosts_the_store() -> bool:

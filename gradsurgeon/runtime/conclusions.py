@@ -21,7 +21,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, Heard
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
-from gradsurgeon.runtime.trips import Finding, Rows, Trip
+from gradsurgeon.runtime.trips import TOO_LATE, UNKNOWN, Finding, Rows, Trip
 
 
 class Conclusions:
@@ -49,14 +49,17 @@ class Conclusions:
             known: whether all ranks find the same here, whatever they have said.
         """
         context, step = self._context, counter.step
-        trips = self._count(counter, findings)
-        if not (trips or heard.objections):
-            return GOES_ON
-        if heard.unanimous and not trips:
+        if heard.unanimous and not any(report for _, report in findings):
             # All have seen it, and it is repaired: by what all of them have run.
             heard = ALONE
-        if heard.voter is not None and heard.severity <= FINE and not known:
-            trips = [replace(trip, unheard=_is_nonfinite(trip.decision)) for trip in trips]
+        trips = self._count(counter, findings, heard)
+        if not (trips or heard.objections):
+            return GOES_ON
+        if heard is not ALONE and heard.severity <= FINE and not known:
+            why = TOO_LATE if heard.known else UNKNOWN
+            trips = [
+                replace(trip, unheard=why if _is_nonfinite(trip.decision) else "") for trip in trips
+            ]
         reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self.diagnosis.of(reports, step, scale, heard)
         told = [
@@ -72,11 +75,14 @@ class Conclusions:
             return decision
         return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
 
-    def _count(self, counter: StepCounter, findings: Sequence[Finding]) -> list[Trip]:
-        """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
-        trips = []
-        for rule, report in findings:
-            times = self._rows.count(counter, rule, tripped=report is not None)
+    def _count(self, counter: StepCounter, findings: Sequence[Finding], heard: Heard) -> list[Trip]:
+        """Count in how many updates in a row traps tripped, on whatever rank; a trap that found nothing begins anew."""
+        trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
+        judged = dict.fromkeys(rule for rule, _ in findings)
+        absent = [(rule, None) for rule in sorted(elsewhere - judged.keys())]
+        for rule, report in [*findings, *absent]:
+            tripped = report is not None or rule in elsewhere
+            times = self._rows.count(counter, rule, tripped=tripped)
             if report is not None:
                 trips.append(Trip(rule, self._context.decisions[rule], times, report))
         return trips

@@ -95,6 +95,7 @@ class Controller:
         self.attached = False
 
     def attach(self) -> None:
+        self._meet_ranks()
         self._early = set(self.context.parameters.grads()[0])
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
@@ -107,6 +108,10 @@ class Controller:
                 text = _NOT_MET.format(kind=type(optimizer).__name__)
                 self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
+
+    def _meet_ranks(self) -> None:
+        if self.context.meet_ranks():
+            self._agreement = self._together
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -133,8 +138,7 @@ class Controller:
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
-        if self.context.meet_ranks():
-            self._agreement = self._together
+        self._meet_ranks()
         self.steps.end_failed()
         if reached is None or reached:
             with self._kept.spared():

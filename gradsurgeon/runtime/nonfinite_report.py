@@ -83,11 +83,18 @@ class GradientEvidence:
 
     @property
     def _guilty(self) -> bool:
-        # Only the last pass is asked, which is the one that reduced. A rank whose part of the model was
-        # not used has seen nothing, and got its gradients from the others.
-        contributed = self.snapshots[-1].done.contributed if self.snapshots else {}
-        spoilt = self.before.union(self.now).intersection(contributed)
-        return any(not bool(contributed[tensor].isfinite()) for tensor in spoilt)
+        # The first pass that reduced a non-finite gradient is asked: later ones contribute to what is non-finite already.
+        # A rank whose part of the model was not used has seen nothing, and got its gradients from the others.
+        wanted = self.before.union(self.now)
+        for snapshot in self.snapshots:
+            norms = as_dict(snapshot.norms)
+            contributed = snapshot.done.contributed
+            spoilt = {
+                t for t in wanted & contributed.keys() if not math.isfinite(norms.get(t, 0.0))
+            }
+            if spoilt:
+                return any(not bool(contributed[tensor].isfinite()) for tensor in spoilt)
+        return False
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Report the border as it was after the first pass that shows one, else at the update."""

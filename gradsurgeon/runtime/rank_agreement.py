@@ -49,12 +49,14 @@ class Heard:
         objections: those that concern the update.
         unanimous: whether all ranks have objected.
         severity: the worst of the objections.
+        known: whether this is all that was said: no vote was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
     severity: int = FINE
+    known: bool = True
 
     @property
     def worst(self) -> Objection:
@@ -148,6 +150,10 @@ class RankAgreement(DecidesAlone):
         return judges or getattr(edit, "by_norm", None) is not None
 
     def find_sessions(self, done: BackwardPass) -> None:
+        if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
+            self._voters.clear()
+            self._rolls.clear()
+            self._voted.clear()
         divided = self._context.ranks.shard_groups(done.tensors)
         if self._measures or self._records:
             roll = self._roll(divided)
@@ -193,8 +199,14 @@ class RankAgreement(DecidesAlone):
         if (last := next(voted, None)) is None:
             if self._votes and counter.passes:
                 self._tell_alone(counter)
-            return ALONE
-        decision = last.voter.decision(last.number) or Decision()
+            ranks = self._context.ranks
+            # A session that came after the backward pass has not heard what the others found.
+            missed = not counter.passes and (
+                ranks.wrappers_of(counter.tensors) or ranks.shard_groups(counter.tensors)
+            )
+            return Heard(known=False) if missed else ALONE
+        told = last.voter.decision(last.number)
+        decision = told or Decision()
         own, names = {self._context.program.names[tensor] for tensor in tensors}, set()
         if decision.objections:
             names = set(self._context.program.names)
@@ -205,7 +217,7 @@ class RankAgreement(DecidesAlone):
         objections = tuple(concerning)
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
         severity = max((one.severity for one in objections), default=FINE)
-        return Heard(last.voter, objections, unanimous, severity)
+        return Heard(last.voter, objections, unanimous, severity, told is not None)
 
     def rests(self, heard: Heard) -> bool:
         """Tell whether the rules are to rest in an update.
@@ -268,7 +280,7 @@ class RankAgreement(DecidesAlone):
         """Return the groups whose ranks have all taken part in a pass, with a session or without."""
         known = self._context.ranks
         groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
-        return tuple(dict.fromkeys(groups))
+        return _largest(tuple(dict.fromkeys(groups)))
 
     def _roll(self, groups: _dist.Groups) -> Roll | None:
         """Return the sessions of the ranks of some groups, if all have the rules; ask where it is not known."""
@@ -322,6 +334,22 @@ class RankAgreement(DecidesAlone):
             or (shared and (self._measures_whole(rule) or _records(rule)))
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
+
+
+def _largest(groups: _dist.Groups) -> _dist.Groups:
+    """Return the groups whose ranks are not all in another one: experts that some ranks have not used say nothing more."""
+    if len(groups) < 2:  # noqa: PLR2004 # nearly always
+        return groups
+    ranks = {group: frozenset(_dist.members(group)) for group in groups}
+    return tuple(
+        group
+        for place, group in enumerate(groups)
+        if not any(
+            ranks[group] < ranks[other] or (ranks[group] == ranks[other] and earlier < place)
+            for earlier, other in enumerate(groups)
+            if other is not group
+        )
+    )
 
 
 def _names(groups: _dist.Groups) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms
 
 _OVERFLOW = (
-    "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
-    "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
+    "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of others did "
+    "not: its GradScaler skips alone, so its scale differs from the others from now on"
 )
 _REPAIRED = (
     "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
@@ -218,7 +218,8 @@ class Traps:
         )
         for bound in fired:
             repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
-            if repaired and bad.keys().isdisjoint(bound.tensors):
+            objected = any(one.rule == bound.rule.id for one in update.heard.objections)
+            if repaired and not objected and bad.keys().isdisjoint(bound.tensors):
                 names = [context.program.names[tensor] for tensor in repaired]
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
                 rule, step = bound.rule.id, update.step

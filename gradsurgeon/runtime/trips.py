@@ -14,9 +14,13 @@ from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.measure import Norms
 
-_TOO_LATE = (
-    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
-    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
+TOO_LATE = (
+    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so the "
+    "others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
+)
+UNKNOWN = (
+    "stopped on this rank before the update: this rank does not know what the ranks said of it (the session came after the "
+    "backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
 )
 # The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
@@ -42,8 +46,8 @@ class Trip:
     decision: Decision | Spikes
     in_a_row: int
     report: TrapReport
-    # Whether the ranks have voted on the update before there was anything to find.
-    unheard: bool = False
+    # Why the other ranks may know nothing of it: they voted before there was anything to find, or the vote is not known.
+    unheard: str = ""
 
     @property
     def then(self) -> str:
@@ -52,7 +56,7 @@ class Trip:
 
     @property
     def _is_forced(self) -> bool:
-        return self.unheard and self.decision.then == "skip-step"
+        return bool(self.unheard) and self.decision.then == "skip-step"
 
     @property
     def severity(self) -> int:
@@ -63,7 +67,7 @@ class Trip:
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
         if self._is_forced:
-            return _TOO_LATE
+            return self.unheard
         if self.then != self.decision.then:
             return (
                 f"giving up: tripped {self.in_a_row} times in a row "

@@ -10,12 +10,12 @@ from distributed.voters_worker import OBJECTED, PASSES
 from ranks import run_ranks
 
 pytestmark = pytest.mark.cover_children
+WORKER = Path(__file__).with_name("voters_worker.py")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("voters_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("voters") / "seen", 4)
+    return run_ranks(WORKER, tmp_path_factory.mktemp("voters") / "seen", 4)
 
 
 @pytest.mark.parametrize("how", ["by ranks", "by hosts"])
@@ -73,9 +73,17 @@ def test_ranks_that_meet_know_who_has_come(ranks: list[dict[str, Any]]) -> None:
         assert rank["met"]["some"] == [[0, 0], [1, 1], [2, 2]], number
 
 
-def test_a_store_that_is_gone_ends_the_votes_with_a_word(ranks: list[dict[str, Any]]) -> None:
+def test_the_host_of_the_store_stays_until_the_others_have_read(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks[1:]:
-        assert rank["left"] is None
-        (text,) = rank["said"]
+        assert rank["left"] == {"first": [[[3, "pass 1"]], False], "later": [], "said": []}
+
+
+def test_a_store_that_is_gone_ends_the_votes_with_a_word(tmp_path: Path) -> None:
+    ranks = run_ranks(WORKER, tmp_path / "killed", 4, ("killed",))
+    for rank in ranks[1:]:
+        assert rank["left"]["later"][-1] is None
+        (text,) = rank["left"]["said"]
         assert text.startswith("the key-value store of the job has failed (Dist")
         assert text.endswith("): from now on each rank raises where a trap of its own trips")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -104,32 +105,43 @@ def met() -> dict[str, Any]:
     return {"all": sorted(all_of_them.items()), "some": sorted(some.items())}
 
 
-def main() -> None:
-    """Run every part, and write down what came of it before rank 0 leaves with the store."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
-    found: dict[str, Any] = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}
-    hosts.MANY = 3
-    found["by hosts"] = voted("hosts", ["a", "a", "b", "b"])
-    found["leaving"] = served_by_one_that_leaves()
-    found["late"] = late()
-    found["met"] = met()
+def left(out: Path, *, killed: bool) -> dict[str, Any]:
+    """Let rank 0, which hosts the store, leave before the others have read what all said."""
     said: list[str] = []
     voter = Voter("left", range(4), ["here"] * 4, 30.0, said.append)
-    voter.cast(())
+    number = voter.cast([objection(3, 1)] if dist.get_rank() == 3 else [])
     dist.barrier()
-    out = Path(f"{sys.argv[1]}.{rank}")
-    if rank == 0:
-        # Its process is the one that hosts the store.
+    if dist.get_rank() == 0:
+        if killed:
+            out.write_text("{}", encoding="utf-8")
+            os._exit(0)
+        # The session is gone, and its process comes to its end.
         voter.close()
-        out.write_text(json.dumps(found), encoding="utf-8")
-        return
+        return {}
     while not Path(f"{sys.argv[1]}.0").exists():
         time.sleep(0.05)
     time.sleep(1.0)
+    first = told(voter.decision(number))
     # The store may fail at this pass or the next: what was asked for first may still be under way.
-    found["left"] = [told(voter.decision(voter.cast(()))) for _ in range(2)][-1]
-    found["said"] = said
+    later = [told(voter.decision(voter.cast(()))) for _ in range(2)] if killed else []
+    voter.close()
+    return {"first": first, "later": later, "said": said}
+
+
+def main() -> None:
+    """Run every part, and write down what came of it; rank 0 leaves first."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    out = Path(f"{sys.argv[1]}.{dist.get_rank()}")
+    found: dict[str, Any] = {}
+    killed = "killed" in sys.argv
+    if not killed:
+        found = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}
+        hosts.MANY = 3
+        found["by hosts"] = voted("hosts", ["a", "a", "b", "b"])
+        found["leaving"] = served_by_one_that_leaves()
+        found["late"] = late()
+        found["met"] = met()
+    found["left"] = left(out, killed=killed)
     out.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -1,0 +1,79 @@
+"""Ranks find each other's votes in scripts that start again, take part unevenly, or exchange sessions and groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+pytestmark = pytest.mark.cover_children
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("votes_in_scripts_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("scripts") / "seen")
+
+
+def test_an_attempt_that_an_agent_starts_again_has_its_own_votes(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        found = rank["restarted"]
+        assert found["moved"] == [True, False, True]
+        assert "notice" not in [kind for kind, *_ in found["events"]]
+
+
+def test_experts_that_a_rank_does_not_use_leave_its_votes_alone(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        found = rank["experts"]
+        assert found["moved"] == [True, True, False, True]
+        assert [kind for kind, *_ in found["events"]] == ["trap", "skipped-step"]
+
+
+def test_a_session_that_came_after_the_pass_does_not_skip_alone(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["replaced_between"]["moved"] for rank in ranks] == [[True, True], [True, False]]
+    error = ranks[1]["replaced_between"]["error"]
+    assert "this rank does not know what the ranks said of it" in error
+    assert "0.own" in error
+    assert not ranks[0]["replaced_between"]["error"]
+
+
+def test_trips_of_different_ranks_in_a_row_are_given_up_together(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for number, rank in enumerate(ranks):
+        found = rank["giving_up"]
+        assert found["moved"] == [True, False, False, False]
+        # Rank 1 trips first and last.
+        assert "giving up: tripped 3 times in a row" in found["error"] or number == 0
+        assert found["error"].startswith("step 3")
+
+
+def test_the_rank_that_contributed_first_is_blamed(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        (text,) = [text for kind, _, text in rank["accumulated"]["events"] if kind == "trap"]
+        assert "; rank 1 contributed what is not finite" in text.partition("\n")[0]
+
+
+def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        found = rank["repaired"]
+        assert found["moved"] == [False]
+        assert [kind for kind, *_ in found["events"]] == ["skipped-step"]
+        assert "rank 1 trapped, and all ranks skip the step" in found["events"][0][2]
+
+
+def test_votes_go_on_in_process_groups_that_are_made_anew(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["begun_anew"]
+        assert found["moved"] == [True, True, True, False]
+        assert found["error"] == ""

@@ -1,0 +1,186 @@
+"""Scripts that make it hard for ranks to find each other's votes; each rank writes down what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+from gradsurgeon.distributed import session_discovery
+
+NAN = float("nan")
+
+
+def trap(**options: Any) -> dict[str, Any]:
+    """Return a rule set with one trap."""
+    rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    return {"version": 1, "rules": [{**rule, "forensics": False, **options}]}
+
+
+class Script:
+    """A model under DDP, with a parameter that each rank keeps to itself, and what came of training it."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.net[0].own = nn.Parameter(torch.ones(4))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.net, ["0.own"])
+        self.ddp = DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.apply(**options)
+        self.moved: list[bool] = []
+        self.error = ""
+
+    def apply(self, *, replace: bool = False, **options: Any) -> None:
+        """Put the trap on."""
+        rules = trap(**options)
+        self.session = gradsurgeon.apply(self.net, rules, optimizer=self.optimizer, replace=replace)
+
+    def local(self, *, spoilt: bool) -> None:
+        """Run a pass; spoilt, only the gradient of the parameter of this rank becomes NaN in it."""
+        handle = self.net[0].own.register_hook(lambda grad: grad * NAN if spoilt else grad)
+        (self.ddp(torch.ones(2, 4)) * self.net[0].own).sum().backward()
+        handle.remove()
+
+    def update(self) -> None:
+        """Make an update."""
+        before = self.weights()
+        try:
+            self.optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as error:
+            self.error = self.error or str(error)
+        self.moved.append(self.weights() != before)
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[float]:
+        """Return the weights that all ranks share."""
+        return [float(one) for one in self.net[1].weight.detach().flatten()]
+
+    def told(self) -> dict[str, Any]:
+        """Return what came of it."""
+        events = [(event.kind, event.step, event.message) for event in self.session.events]
+        self.session.remove()
+        return {"moved": self.moved, "error": self.error, "events": events}
+
+
+def restarted() -> dict[str, Any]:
+    """Train, and train anew as an agent starts ranks again: in new processes, with the old store."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    first = Script()
+    for _ in range(2):
+        first.local(spoilt=False)
+        first.update()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    session_discovery._met.clear()
+    again = Script()
+    for step in range(3):
+        again.local(spoilt=step == 1 and dist.get_rank() == 1)
+        again.update()
+    first.session.remove()
+    return again.told()
+
+
+def experts() -> dict[str, Any]:
+    """Train a trunk that all ranks share, and experts of single ranks that are not used in each step."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"trunk": nn.Linear(4, 4), "expert": nn.Linear(4, 4)})
+    trunk = DistributedDataParallel(net["trunk"])
+    expert = DistributedDataParallel(net["expert"], process_group=groups[rank])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    moved = []
+    with gradsurgeon.apply(net, trap(), optimizer=optimizer) as session:
+        for step in range(4):
+            hidden = trunk(torch.ones(2, 4))
+            out = expert(hidden) if (step + rank) % 2 else hidden
+            (out * (NAN if step == 2 and rank == 1 else 1.0)).sum().backward()
+            before = net["trunk"].weight.detach().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.append(not torch.equal(before, net["trunk"].weight))
+        events = [(event.kind, event.step, event.message) for event in session.events]
+    return {"moved": moved, "error": "", "events": events}
+
+
+def replaced_between() -> dict[str, Any]:
+    """Exchange the session between a backward pass and its update, with a NaN that rank 1 alone has."""
+    script = Script()
+    script.local(spoilt=False)
+    script.update()
+    script.local(spoilt=dist.get_rank() == 1)
+    script.apply(replace=True)
+    script.update()
+    return script.told()
+
+
+def giving_up() -> dict[str, Any]:
+    """Let one rank trip after the other, each once or twice."""
+    script = Script(give_up_after=3)
+    for step in range(4):
+        script.local(spoilt=step and dist.get_rank() == step % 2)
+        script.update()
+    return script.told()
+
+
+def accumulated() -> dict[str, Any]:
+    """Average in each of three micro-batches; rank 1 has a NaN in the first."""
+    script = Script()
+    for batch in range(3):
+        x = torch.ones(2, 4) * (NAN if batch == 0 and dist.get_rank() == 1 else 1.0)
+        script.ddp(x).sum().backward()
+    script.update()
+    return script.told()
+
+
+def repaired() -> dict[str, Any]:
+    """Let rank 1 repair its own gradient after the ranks have voted."""
+    script = Script()
+    script.local(spoilt=dist.get_rank() == 1)
+    script.net[0].own.grad.zero_()
+    script.update()
+    return script.told()
+
+
+def begun_anew() -> dict[str, Any]:
+    """Destroy the process groups and make them anew, with another store."""
+    script = Script()
+    script.local(spoilt=False)
+    script.update()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{sys.argv[1]}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    script.ddp = DistributedDataParallel(script.net)
+    for step in range(3):
+        script.local(spoilt=step == 2 and dist.get_rank() == 1)
+        script.update()
+    return script.told()
+
+
+def main() -> dict[str, Any]:
+    """Run every part."""
+    warnings.simplefilter("ignore")
+    parts: tuple[Callable[[], Any], ...] = (
+        restarted,
+        experts,
+        replaced_between,
+        giving_up,
+        accumulated,
+        repaired,
+        begun_anew,
+    )
+    return {part.__name__: part() for part in parts}
+
+
+if __name__ == "__main__":
+    work(main)
