@@ -69,7 +69,7 @@ def backward(
     with ExitStack() as stack:
         due: list[DueLossRule] = []
         if sessions:
-            leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
+            leaves = list(BackwardGraph(roots_of([total])).leaves())
             stack.enter_context(running_passes.alone(leaves))
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
         named = NamedPass(due)

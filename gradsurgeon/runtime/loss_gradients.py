@@ -19,6 +19,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import current_pass
 from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 _COMPILED = (
     "the gradients of single losses cannot be taken: torch.compile has compiled the model to free each saved tensor as "
@@ -144,25 +145,10 @@ def _retained_put_back(loss: Tensor) -> Iterator[None]:
     # A copy of the references: another thread may note a tensor meanwhile.
     alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
     # Other threads may run passes through the graphs of other tensors.
-    kept = [
-        (tensor, tensor.grad)
-        for tensor in alive
-        if tensor.retains_grad and _is_reached(tensor.grad_fn, loss.grad_fn)
-    ]
+    nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()
+    kept = [(one, one.grad) for one in alive if one.retains_grad and one.grad_fn in nodes]
     try:
         yield
     finally:
         for tensor, grad in kept:
             tensor.grad = grad
-
-
-def _is_reached(node: Any, start: Any) -> bool:
-    pending, met = [start], {start, None}
-    while pending:
-        following = pending.pop()
-        if following is node:
-            return True
-        new = {other for other, _ in following.next_functions} - met if following else set()
-        met |= new
-        pending += new
-    return False

@@ -88,10 +88,10 @@ class SharedInputs:
             fork = self._forks.get(id(tensor))
             if fork is None or not fork.is_of(tensor):
                 if fork is not None and fork.tensor is tensor:
-                    text = _WRITTEN.format(before=_listed(fork.taken), owner=printable(owner))
+                    before = _listed(fork.meeting.taken)
+                    text = _WRITTEN.format(before=before, owner=printable(owner))
                     self._sites.warn("in-place", text, rules, owner)
-                meeting = _Meeting(self, is_leaf=tensor.is_leaf)
-                fork = self._forks[id(tensor)] = _Fork(tensor, meeting)
+                fork = self._forks[id(tensor)] = _Fork(self, tensor)
             return fork.branch(owner, rules)
 
     def arrived(self, meeting: _Meeting, total: Tensor) -> Tensor | None:
@@ -158,18 +158,13 @@ class SharedInputs:
 class _Fork:
     """A tensor while modules may still take it. The graphs of the modules that have taken it keep it, and nothing else."""
 
-    def __init__(self, tensor: Tensor, meeting: _Meeting) -> None:
+    def __init__(self, shared: SharedInputs, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
-        self._meeting = meeting
+        self.meeting = _Meeting(shared, self, is_leaf=tensor.is_leaf)
         self._version = _torch.writes(tensor)
         self._common: Tensor | None = tensor.view_as(tensor)
         # A view that keeps itself alive would do so for ever.
-        _torch.register_hook(self._common, meeting)
-        meeting.fork = weakref.ref(self)
-
-    @property
-    def taken(self) -> Iterable[str]:
-        return self._meeting.taken
+        _torch.register_hook(self._common, self.meeting)
 
     def is_of(self, tensor: Tensor) -> bool:
         return self.tensor is tensor and _torch.writes(tensor) == self._version
@@ -177,9 +172,9 @@ class _Fork:
     def branch(self, module: str, rules: Sequence[NamedRule]) -> Tensor:
         assert self._common is not None  # noqa: S101 # `is_of` tells
         view = self._common.view_as(self._common)
-        hook = _ContributionHook(self, self._meeting, module)
+        hook = _ContributionHook(self, module)
         _torch.register_hook(view, hook)
-        self._meeting.expect(module, rules, hook)
+        self.meeting.expect(module, rules, hook)
         return view
 
     def close(self) -> None:
@@ -192,9 +187,8 @@ class _Meeting:
 
     __torch_unserializable__ = True
 
-    def __init__(self, shared: SharedInputs, *, is_leaf: bool) -> None:
-        self._shared = weakref.ref(shared)
-        self.fork: weakref.ref[_Fork] | None = None
+    def __init__(self, shared: SharedInputs, fork: _Fork, *, is_leaf: bool) -> None:
+        self._shared, self._fork = weakref.ref(shared), weakref.ref(fork)
         self.rules: list[NamedRule] = []
         # By rule, its modules that have taken the tensor.
         self.matched: dict[str, set[str]] = {}
@@ -244,7 +238,7 @@ class _Meeting:
         shared = self._shared()
         if total is None or shared is None:
             return None
-        fork = None if self.fork is None else self.fork()
+        fork = self._fork()
         if fork is not None and not (is_taken() or returns_gradients()):
             fork.close()
         return shared.arrived(self, total)
@@ -253,21 +247,21 @@ class _Meeting:
 class _ContributionHook:
     """Tensor hook that notes the gradient of one module."""
 
-    # The fork is there to be kept.
-    __slots__ = ("__weakref__", "_fork", "_meeting", "_module")
+    # The fork lives as long as a hook on a graph that may still send something back.
+    __slots__ = ("__weakref__", "_fork", "_module")
     __torch_unserializable__ = True
 
-    def __init__(self, fork: _Fork, meeting: _Meeting, module: str) -> None:
-        self._fork, self._meeting, self._module = fork, meeting, module
+    def __init__(self, fork: _Fork, module: str) -> None:
+        self._fork, self._module = fork, module
 
     @property
     def __name__(self) -> str:
-        return f"{self._meeting.__name__}:{self._module}"
+        return f"{self._fork.meeting.__name__}:{self._module}"
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> None:
         if grad is not None:
-            self._meeting.give(self._module, grad)
+            self._fork.meeting.give(self._module, grad)
 
 
 def _listed(names: Iterable[str]) -> str:
