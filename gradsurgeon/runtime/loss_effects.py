@@ -119,18 +119,21 @@ class LossEffects:
             )
             event_log.notice_once(f"loss {some}", text, rule=rule, step=step)
             return None
+        problem = "they are not finite"
         try:
             with _Drawing(f"{rule}/{step}/{self._call(rule, step)}"):
                 weights = effect.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
-            names = ", ".join(map(printable, due.senders))
-            text = f"no weights were found for {names}: {printable(str(error))}; {_PLAIN}"
-            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
-            return None
+            weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
         if due.groups:
-            # All ranks have the same products, but a solver may make other weights of them on another processor.
+            # All ranks have the same products, but on another processor a solver may find other weights, or none.
             first = _dist.rank() == min(_dist.members(due.groups[0]))
             weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
+        if not weights.isfinite().all():
+            names = ", ".join(map(printable, due.senders))
+            text = f"no weights were found for {names}: {problem}; {_PLAIN}"
+            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
+            return None
         self._record(due, "weight", due.senders, weights)
         change = weights - 1.0
         total, moved = (
