@@ -23,7 +23,7 @@ from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
-# The gradients of single losses add up to the gradient of their sum but for rounding, which is large in half precision.
+# The gradients of single losses add up to the gradient of their sum, except for rounding: half precision has much.
 _TOLERANCE, _ROUNDING = 0.05, 1e-3
 _TWICE = (
     "rule {rule}: the gradients that the single losses give {name} do not add up to the gradient of their sum (off by "

@@ -20,7 +20,7 @@ from gradsurgeon.runtime.rank_agreement import RankAgreement
 # The losses that no rule names, taken together. No loss has this name: names of losses are not empty.
 REST = ""
 
-# Why all rules rest in a pass, by the fact that one rank has told.
+# What one rank tells the others, so that all of them take the plain sum: it is paused, or its pass is plain.
 RESTS = (
     "rank {rank} is paused: the plain sum of the losses arrives on all ranks",
     "rank {rank} runs a plain `.backward()` where this rank passes named losses: their plain sum arrives on all ranks",
@@ -155,7 +155,7 @@ class LossRules:
     def _on_any(
         self, rule: LossRule, step: int, groups: _dist.Groups, facts: Sequence[bool]
     ) -> list[bool]:
-        """Return the facts that hold on some rank; the second and third one are named if it is another rank."""
+        """Return which facts hold on some rank. If another rank is paused or runs a plain pass, say so once."""
         if not groups:
             return list(facts)
         self._agreement.find_sessions_for_losses(groups)

@@ -2,8 +2,8 @@
 
 Such a tensor gets one view, and this view gets one view for each module that takes it. Hooks on the latter see what each
 module contributes. The hook on the former runs after them all, and may return another sum. These are views as a
-script makes them, so a module may write to its input. Nothing tells when the last module has come, so the views
-and hooks are kept by the graphs of the modules, and go with them.
+script makes them, so a module may write to its input. Nothing tells when the last module has come, so the graphs of the
+modules keep the views and hooks, which go with them.
 """
 
 from __future__ import annotations
