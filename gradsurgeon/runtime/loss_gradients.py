@@ -68,7 +68,9 @@ def _gradients_of(
     if not loss.requires_grad:
         return []
     try:
-        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            loss, params, retain_graph=True, allow_unused=True
+        )
     except RuntimeError as error:
         if "donated buffer" in str(error):
             raise GradSurgeonError(_COMPILED) from error

@@ -101,9 +101,8 @@ class SharedInputs:
             return None
         with self._sites.lock, torch.no_grad():
             self._sites.passes.seen.module = True
-            if _torch.is_unreadable(total):
-                owner = self._owner(meeting.rules[0].rule.id)
-                self._sites.warn("unreadable", _TRANSFORMED, meeting.rules, owner)
+            owner = self._owner(meeting.rules[0].rule.id)
+            if self._sites.is_unreadable(total, meeting.rules, owner):
                 return None
             self._check(meeting, given)
             due = [self._due(rule, meeting, given, total) for rule in self._rules]
