@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from several_losses import Heads, flat_grads, rules, trunk_of, two
+from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -327,6 +327,19 @@ def failing_on_one() -> dict[str, Any]:
     return {"same": same, "grads": grads}
 
 
+def reentrant() -> str:
+    """Return how a trunk is refused if single losses run through a part of its graph only."""
+    trunk = nn.Sequential(Checkpointed(reentrant=True), nn.Linear(8, 8))
+    model = Heads(trunk).double()
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    called = DistributedDataParallel(model)
+    try:
+        gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return ""
+
+
 def beside_a_sharded_one() -> int:
     """Combine in one model, where another one that has rules was sharded after them."""
     model, apart = make(), make().float()
@@ -367,6 +380,7 @@ def main() -> dict[str, Any]:
     found["trunk sharded later"] = heads_sharded_later(["trunk", ""])
     found["paused on one"] = paused_on_one()
     found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
+    found["reentrant"] = reentrant()
     found["failing on one"] = failing_on_one()
     found["plain throughout"] = plain_throughout()
     found["beside a sharded one"] = beside_a_sharded_one()

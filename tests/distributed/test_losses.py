@@ -136,6 +136,12 @@ def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], whe
             assert text in said
 
 
+def test_a_reentrant_checkpoint_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "has got a gradient that no single loss gives it" in rank["reentrant"]
+        assert "trunk.0.block" in rank["reentrant"]
+
+
 def test_a_solver_that_fails_on_one_rank_keeps_no_other_waiting(
     ranks: list[dict[str, Any]],
 ) -> None:
