@@ -9,7 +9,8 @@ modules keep the views and hooks, which go with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.current_pass import is_taken, returns_gradients
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
+
+_Hook = Callable[[Tensor | None], None]
 
 _IN_PLACE = (
     "{owner} works in place on the tensor that it shares with others, so its gradient cannot be told from theirs; let it "
@@ -169,11 +172,20 @@ class _Fork:
         return self.tensor is tensor and _torch.writes(tensor) == self._version
 
     def branch(self, module: str, rules: Sequence[NamedRule]) -> Tensor:
+        """Return a view for one module, with a hook that notes the gradient of this module."""
         assert self._common is not None  # noqa: S101 # `is_of` tells
+
+        @uncompiled
+        def give(grad: Tensor | None) -> None:
+            # The hook keeps the fork, as long as a graph may still send something back.
+            if grad is not None:
+                self.meeting.give(module, grad)
+
+        self.meeting.expect(module, rules, give)
+        give.__name__ = f"{self.meeting.__name__}:{module}"
+        cast("Any", give).__torch_unserializable__ = True
         view = self._common.view_as(self._common)
-        hook = _ContributionHook(self, module)
-        _torch.register_hook(view, hook)
-        self.meeting.expect(module, rules, hook)
+        _torch.register_hook(view, give)
         return view
 
     def close(self) -> None:
@@ -192,7 +204,7 @@ class _Meeting:
         # By rule, its modules that have taken the tensor.
         self.matched: dict[str, set[str]] = {}
         # By module, the hooks that its calls wait for, as long as their graphs are there.
-        self.taken: dict[str, list[weakref.ref[_ContributionHook]]] = {}
+        self.taken: dict[str, list[weakref.ref[_Hook]]] = {}
         self.passes = 0
         # A checkpoint with use_reentrant=True runs forward again on a detached tensor.
         self.in_reentrant = _torch.graph_task() != -1 and is_leaf
@@ -203,7 +215,7 @@ class _Meeting:
     def __name__(self) -> str:
         return f"{'+'.join(rule.id for rule, _ in self.rules)}:{'+'.join(self.taken)}"
 
-    def expect(self, module: str, rules: Sequence[NamedRule], hook: _ContributionHook) -> None:
+    def expect(self, module: str, rules: Sequence[NamedRule], hook: _Hook) -> None:
         self.taken.setdefault(module, []).append(weakref.ref(hook))
         for named in rules:
             if named.rule.id not in self.matched:
@@ -241,26 +253,6 @@ class _Meeting:
         if fork is not None and not (is_taken() or returns_gradients()):
             fork.close()
         return shared.arrived(self, total)
-
-
-class _ContributionHook:
-    """Tensor hook that notes the gradient of one module."""
-
-    # The fork lives as long as a hook on a graph that may still send something back.
-    __slots__ = ("__weakref__", "_fork", "_module")
-    __torch_unserializable__ = True
-
-    def __init__(self, fork: _Fork, module: str) -> None:
-        self._fork, self._module = fork, module
-
-    @property
-    def __name__(self) -> str:
-        return f"{self._fork.meeting.__name__}:{self._module}"
-
-    @uncompiled
-    def __call__(self, grad: Tensor | None) -> None:
-        if grad is not None:
-            self._fork.meeting.give(self._module, grad)
 
 
 def _listed(names: Iterable[str]) -> str:
