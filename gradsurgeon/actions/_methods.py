@@ -1,8 +1,8 @@
-"""The methods that make one gradient of several: a table, so that reading a rule needs no torch.
+"""The methods that make one gradient of several: a table, so reading a rule needs no torch.
 
-The arithmetic is that of TorchJD (https://torchjd.org), whose public weightings map the inner products of gradients
-to a weight for each; a test holds the table against the installed release. Here are only methods whose weights follow
-from these products alone, with no memory of earlier steps.
+TorchJD (https://torchjd.org) does the arithmetic: its public weightings map the inner products of gradients to a weight
+for each. A test compares the table with the installed release. The table has only methods whose weights follow from
+these products alone, with no memory of earlier steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 EXTRA = "surgery"
 
-# What comes out where no two gradients conflict, in words that a page and a plan go on with. A test holds each against
-# the methods that claim it.
+# The result if no two gradients conflict, in words that a page and a plan go on with. A test holds each against the
+# methods that claim it.
 Size = Literal[
     "the sum",
     "the average",
@@ -37,14 +37,14 @@ class Method:
 
     Attributes:
         weighting: the class of `torchjd.aggregation`.
-        paper: where it comes from.
-        size: what comes out where no two gradients conflict, with no `preference`.
+        paper: the paper that it comes from.
+        size: the result if no two gradients conflict, with no `preference`.
         about: what it does, in a line.
-        options: those that it takes, and whether they must be given.
+        options: the options that it takes, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
         takes_preference: whether it can prefer some losses to others.
-        keeps_zeros: whether a gradient of zeros has a say; of all others it is left out.
-        follows_scale: whether it makes a difference how large all gradients are together.
+        keeps_zeros: whether a gradient of zeros has a say; all other methods leave it out.
+        follows_scale: whether the weights depend on how large all gradients are together.
     """
 
     weighting: str
@@ -150,8 +150,8 @@ class Weigher:
 
     Args:
         name: the method.
-        options: of the method, those that are given.
-        preference: how much each gradient counts, in their order; ``None`` for all alike.
+        options: the options of the method that are given.
+        preference: how much each gradient counts, in their order; ``None`` if all count alike.
     """
 
     def __init__(
@@ -174,37 +174,27 @@ class Weigher:
         Raises:
             ValueError: there are too few gradients for the method, or its solver has failed.
         """
-        import torch  # noqa: PLC0415 # reading rules must not need torch
-
-        there = products.diagonal() > 0
-        if self._method.keeps_zeros:
-            there = torch.ones_like(there)
-        weights = torch.ones(len(products), dtype=torch.float64, device="cpu")
-        rows = there.nonzero().flatten()
+        weights = products.new_ones(len(products))
+        counts = weights if self._method.keeps_zeros else products.diagonal()
+        rows = (counts > 0).nonzero().flatten()
         if not len(rows):
             return weights
         some = products[rows][:, rows]
         if not self._method.follows_scale:
-            # Below some absolute length methods take gradients for zeros, and true gradients are often shorter.
+            # Methods take gradients below some absolute length for zeros, and true gradients are often shorter.
             some = some / some.trace()
-        weights[rows] = self._weighting(rows)(some) if self._has_choice(len(rows)) else 1.0
+        # The solvers of some methods take a single gradient for something else than itself.
+        has_choice = len(rows) > 1 or self._preference is not None or "weights" in self._options
+        weights[rows] = self._weighting(rows, products)(some) if has_choice else 1.0
         return weights
 
-    def _has_choice(self, gradients: int) -> bool:
-        # The solvers of some methods take a single gradient for something else than itself.
-        return gradients > 1 or self._preference is not None or "weights" in self._options
-
-    def _weighting(self, rows: Tensor) -> Any:
-        import torch  # noqa: PLC0415 # as above
-
+    def _weighting(self, rows: Tensor, products: Tensor) -> Any:
+        # The tensor makes others like itself, because reading rules must not need torch.
         options = dict(self._options)
         if "weights" in options:
-            options["weights"] = torch.tensor(
-                options["weights"], dtype=torch.float64, device="cpu"
-            )[rows]
+            options["weights"] = products.new_tensor(options["weights"])[rows]
         if self._preference is not None:
-            preference = torch.tensor(self._preference, dtype=torch.float64, device="cpu")[rows]
-            options["pref_vector"] = preference
+            options["pref_vector"] = preference = products.new_tensor(self._preference)[rows]
             if not preference.all() and self._method.solvers:
                 # A loss that only constrains must do so exactly.
                 linalg = library("torchjd.linalg", EXTRA, "`memory`")

@@ -19,8 +19,8 @@ from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.current_pass import is_taken
 from gradsurgeon.runtime.edit_effect import NormClip, changes
-from gradsurgeon.runtime.loss_gradients import is_taken
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 

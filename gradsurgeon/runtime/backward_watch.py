@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.running_passes import RunningPass, lock, running_passes, threads
+from gradsurgeon.runtime.current_pass import RunningPass, lock, threads, training
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
 _SETTLED = 4  # passes; by then most optimizers have stepped
@@ -80,7 +80,7 @@ class BackwardWatch:
         with lock:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)
-            if len(running_passes) == 1:
+            if len(training) == 1:
                 # What is left is of a pass that was not watched, as where the session began inside of it.
                 self.seen = Seen()
             tensors, grads = self._context.parameters.grads(
@@ -243,7 +243,7 @@ class BackwardWatch:
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
         with lock:
-            if running_passes:
+            if training:
                 return  # What hooks have seen may be of a pass that another thread runs.
             seen, self.seen = self.seen, Seen()
         if seen.module:

@@ -78,7 +78,7 @@ class Controller:
         self.param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         sites = ActivationRules(context, self.backward, self._module_counters)
-        self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses))
+        self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses.effects))
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)

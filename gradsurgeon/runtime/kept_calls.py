@@ -21,6 +21,7 @@ from gradsurgeon import _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.current_pass import asked_for
 from gradsurgeon.runtime.kept_step import (
     Buffers,
     Fingerprint,
@@ -29,7 +30,6 @@ from gradsurgeon.runtime.kept_step import (
     KeptLoss,
 )
 from gradsurgeon.runtime.parameters import Place, held
-from gradsurgeon.runtime.running_passes import asked_for
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 

@@ -7,60 +7,78 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from gradsurgeon import _numbers, _torch
+from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime import loss_gradients, running_passes
+from gradsurgeon.runtime import loss_rules, running_passes
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.loss_ranks import REST
-from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules
-from gradsurgeon.runtime.named_pass import NamedPass, in_order, running
+from gradsurgeon.runtime.loss_effects import DueLossRule
+from gradsurgeon.runtime.loss_gradients import gradients
+from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
-from gradsurgeon.tensors.inner_products import weighted_sum
+from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
-# The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
+# The gradients of single losses add up to the gradient of their sum, except for rounding: half precision has much.
 _TOLERANCE, _ROUNDING = 0.05, 1e-3
-# The gradient of each loss by the id of each parameter.
-_Rows = Mapping[str, dict[int, Tensor | None]]
+_TWICE = (
+    "rule {rule}: the gradients that the single losses give {name} do not add up to the gradient of their sum (off by "
+    "{off:.3g} of {size:.3g}): the graph cannot be run twice. A custom autograd function that writes to its saved tensors "
+    "does that, or a checkpoint that draws other random numbers (preserve_rng_state=False)"
+)
+
+
+def before_plain_pass(
+    sessions: Collection[LossRules], graph: BackwardGraph, inputs: Sequence[Tensor]
+) -> None:
+    """Meet other ranks before a pass without named losses, if ranks average it: they all take its plain sum.
+
+    Args:
+        sessions: the sessions that have rules on losses.
+        graph: the graph that the pass runs through.
+        inputs: the only leaves that it gives gradients; empty for all.
+    """
+    if sessions and loss_rules.current.get() is None and data_parallel.is_any_awaiting():
+        leaves = list(inputs or graph.leaves())
+        for rules in in_order(sessions):
+            rules.due(leaves, None)
 
 
 def backward(
     losses: Mapping[str, Tensor],
     scaler: GradScaler | None,
-    sessions: Sequence[LossRules],
+    sessions: Collection[LossRules],
     modules: Iterable[nn.Module],
 ) -> None:
     """Run the backward pass of the sum of losses, and let the rules of sessions act on the gradient of each.
 
     Args:
         losses: scalars by name.
-        scaler: what multiplies them, or ``None``.
-        sessions: the rules on losses of each.
-        modules: all of their models.
+        scaler: multiplies them, if there is one.
+        sessions: the sessions that have rules on losses.
+        modules: the modules of all their models.
     """
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
-    # As a script writes it, so that without a rule the very same operations run.
+    # As a script writes it, so without a rule the very same operations run.
     total = reduce(operator.add, scaled.values())
     with ExitStack() as stack:
         due: list[DueLossRule] = []
-        leaves: list[Tensor] = []
         if sessions:
-            leaves += BackwardGraph(roots_of(list(scaled.values()))).leaves()
+            leaves = list(BackwardGraph(roots_of([total])).leaves())
             stack.enter_context(running_passes.alone(leaves))
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
-        named = NamedPass(due, leaves)
-        stack.enter_context(running(named))
+        named = NamedPass(due)
+        stack.callback(loss_rules.current.reset, loss_rules.current.set(named))
         if due:
             stack.enter_context(_delivering(due, scaled, total, modules, named))
         torch.autograd.backward(total)
-    if named.unseen:
-        raise GradSurgeonError(named.unseen[0])
+    if named.problem:
+        raise GradSurgeonError(named.problem)
 
 
 def _check(losses: object) -> None:
@@ -88,25 +106,20 @@ def _delivering(
     modules: Iterable[nn.Module],
     named: NamedPass,
 ) -> Iterator[None]:
-    params = list({id(param): param for one in due for param in one.params}.values())
-    for one in due:
-        one.rules.note_given(one, losses)
-    modules = list(modules)
-    parts = _parts(due, losses, total)
-    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
-        # Each pass goes wherever that of the sum goes: these layers meet in it, and a loss may go round one on some rank.
-        parts = {name: loss + total * 0.0 for name, loss in parts.items()}
+    """Take the gradient of each loss, and let the pass that trains give parameters their combined gradients."""
+    parts, modules = _parts(due, losses, total), list(modules)
     if not parts:
         yield
         return
-    wrappers = [
-        wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
-    ]
-    taken, tasks = loss_gradients.gradients(parts, params, modules, wrappers)
-    rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
-    del taken
+    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
+        # Ranks meet in the backward pass of these layers, and a loss may go round a layer on some rank: so each pass
+        # goes wherever the pass of the sum goes.
+        parts = {name: loss + total * 0.0 for name, loss in parts.items()}
+    params = list({id(param): param for one in due for param in one.params.values()}.values())
+    wrappers = [w for one in due for w in one.effects.context.ranks.wrappers_of([*one.params])]
+    grads, tasks = gradients(parts, params, modules, wrappers)
     with torch.no_grad():
-        delivery = _Delivery(due, rows, _weights(due, rows, tasks), named)
+        delivery = _Delivery(due, grads, _weights(due, grads, tasks), named)
     handles = [_torch.register_first(param, delivery.hook(param)) for param in params]
     try:
         yield
@@ -121,59 +134,48 @@ def _delivering(
 def _parts(
     due: Sequence[DueLossRule], losses: Mapping[str, Tensor], total: Tensor
 ) -> dict[str, Tensor]:
-    """Return what takes a pass of its own, in the same order on all ranks.
+    """Return the losses that take a pass of their own, in the same order on all ranks.
 
-    A model may meet other ranks in its backward pass (`SyncBatchNorm`): so that all run as many passes, what only
-    another one has is one of zeros here.
+    A model may meet other ranks in its backward pass (`SyncBatchNorm`). All ranks run as many passes: a loss that only
+    another rank has is zero here.
     """
-    names = dict.fromkeys(name for one in due for name in one.rule.losses or ())
+    names = dict.fromkeys(name for one in due for name in one.senders)
     elsewhere = {name for one in due if one.groups for name in one.losses}
     parts = {name: losses[name] for name in names if name in losses}
     others = [loss for name, loss in losses.items() if name not in names]
     if others and (parts or elsewhere):
         parts[REST] = reduce(operator.add, others)
-    # What it calls a loss that only other rules name is none of these either.
+    # A loss that only rules of other sessions name is one of the others, too.
     lacking = {name if name in names else REST for name in elsewhere} - parts.keys()
-    if lacking:
-        parts |= dict.fromkeys(lacking, total * 0.0)
+    parts |= dict.fromkeys(lacking, total * 0.0)
     return {name: parts[name] for name in (*names, REST) if name in parts}
 
 
 def _weights(
-    due: Sequence[DueLossRule], rows: _Rows, tasks: Sequence[int]
+    due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
-    """Let rules see the gradients; return the weights of the losses, by the ids of the parameters with a combined gradient.
+    """Let rules see the gradients; return the weights of the losses, by the ids of the parameters that rules combine.
 
     A loss without a weight is added as it is.
     """
-    scales = {rules: rules.context.scaling.of(tasks) for rules in {one.rules for one in due}}
+    sessions = {one.effects for one in due}
+    given = {one: Contributions(grads, one.context.scaling.of(tasks)) for one in sessions}
     found: dict[int, Mapping[str, float]] = {}
-    reached = _reached(rows)
+    rules: dict[int, str] = {}
     for one in due:
-        weights = one.rules.run(one, rows, scales[one.rules])
-        if weights is None:
+        if (weights := one.effects.run(one, given[one.effects])) is None:
             continue
-        keys = reached.intersection(map(id, one.params))
-        if twice := found.keys() & keys:
-            _refuse_two(due, one, twice)
-        found |= dict.fromkeys(keys, weights)
-    return found
-
-
-def _reached(rows: _Rows) -> set[int]:
-    return {key for row in rows.values() for key, grad in row.items() if grad is not None}
-
-
-def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collection[int]) -> None:
-    """Refuse rules of several sessions that combine the gradient of one parameter; of one session binding does."""
-    for one in due:
-        for tensor, param in zip(one.tensors, one.params, strict=True):
-            if one is not last and one.rule.edits and id(param) in params:
-                name = printable(one.rules.context.program.names[tensor])
+        for number, param in one.params.items():
+            key = id(param)
+            if key in found:
+                # Binding refuses two such rules of one session.
                 raise GradSurgeonError(
-                    f"rule {last.rule.id}: another session combines the gradient of {name} already, by the rule "
-                    f"{one.rule.id}: leave it out of one of them by `exclude`"
+                    f"rule {one.rule.id}: another session combines the gradient of {one.name(number)} already, by the rule "
+                    f"{rules[key]}: leave it out of one of them by `exclude`"
                 )
+            if key in grads:
+                found[key], rules[key] = weights, one.rule.id
+    return found
 
 
 class _Delivery:
@@ -182,92 +184,63 @@ class _Delivery:
     def __init__(
         self,
         due: Sequence[DueLossRule],
-        rows: _Rows,
+        grads: dict[int, dict[str, Tensor]],
         weights: Mapping[int, Mapping[str, float]],
         named: NamedPass,
     ) -> None:
-        """Combine the gradients of single losses, and take them out of ``rows``: there are as many copies as losses."""
-        self._due, self._named = due, named
-        self._reached = _reached(rows)
-        # Whether the passes agree is asked once of each rule; after that only the combined gradients are kept.
-        self._asked = [
-            one
-            for one in due
-            if one.rule.id not in one.rules.repeat and not one.rules.combines_inputs
-        ]
-        wanted = {id(param) for one in self._asked for param in one.params}
-        self._combined: dict[int, Tensor | None] = {}
-        self._sums: dict[int, _Sum] = {}
+        """Combine the gradients of single losses, and take them out of ``grads``: there is a copy for each loss."""
+        self._named, self._reached = named, frozenset(grads)
+        self._accumulation = _torch.Accumulation()
+        # Once for each rule it is asked whether the passes agree; after that only the combined gradients are kept.
+        self._asked = [one for one in due if one.effects.is_unverified(one.rule.id)]
+        wanted = {id(param) for one in self._asked for param in one.params.values()}
+        self._combined: dict[int, Tensor] = {}
+        # By parameter, the sum of the gradients of single losses, and the sum of their norms: where losses cancel,
+        # rounding is small beside each gradient, and not beside their sum.
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        # By parameter, the norm of the difference between the passes, and all norms together.
+        self._differences: dict[int, tuple[Tensor, Tensor]] = {}
         for key in self._reached:
-            column = {name: row.pop(key) for name, row in rows.items()}
+            column = grads.pop(key)
             if key in wanted:
-                self._sums[key] = _Sum.of(column)
+                norms = torch.stack([_numbers.norm(grad) for grad in column.values()])
+                self._sums[key] = weighted_sum(column, {}), norms.sum()
             if key in weights:
                 self._combined[key] = weighted_sum(column, weights[key])
-        self._astray: set[int] = set()
-        self._accumulation = _torch.Accumulation()
-        self._differences: list[tuple[int, Tensor, Tensor]] = []
 
     def hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
         key = id(param)
 
         @uncompiled
         def deliver(grad: Tensor | None) -> Tensor | None:
-            # A hook of the script's may ask for gradients of its own (`torch.autograd.grad`) meanwhile.
+            # A hook of the script may ask for gradients of its own (`torch.autograd.grad`) meanwhile.
             if grad is None or not self._accumulation.runs(param):
                 return None
             if key not in self._reached:
-                self._astray.add(key)
-                return None
-            if (known := self._sums.pop(key, None)) is not None:
+                self._named.astray.add(key)
+            elif (known := self._sums.pop(key, None)) is not None:
+                total, size = known
                 with torch.no_grad():
-                    off, size = _numbers.norm(grad - known.total), _numbers.norm(grad) + known.size
-                self._differences.append((key, off, size))
+                    off, size = _numbers.norm(grad - total), _numbers.norm(grad) + size
+                self._differences[key] = off, size
             return self._combined.pop(key, None)
 
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
 
     def check(self) -> None:
-        """Refuse a graph in which the gradients of single losses do not add up to that of their sum."""
-        for one in self._due:
-            names = one.rules.context.program.names
-            for tensor, param in zip(one.tensors, one.params, strict=True):
-                if id(param) in self._astray:
-                    self._named.astray(one.rule, names[tensor])
-        of = {key: (float(off), float(size)) for key, off, size in self._differences}
+        """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
+        known = {key: (float(off), float(size)) for key, (off, size) in self._differences.items()}
         for one in self._asked:
-            names = one.rules.context.program.names
-            known = {
-                t: of[id(p)] for t, p in zip(one.tensors, one.params, strict=True) if id(p) in of
-            }
+            found = [(n, *known[id(p)]) for n, p in one.params.items() if id(p) in known]
             # A gradient that is nothing but rounding, as of a bias before a batch norm, differs in every pass.
-            least = _ROUNDING * math.hypot(*(size for _, size in known.values()))
-            for tensor, (off, size) in known.items():
+            least = _ROUNDING * math.hypot(*(size for _, _, size in found))
+            for number, off, size in found:
                 if off > max(least, _TOLERANCE * size):
+                    name = one.name(number)
                     raise GradSurgeonError(
-                        f"rule {one.rule.id}: the gradients that the single losses give {printable(names[tensor])} do not "
-                        f"add up to that of their sum (off by {off:.3g} of {size:.3g}): the graph cannot be gone through "
-                        "twice. A custom autograd function that writes to what it has saved does that, or a "
-                        "checkpoint that draws other random numbers (preserve_rng_state=False)"
+                        _TWICE.format(rule=one.rule.id, name=name, off=off, size=size)
                     )
-            # Of gradients that are not finite nothing is known.
-            if known and math.isfinite(least):
-                one.rules.repeat.add(one.rule.id)
-
-
-class _Sum(NamedTuple):
-    """The sum of the gradients of single losses, and the sum of their norms, 0-dim.
-
-    Where losses cancel, rounding is small beside each gradient, and not beside their sum.
-    """
-
-    total: Tensor
-    size: Tensor
-
-    @classmethod
-    def of(cls, grads: Mapping[str, Tensor | None]) -> _Sum:
-        norms = [_numbers.norm(grad) for grad in grads.values() if grad is not None]
-        total = weighted_sum(grads, {})
-        assert total is not None  # noqa: S101 # of a parameter that some loss reaches
-        return cls(total, torch.stack(norms).sum())
+            # Non-finite gradients say nothing of the graph.
+            if found and math.isfinite(least):
+                one.effects.verified.add(one.rule.id)

@@ -1,64 +1,38 @@
 """The gradients of single losses, taken from the graph of one forward pass before the pass that trains.
 
-Each loss takes a backward pass of its own, which gives no parameter a gradient, fires no hook on a parameter and
-leaves no record; it must not leave anything else behind either.
+Each loss takes a backward pass of its own. It gives no parameter a gradient, fires no hook on a parameter, adds to no
+`retain_grad()`, moves no buffer and leaves no record.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.retained_gradients import put_back
+from gradsurgeon.runtime import current_pass
+from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 _COMPILED = (
-    "the gradients of single losses cannot be taken from a model that torch.compile has compiled to free what it saved as "
-    "soon as it is used: set torch._functorch.config.donated_buffer = False before the model is first called"
+    "the gradients of single losses cannot be taken: torch.compile has compiled the model to free each saved tensor as "
+    "soon as it is used. Set torch._functorch.config.donated_buffer = False before the first call of the model"
 )
-
-
-class _Thread(threading.local):
-    # The numbers of the passes that it has begun to take gradients, as long as it does.
-    tasks: list[int] | None = None
-
-
-_thread = _Thread()
-# The running passes that only take gradients. Autograd calls hooks in the threads of its devices.
-_tasks: set[int] = set()
-
-
-@contextmanager
-def begun() -> Iterator[Callable[[int], None] | None]:
-    """Give what is to be told the number of a pass that this thread begins, ``None`` if it trains."""
-    tasks = _thread.tasks
-    if tasks is None:
-        yield None
-        return
-    before = len(tasks)
-
-    # Called in the thread of a device, as the pass begins there.
-    def take(task: int) -> None:
-        tasks.append(task)
-        _tasks.add(task)
-
-    try:
-        yield take
-    finally:
-        _tasks.difference_update(tasks[before:])
-
-
-def is_taken() -> bool:
-    """Tell, inside of a backward pass, whether it only takes the gradients of one loss.
-
-    What is seen of it is seen again by the pass that trains.
-    """
-    return bool(_tasks) and _torch.graph_task() in _tasks
+_REENTRANT = (
+    "the gradients of the loss {name} cannot be taken alone: they go through a checkpoint with use_reentrant=True; use "
+    "use_reentrant=False"
+)
+_SPARSE = (
+    "the loss {name} has a sparse gradient, which cannot be combined: leave the parameter out by `exclude`, or make its "
+    "layer with sparse=False"
+)
 
 
 def gradients(
@@ -66,39 +40,36 @@ def gradients(
     params: Sequence[Tensor],
     modules: Iterable[nn.Module],
     wrappers: Sequence[object] = (),
-) -> tuple[dict[str, list[Tensor | None]], Sequence[int]]:
-    """Return the gradient of each loss with respect to each parameter, ``None`` where it does not reach it.
-
-    And the numbers that autograd has given the passes.
+) -> tuple[dict[int, dict[str, Tensor]], Sequence[int]]:
+    """Return the gradients by the ids of the parameters and then by loss, and the numbers of the passes.
 
     Args:
-        losses: scalars, of a graph that is kept.
+        losses: scalars of a graph that is kept.
         params: leaves that require gradients.
-        modules: those whose buffers a forward pass that is run again may move (checkpointing).
+        modules: the modules whose buffers may move, because checkpointing runs their forward pass again.
         wrappers: the `DistributedDataParallel` of the models.
 
     Raises:
-        GradSurgeonError: the graph cannot be gone through twice, or a gradient is sparse.
+        GradSurgeonError: the graph cannot be run twice, or a gradient is sparse.
     """
-    rows: dict[str, list[Tensor | None]] = {}
-    tasks: list[int] = []
-    with ExitStack() as stack:
-        stack.enter_context(_dist.extra_pass(wrappers))
-        buffers = _Buffers(modules)
-        _thread.tasks = tasks
-        stack.callback(setattr, _thread, "tasks", None)
+    found: dict[int, dict[str, Tensor]] = {}
+    buffers = _Buffers(modules)
+    with _dist.extra_pass(wrappers), current_pass.taking() as tasks:
         for name, loss in losses.items():
-            with _torch.without_hooks(params), buffers.put_back(), put_back(loss):
-                rows[name] = _of(name, loss, params)
-    return rows, tasks
+            with _torch.without_hooks(params), buffers.put_back(), _retained_put_back(loss):
+                for param, grad in _gradients_of(name, loss, params):
+                    found.setdefault(id(param), {})[name] = grad
+    return found, tasks
 
 
-def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
+def _gradients_of(
+    name: str, loss: Tensor, params: Sequence[Tensor]
+) -> Sequence[tuple[Tensor, Tensor]]:
     if not loss.requires_grad:
-        return [None] * len(params)
+        return []
     try:
-        row: list[Tensor | None] = list(
-            torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            loss, params, retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
         if "donated buffer" in str(error):
@@ -107,19 +78,11 @@ def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None
         if "use_reentrant=False" in str(error) and ".grad()" in str(error):
             raise GradSurgeonError(_REENTRANT.format(name=printable(name))) from error
         raise
-    for grad in row:
-        if grad is not None and grad.layout != torch.strided:
-            raise GradSurgeonError(
-                f"the loss {printable(name)} has a sparse gradient, which cannot be combined: leave the parameter out by "
-                "`exclude`, or make its layer with sparse=False"
-            )
-    return row
-
-
-_REENTRANT = (
-    "the gradients of the loss {name} cannot be taken by themselves: they go through a checkpoint with "
-    "use_reentrant=True; use use_reentrant=False"
-)
+    pairs = zip(params, grads, strict=True)
+    reached = [(param, grad) for param, grad in pairs if grad is not None]
+    if any(grad.layout != torch.strided for _, grad in reached):
+        raise GradSurgeonError(_SPARSE.format(name=printable(name)))
+    return reached
 
 
 class _Buffers:
@@ -127,33 +90,67 @@ class _Buffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
-        self._slots = [
-            (table, name, buffer)
+        self._kept = [
+            (table, name, buffer, buffer.detach().clone())
             for table in tables
             for name, buffer in table.items()
             if buffer is not None and _is_writable(buffer)
         ]
-        self._contents = [buffer.detach().clone() for _, _, buffer in self._slots]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        buffers = [buffer for _, _, buffer in self._slots]
-        with _torch.preserving_versions(buffers):
+        with _torch.preserving_versions([buffer for _, _, buffer, _ in self._kept]):
             try:
                 yield
             finally:
-                # Whether one was written to cannot be asked: batch norm writes without counting it.
+                # All of them: batch norm writes without counting it, so no version tells which one was written to.
                 with torch.no_grad():
-                    for (table, name, buffer), content in zip(
-                        self._slots, self._contents, strict=True
-                    ):
+                    for table, name, buffer, content in self._kept:
                         table[name] = buffer
                         buffer.copy_(content)
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    # An expanded one has several elements in one place, and nothing writes to such.
+    # An expanded buffer has several elements in one place, and nothing writes to such a tensor.
     plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
-    return plain and all(
-        stride or size == 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-    )
+    sizes = zip(buffer.stride(), buffer.shape, strict=True)
+    return plain and all(stride or size == 1 for stride, size in sizes)
+
+
+# Activations on which the script has called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
+_retained: Any = WeakTensorKeyDictionary()
+_noting: list[ExitStack] = []
+
+
+def note_retained(*, wanted: bool) -> None:
+    """Begin or end to note calls of `retain_grad()`: only sessions with rules on losses need them."""
+    if wanted and not _noting:
+        stack = ExitStack()
+        # The patch goes first: nothing is noted after the notes are thrown away.
+        stack.callback(_retained.clear)
+        stack.callback(Patch(torch.Tensor, "retain_grad", _note).undo)
+        _noting.append(stack)
+    elif _noting and not wanted:
+        _noting.pop().close()
+
+
+# Compiled code would call the function on a tensor that stands for this one.
+@uncompiled
+def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    original(tensor, *args, **kwargs)
+    _retained[tensor] = None
+
+
+@contextmanager
+def _retained_put_back(loss: Tensor) -> Iterator[None]:
+    """Leave the gradients that activations of one graph keep as they were before a pass through it."""
+    # A copy of the references: another thread may note a tensor meanwhile.
+    alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
+    # Other threads may run passes through the graphs of other tensors.
+    nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()
+    kept = [(one, one.grad) for one in alive if one.retains_grad and one.grad_fn in nodes]
+    try:
+        yield
+    finally:
+        for tensor, grad in kept:
+            tensor.grad = grad

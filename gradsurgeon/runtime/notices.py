@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.loss_ranks import RESTS
+from gradsurgeon.runtime.loss_rules import RESTS
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.runtime import loss_backward, named_pass, retained_gradients
+from gradsurgeon.runtime import loss_backward, loss_gradients
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -184,7 +184,7 @@ def _count_rules() -> None:
     _alive[:] = alive()
     programs = [controller.context.program for controller in _controllers()]
     _on_tags[:] = [rule.id for program in programs for rule in program.tags]
-    retained_gradients.note(wanted=any(program.of_losses for program in programs))
+    loss_gradients.note_retained(wanted=any(program.of_losses for program in programs))
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -266,7 +266,7 @@ def _backward_watches() -> list[BackwardWatch]:
 
 
 def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
-    named_pass.begun([one.losses for one in _with_loss_rules()], graph, inputs)
+    loss_backward.before_plain_pass([one.losses for one in _with_loss_rules()], graph, inputs)
 
 
 def _with_loss_rules() -> list[Controller]:

@@ -121,20 +121,19 @@ class BackwardGraph:
 
         It stops at the first: parameters lie near the end of a model as well as near its beginning.
         """
+        return any(_is_leaf(node) and id(node.variable) in leaves for node in self.nodes())
+
+    def nodes(self) -> Iterator[Any]:
+        """Yield each node that a pass through the graph runs, in no order."""
         pending: list[Any] = list(map(_torch.node_of, self.roots))
-        met = set(pending)
+        met = {*pending, None}
         while pending:
             node = pending.pop()
-            if _is_leaf(node):
-                if id(node.variable) in leaves:
-                    return True
-                continue
+            yield node
             within = [_torch.node_of(root) for roots in self.inner.get(node, ()) for root in roots]
-            for following in (*within, *(other for other, _ in node.next_functions)):
-                if following is not None and following not in met:
-                    met.add(following)
-                    pending.append(following)
-        return False
+            new = {*within, *(following for following, _ in node.next_functions)} - met
+            met |= new
+            pending += new
 
     def groups(self) -> Iterator[list[Tensor]]:
         """Yield the leaves in the same order, those of one node together: compiled code is one node."""

@@ -1,4 +1,4 @@
-"""The inner products of the gradients of several losses: how long each is, and how far two agree."""
+"""The gradients of several losses and their inner products: how long each is, and how far two agree."""
 
 from __future__ import annotations
 
@@ -12,47 +12,78 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 
-# Elements of a gradient that are copied at once: thousands of small ones take one call, and what is copied of the
-# largest layer stays in the cache of a processor. On a device it is calls that cost.
+# Elements of a gradient that are copied at once. On the host thousands of small gradients take one call, and the copy
+# of a large one stays in the cache of a processor. On a device the calls cost.
 _CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
 
-Rows = Sequence[Sequence[Tensor | None]]
+_Rows = Sequence[Sequence[Tensor | None]]
 
 
 class InnerProducts(NamedTuple):
-    """What is known of the gradients of n losses over some parameters.
+    """The inner products of n gradients over some tensors.
 
     Attributes:
         products: float64 of shape ``[n, n]``, on the host.
-        opposed: of each pair, the sum of the squares of those elements of both at which the two have opposite
-            signs, of the same kind; ``None`` where nobody has asked.
+        opposed: for each pair, the sum of the squares of both at the elements where their signs differ, in the same
+            form; ``None`` where no rule compares.
     """
 
     products: Tensor
-    opposed: Tensor | None = None
-
-    def unscaled(self, scale: Tensor) -> InnerProducts:
-        """Return them in true units, of gradients that a scaler has multiplied. Waits for the device."""
-        square = float(scale) ** 2
-        opposed = None if self.opposed is None else self.opposed / square
-        return InnerProducts(self.products / square, opposed)
+    opposed: Tensor | None
 
 
-def inner_products(
-    rows: Rows,
-    like: Sequence[Tensor],
-    average: Callable[[Tensor], Tensor] | None = None,
-    *,
-    compare: bool = False,
-) -> InnerProducts:
-    """Return the inner products of gradients over parameters. Waits once for each device.
+class Contributions:
+    """The gradients that several senders, losses or modules, give to some tensors.
 
     Args:
-        rows: per loss the gradients of the parameters, ``None`` for zeros.
-        like: the parameters.
-        average: maps some elements of all losses, ``[n, elements]``, to their average over ranks.
-        compare: whether to compare the signs, too.
+        grads: the gradients by the ids of the tensors and then by sender; a sender that is not there gives zeros.
+        scale: the factor of a scaler that is on all of them.
     """
+
+    def __init__(
+        self, grads: Mapping[int, Mapping[str, Tensor]], scale: Tensor | None = None
+    ) -> None:
+        self._grads, self._scale = grads, scale
+        self._known: dict[tuple[tuple[object, ...], ...], InnerProducts] = {}
+
+    def products(
+        self,
+        senders: Sequence[str],
+        tensors: Sequence[Tensor],
+        average: Callable[[Tensor], Tensor] | None = None,
+        *,
+        compare: bool = False,
+    ) -> InnerProducts:
+        """Return the inner products of gradients in true units; all rules that ask for the same share them.
+
+        Waits once for each device.
+
+        Args:
+            senders: the losses or modules.
+            tensors: the tensors whose gradients are meant.
+            average: maps some elements of all senders, ``[n, elements]``, to their average over ranks.
+            compare: whether to compare the signs, too.
+        """
+        key = (*senders,), (*map(id, tensors),)
+        known = self._known.get(key)
+        if known is None or (compare and known.opposed is None):
+            columns = [self._grads.get(key, {}) for key in key[1]]
+            rows = [[column.get(sender) for column in columns] for sender in senders]
+            both = _inner_products(rows, tensors, average, compare=compare)
+            if self._scale is not None:
+                both /= float(self._scale) ** 2
+            known = self._known[key] = InnerProducts(both[0], both[1] if compare else None)
+        return known
+
+
+def _inner_products(
+    rows: _Rows,
+    like: Sequence[Tensor],
+    average: Callable[[Tensor], Tensor] | None,
+    *,
+    compare: bool,
+) -> Tensor:
+    """Return inner products and opposed squares, float64 of shape ``[2, n, n]`` on the host."""
     n = len(rows)
     sums: dict[torch.device, Tensor] = {}
     # To average few large pieces takes less time than many small ones.
@@ -64,17 +95,17 @@ def inner_products(
         if compare:
             squares = block.square()
             above, below = (block > 0).double(), (block < 0).double()
-            # The squares of one where it is above and the other below 0, or the other way round.
+            # The squares of one gradient where it is above and the other below 0, or the other way round.
             against = (squares * above) @ below.T + (squares * below) @ above.T
             both[1] = against + against.T
         sums[block.device] = sums[block.device] + both if block.device in sums else both
     total = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     for one in sums.values():
         total += one.cpu()
-    return InnerProducts(total[0], total[1] if compare else None)
+    return total
 
 
-def _blocks(rows: Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tensor]:
+def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tensor]:
     """Yield the elements of all gradients, ``[n, elements]``, in pieces of one device and dtype."""
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -94,7 +125,7 @@ def _blocks(rows: Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tensor
         yield _block(rows, like, places)
 
 
-def _block(rows: Rows, like: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+def _block(rows: _Rows, like: Sequence[Tensor], places: Sequence[int]) -> Tensor:
     return torch.stack([torch.cat([_flat(row[p], like[p]) for p in places]) for row in rows])
 
 
@@ -102,20 +133,20 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
     if row is None:
         row = torch.zeros_like(like)
     if row.is_complex():
-        # The product of two complex gradients is that of their real and imaginary parts.
+        # The product of two complex gradients is the one of their real and imaginary parts.
         row = torch.view_as_real(row.resolve_conj())
     return _numbers.in_float32(row.reshape(-1))
 
 
 def pairs(
-    names: Sequence[str], known: InnerProducts
+    senders: Sequence[str], known: InnerProducts
 ) -> Iterator[tuple[str, tuple[float, float, float]]]:
     """Yield the name of each pair, and cosine, ratio of norms and opposed share; NaN where a gradient is zero."""
     products = known.products.tolist()
     opposed = [] if known.opposed is None else known.opposed.tolist()
-    for first, second in itertools.combinations(range(len(names)), 2):
+    for first, second in itertools.combinations(range(len(senders)), 2):
         one, other = products[first][first], products[second][second]
-        pair = f"{names[first]}/{names[second]}"
+        pair = f"{senders[first]}/{senders[second]}"
         if not (one > 0 and other > 0 and math.isfinite(one + other)):
             yield pair, (math.nan, math.nan, math.nan)
             continue
@@ -124,16 +155,17 @@ def pairs(
         yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
 
 
-def weighted_sum(terms: Mapping[str, Tensor | None], weights: Mapping[str, float]) -> Tensor | None:
-    """Return a new tensor of the dtype of the terms, ``None`` if there is none. Half precision is rounded once, at the end.
+def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Return a new tensor of the dtype of the terms.
+
+    The sum is taken in float32 or more, so half precision is rounded once, at the end.
 
     Args:
-        terms: gradients by the names of their losses, ``None`` for zeros.
-        weights: those that are not 1, by the same names.
+        terms: gradients by sender, at least one.
+        weights: the weights that are not 1, by sender.
     """
-    total: Tensor | None = None
-    there = {name: term for name, term in terms.items() if term is not None}
-    for name, term in there.items():
-        wide, weight = _numbers.in_float32(term), weights.get(name, 1.0)
-        total = wide * weight if total is None else total.add_(wide, alpha=weight)
-    return total if total is None else total.to(next(iter(there.values())).dtype)
+    (first, one), *others = terms.items()
+    total = _numbers.in_float32(one) * weights.get(first, 1.0)
+    for name, term in others:
+        total.add_(_numbers.in_float32(term), alpha=weights.get(name, 1.0))
+    return total.to(one.dtype)

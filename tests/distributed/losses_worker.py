@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from several_losses import Heads, rules, trunk_of, two
+from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon.actions._methods import Weigher
 
 STEPS, WORLD = 3, 2
 METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", "random")
@@ -298,6 +300,46 @@ def plain_on_one(where: str) -> dict[str, Any]:
     return {"same": same, "fired": session.status()["combine"].fired, "said": said}
 
 
+def failing_on_one() -> dict[str, Any]:
+    """Let the solver fail on rank 0 in one step, and on rank 1 in the next one: all do as rank 0 does."""
+    model, plain = make(), make()
+    called, other = DistributedDataParallel(model), DistributedDataParallel(plain)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    weigh, same, grads = Weigher.__call__, [], []
+
+    def fail(weigher: Weigher, products: Tensor) -> Tensor:
+        if dist.get_rank() == step:
+            raise ValueError("it failed")
+        return weigh(weigher, products)
+
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        part = data(step).chunk(2)[dist.get_rank()]
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("ignore")
+            patch.setattr(Weigher, "__call__", fail)
+            gradsurgeon.backward(two(called, part))
+        sum(two(other, part).values()).backward()  # type: ignore[union-attr]
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))  # type: ignore[arg-type]
+        grads += flat_grads(trunk_of(model)).tolist()
+    return {"same": same, "grads": grads}
+
+
+def reentrant() -> str:
+    """Return how a trunk is refused if single losses run through a part of its graph only."""
+    trunk = nn.Sequential(Checkpointed(reentrant=True), nn.Linear(8, 8))
+    model = Heads(trunk).double()
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    called = DistributedDataParallel(model)
+    try:
+        gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return ""
+
+
 def beside_a_sharded_one() -> int:
     """Combine in one model, where another one that has rules was sharded after them."""
     model, apart = make(), make().float()
@@ -338,6 +380,8 @@ def main() -> dict[str, Any]:
     found["trunk sharded later"] = heads_sharded_later(["trunk", ""])
     found["paused on one"] = paused_on_one()
     found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
+    found["reentrant"] = reentrant()
+    found["failing on one"] = failing_on_one()
     found["plain throughout"] = plain_throughout()
     found["beside a sharded one"] = beside_a_sharded_one()
     found["two models"] = two_models()

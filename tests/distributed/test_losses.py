@@ -136,6 +136,20 @@ def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], whe
             assert text in said
 
 
+def test_a_reentrant_checkpoint_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "has got a gradient that no single loss gives it" in rank["reentrant"]
+        assert "trunk.0.block" in rank["reentrant"]
+
+
+def test_a_solver_that_fails_on_one_rank_keeps_no_other_waiting(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert rank["failing on one"]["same"] == [True, False, False]
+    assert ranks[0]["failing on one"]["grads"] == ranks[1]["failing on one"]["grads"]
+
+
 def test_a_rule_that_another_rank_keeps_from_firing_says_so(ranks: list[dict[str, Any]]) -> None:
     why = ("another rank was paused or ran a plain", "no gradsurgeon.backward gave the losses")
     for rank, text in zip(ranks, why, strict=True):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon.actions._methods import METHODS
+from gradsurgeon.tensors import inner_products
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
     "heads": (Heads, two),
@@ -178,6 +179,25 @@ def test_a_conflict_is_recorded_of_each_part(per: str) -> None:
         first, second = jacobian(two(model, x), params)
         cosine = float(torch.dot(first, second) / (first.norm() * second.norm()))
         assert session.latest(f"{part}:seg/depth", "cosine") == pytest.approx(cosine, rel=1e-6)
+
+
+def test_rules_on_the_same_gradients_share_their_inner_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    compute = inner_products._inner_products
+
+    def count(rows: Any, *args: Any, **named: Any) -> Tensor:
+        computed.append(len(rows))
+        return compute(rows, *args, **named)
+
+    monkeypatch.setattr(inner_products, "_inner_products", count)
+    model, x = Heads(), torch.randn(5, 6)
+    given = [{"action": "conflict"}, {"action": "combine", "method": "mgda"}]
+    elsewhere = {"action": "combine", "method": "mgda", "id": "head", "params": "seg.*"}
+    gradsurgeon.apply(model, rules(*given, elsewhere))
+    gradsurgeon.backward(two(model, x))
+    assert computed == [2, 2]
 
 
 def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:

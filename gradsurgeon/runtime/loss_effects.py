@@ -1,0 +1,224 @@
+"""What rules make of the gradients of several losses or modules: the weights of their sum, and records of pairs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import Combination, Comparison, LossRule
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.store import Key
+from gradsurgeon.tensors.inner_products import Contributions, InnerProducts, pairs
+
+_PLAIN = "their plain sum arrives, as without the rule"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DueLossRule:
+    """A rule on losses that acts now.
+
+    Attributes:
+        effects: the effects of the rules of its session.
+        rule: the rule.
+        step: the number of the update that it feeds.
+        senders: the losses or modules whose gradients it takes.
+        params: the tensors that get these gradients, parameters by their numbers.
+        groups: the ranks that average the pass; none where this rank acts alone.
+        averaged: the ids of the parameters that they average.
+        losses: the losses that some of these ranks have, all losses of no rule as `REST`.
+    """
+
+    effects: LossEffects
+    rule: LossRule
+    step: int
+    senders: Sequence[str]
+    params: Mapping[int, Tensor]
+    groups: _dist.Groups = ()
+    averaged: frozenset[int] = frozenset()
+    losses: frozenset[str] = frozenset()
+
+    def name(self, number: int) -> str:
+        return printable(self.effects.context.program.names[number])
+
+
+class LossEffects:
+    """Compares and weighs gradients for the rules of one session."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._effects = {
+            rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
+        }
+        # The rules in whose graphs the gradients of single losses have added up to the gradient of their sum.
+        self.verified: set[str] = set()
+        # Rules on modules combine in the pass that trains alone, so its sum is another one.
+        self._combines_inputs = any(
+            rule.edits for module in context.program.modules for rule in module.on_shared
+        )
+        # The step and the number in it of the last call that has combined, by rule.
+        self._calls: dict[str, tuple[int, int]] = {}
+        # Sinks tell rows apart by the identity of their keys.
+        self._keys: dict[Key, Key] = {}
+
+    def acts(self, rule: str) -> bool:
+        """Tell whether a rule changes gradients."""
+        return self.context.mode == "act" and isinstance(self._effects[rule], Combination)
+
+    def is_unverified(self, rule: str) -> bool:
+        """Tell whether it is still to be checked that the gradients of single losses add up."""
+        return rule not in self.verified and not self._combines_inputs
+
+    def run(self, due: DueLossRule, given: Contributions) -> dict[str, float] | None:
+        """Compare or weigh; return the weight of each sender, ``None`` where the plain sum is to arrive."""
+        effect = self._effects[due.rule.id]
+        if isinstance(effect, Comparison):
+            self._compare(due, effect.per, given)
+            return None
+        weights = self._weights(due, effect, given)
+        return weights if self.acts(due.rule.id) else None
+
+    def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
+        """Record cosine, ratio and opposed share of each pair."""
+        parts: dict[str, list[Tensor]] = {}
+        for number, param in due.params.items():
+            name = "" if per == "rule" else self.context.program.names[number]
+            part = name.rpartition(".")[0] if per == "module" else name
+            parts.setdefault(part, []).append(param)
+        compared: dict[str, tuple[float, float, float]] = {}
+        for part, params in parts.items():
+            known = _products(due, params, given, compare=True)
+            prefix = f"{part}:" if part else ""
+            compared |= {f"{prefix}{pair}": numbers for pair, numbers in pairs(due.senders, known)}
+        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
+            self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
+        self.context.event_log.count_fired(due.rule.id, due.step)
+
+    def _weights(
+        self, due: DueLossRule, effect: Combination, given: Contributions
+    ) -> dict[str, float] | None:
+        """Return the weight of each sender and record it; ``None`` where the plain sum is to arrive."""
+        rule, step, event_log = due.rule.id, due.step, self.context.event_log
+        self._tell_of_own(due)
+        products = _products(due, list(due.params.values()), given).products
+        event_log.count_fired(rule, step)
+        finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
+        if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
+            # A loss that meets other ranks in its pass (`SyncBatchNorm`) is in the gradients of all losses.
+            text = (
+                f"the gradient of {some} is not finite: {_PLAIN}, so a trap or a scaler can see it"
+            )
+            event_log.notice_once(f"loss {some}", text, rule=rule, step=step)
+            return None
+        problem = "they are not finite"
+        try:
+            with _Drawing(f"{rule}/{step}/{self._call(rule, step)}"):
+                weights = effect.weigh(products)
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
+        if due.groups:
+            # All ranks have the same products, but on another processor a solver may find other weights, or none.
+            first = _dist.rank() == min(_dist.members(due.groups[0]))
+            weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
+        if not weights.isfinite().all():
+            names = ", ".join(map(printable, due.senders))
+            text = f"no weights were found for {names}: {problem}; {_PLAIN}"
+            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
+            return None
+        self._record(due, "weight", due.senders, weights)
+        change = weights - 1.0
+        total, moved = (
+            math.sqrt(max(0.0, float(one @ products @ one)))
+            for one in (torch.ones_like(change), change)
+        )
+        distance = moved / total if total else math.inf if moved else 0.0
+        self._record(due, "distance", ("combined",), torch.tensor([distance], device="cpu"))
+        event_log.count_changed(rule, int(moved > 0.0))
+        return dict(zip(due.senders, map(float, weights), strict=True))
+
+    def _tell_of_own(self, due: DueLossRule) -> None:
+        """Say once that the ranks do not average all parameters of a rule that combines."""
+        own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
+        if own:
+            text = (
+                f"DistributedDataParallel does not average {due.name(own[0])}: the weights follow from the other parameters "
+                "alone, and it gets its losses with these weights"
+            )
+            self.context.event_log.notice_once("own", text, rule=due.rule.id, step=due.step)
+
+    def _call(self, rule: str, step: int) -> int:
+        """Return how many times a rule has combined in a step before."""
+        last, call = self._calls.get(rule, (step, -1))
+        call = call + 1 if last == step else 0
+        self._calls[rule] = step, call
+        return call
+
+    def _record(self, due: DueLossRule, stat: str, columns: Iterable[str], values: Tensor) -> None:
+        key = Key(due.rule.id, stat, due.rule.point, tuple(columns))
+        key = self._keys.setdefault(key, key)
+        self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
+
+
+def _compiled(rule: LossRule) -> Combination | Comparison:
+    try:
+        return rule.compile()
+    except GradSurgeonError as error:  # a library is missing
+        raise BindError([f"rule {rule.id}: {error}"]) from error
+
+
+def _products(
+    due: DueLossRule, params: Sequence[Tensor], given: Contributions, *, compare: bool = False
+) -> InnerProducts:
+    """Return the inner products of gradients, and of their averages where ranks average some of them."""
+    # Other ranks have other gradients of the parameters that are not averaged.
+    averaged = [param for param in params if id(param) in due.averaged]
+    if not averaged:
+        return given.products(due.senders, params, compare=compare)
+    average = partial(_averaged, group=due.groups[0])
+    return given.products(due.senders, averaged, average, compare=compare)
+
+
+def _averaged(block: Tensor, group: object) -> Tensor:
+    return _dist.reduce(block, (group,)) / len(_dist.members(group))
+
+
+_DRAWN = {torch.rand, torch.randn, torch.randint, torch.randperm}
+
+
+class _Drawing(TorchFunctionMode):
+    """Gives functions of torch that draw on the host a generator of its own, in this thread.
+
+    The script's generator is left alone: other threads may draw from it now, and its numbers must not depend on the
+    rules. The seed follows from the script's seed, the rule, the step and the call, so a resumed training draws the
+    numbers of an uninterrupted one.
+    """
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
+        # 63 bits, which no release of torch takes for a negative number.
+        seed = int.from_bytes(digest[:8], "big") >> 1
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        options = dict(kwargs or {})
+        if func in _DRAWN:
+            # The script may have made another device the default.
+            options = {"generator": self._generator, "device": "cpu"} | options
+        return func(*args, **options)
