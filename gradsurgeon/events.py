@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,16 @@ class Event:
     rank: int
     name: str
     message: str
+
+
+def is_trip(event: Event, edits: Container[str] = ()) -> bool:
+    """Tell whether a trap tripped.
+
+    Args:
+        event: the event.
+        edits: ids of rules that edit gradients. Such a rule (`spike-trap` with `then: clip`) does not trip.
+    """
+    return event.kind in TRIPS and event.rule not in edits
 
 
 @dataclass(frozen=True, slots=True)

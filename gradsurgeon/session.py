@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurgeon import _html
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.previews import CaptureKey
 from gradsurgeon.runtime import session_state
@@ -352,11 +352,7 @@ class Session(RecordQueries):
     def _last_trap(self) -> str:
         # What a trap cuts is no trip.
         cutting = {rule.id for rule in self.plan.rules.rules if rule.edits}
-        traps = [
-            event
-            for event in self._attachment.events
-            if event.kind in ("trap", "spike") and event.rule not in cutting
-        ]
+        traps = [event for event in self._attachment.events if is_trip(event, cutting)]
         if not traps:
             return "no trap has tripped"
         last = traps[-1]

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Self, overload
 
 from gradsurgeon.errors import BindError
+from gradsurgeon.events import is_trip
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel
@@ -87,8 +88,13 @@ class TestedModels:
 
     def diagnosis(self) -> str:
         """Return the reports of all traps that have tripped."""
-        events = [event for session in self.sessions for event in session.events]
-        return "\n\n".join(event.message for event in events if event.kind == "trap")
+        trips = [
+            event
+            for session in self.sessions
+            for event in session.events
+            if is_trip(event, {rule.id for rule in session.plan.rules.rules if rule.edits})
+        ]
+        return "\n\n".join(event.message for event in trips)
 
     def problem(self) -> str:
         """Return why the test fails although its body came to its end; empty if it does not."""

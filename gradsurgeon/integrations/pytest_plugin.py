@@ -60,8 +60,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         with models:
             result = yield
     except BaseException as error:
-        _shorten(error)
-        if type(error).__name__ != "NonFiniteGradientError":  # which tells it
+        if not _shorten(error):  # the report of a trap tells it
             _add_diagnosis(item, models)
         raise
     _add_diagnosis(item, models)
@@ -112,15 +111,17 @@ def _found(item: pytest.Item, rules: Any) -> Any:
     raise _failure(f"names a rule file that is not there, looked for at {looked}: correct the path")
 
 
-def _shorten(error: BaseException | None) -> None:
-    """End the traceback of a trap in the line of the test that took the step."""
-    from gradsurgeon.errors import NonFiniteGradientError  # noqa: PLC0415 # only for marked tests
+def _shorten(error: BaseException | None) -> bool:
+    """End the traceback of a trap in the line of the test that took the step; tell whether the error is a trap's."""
+    from gradsurgeon.errors import TrapError  # noqa: PLC0415 # only for marked tests
     from gradsurgeon.launcher.debugger import cut_behind_the_script  # noqa: PLC0415 # the same
 
+    is_of_a_trap = isinstance(error, TrapError)
     while error is not None:
-        if isinstance(error, NonFiniteGradientError) and error.__traceback__ is not None:
+        if isinstance(error, TrapError) and error.__traceback__ is not None:
             cut_behind_the_script(error.__traceback__)
         error = error.__cause__ or error.__context__
+    return is_of_a_trap
 
 
 def _add_diagnosis(item: pytest.Item, models: TestedModels) -> None:

@@ -35,19 +35,18 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable, warn
-from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.events import TRIPS, Event, EventKind, RuleStatus, is_trip
 from gradsurgeon.recording.device_queue import DeviceQueue
 
 _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. So many of what repeats others are kept,
 # and as many innocent ones, of which no more are written to a run.
 _MOST_EVENTS = 10_000
-_INNOCENT = frozenset({"notice", "spike", "scaler-skip", "hook-rearmed"})
+_INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
 # What can happen in every step, with how it is logged; a trap and the step that it skips are one thing.
 _REPEATED = {
-    "trap": ("trap", logging.WARNING),
+    **{kind: (kind, logging.WARNING) for kind in TRIPS},
     "skipped-step": ("trap", logging.WARNING),
-    "spike": ("spike", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
 # One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
@@ -118,6 +117,7 @@ class EventLog:
         self._later: dict[bool, deque[tuple[int, Event]]] = {
             innocent: deque(maxlen=_MOST_EVENTS) for innocent in (False, True)
         }
+        self._edits = {rule.id for rule in rules if rule.edits}
         # The rules that have not fired yet.
         self.silent = {rule.id for rule in rules}
         self._tallies = {
@@ -184,7 +184,7 @@ class EventLog:
         warn(_with_rule(message, rule), _level_of_the_script())
 
     def _note(self, event: Event) -> None:
-        innocent = event.kind in _INNOCENT
+        innocent = event.kind in _INNOCENT or (event.kind in TRIPS and not self._is_trip(event))
         with self._lock:
             numbered = next(self._numbers), event
             later = self._later[innocent]
@@ -201,6 +201,13 @@ class EventLog:
         if full:
             text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
             self.notice_once("events", text, step=event.step)
+
+    def _is_trip(self, event: Event) -> bool:
+        return is_trip(event, self._edits)
+
+    def is_last_word(self, event: Event) -> bool:
+        """Tell whether an event may be the last one of a run; the host has waited for the device anyway then."""
+        return event.kind == "skipped-step" or self._is_trip(event)
 
     def _call_back(self, on_event: Callable[[Event], object], event: Event) -> None:
         """Let the script see an event; what it raises waits until the step can be left as it is.

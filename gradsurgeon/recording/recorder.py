@@ -37,8 +37,6 @@ _ROWS_PER_FLUSH = 64
 _MOST_PENDING = 1024
 # A script that is killed goes on from what was there so many seconds before.
 _STATE_SECONDS = 60.0
-# Each may be the last event of a run; where it happens the host has waited for the device anyway.
-_LAST_WORDS = frozenset({"trap", "skipped-step"})
 _DROPPED = (
     "records in memory have reached their bound: from here on the oldest make room for new ones; a run "
     "directory (record=) keeps all of them"
@@ -163,7 +161,7 @@ class Recorder:
     def event(self, event: Event) -> None:
         if not (outlets := self._open):
             return
-        if event.kind in _LAST_WORDS:
+        if self._event_log is not None and self._event_log.is_last_word(event):
             self.flush()
         else:
             self._gather()

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.report.losses import OfLosses
 from gradsurgeon.report.newest_rows import NewestRows, TotalNorm, newest_of_losses
 from gradsurgeon.report.norms import POINTS, NormRow, norm_rows, noun_of
-from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.rules_and_events import RuleInfo, edits_of
 from gradsurgeon.report.sources import rule_infos, title_of
 from gradsurgeon.store.run import Run, closed_at, events_after, open_run
 
@@ -102,10 +102,10 @@ class LiveRun:
         """
         with open_run(self._path) as run:
             states = run.states  # first: what a run has written when it ends is read after that
-            self._events.read(run)
+            rules = rule_infos(run)
+            self._events.read(run, edits_of(rules))
             rows = NewestRows(run)
             statuses = run.status()
-            rules = rule_infos(run)
             tensors = norm_rows(rows, run.params, list(rules))
             steps = [
                 status.last_step for status in statuses.values() if status.last_step is not None
@@ -164,7 +164,7 @@ class _Events:
         self._traps: list[tuple[float, Event]] = []
         self._others: list[tuple[float, Event]] = []
 
-    def read(self, run: Run) -> None:
+    def read(self, run: Run, edits: Container[str]) -> None:
         for rank, number, at, event in events_after(run, self._read):
             self._read[rank] = number
             moment = event.kind, event.rule, event.step
@@ -172,10 +172,12 @@ class _Events:
             if self._of_rank[rank, *moment] > self._most[moment]:  # else another rank has noted it
                 self._most[moment] += 1
                 self.kinds[event.kind] += 1
-                self._keep(at, event)
+                trips = is_trip(event, edits)
+                self._keep(
+                    at, event, *((self._traps, _TRAPS) if trips else (self._others, _OTHERS))
+                )
 
-    def _keep(self, at: float, event: Event) -> None:
-        kept, most = (self._traps, _TRAPS) if event.kind == "trap" else (self._others, _OTHERS)
+    def _keep(self, at: float, event: Event, kept: list[tuple[float, Event]], most: int) -> None:
         kept.append((at, event))
         # The ranks are read one after the other, and each has its own times.
         kept.sort(key=lambda pair: -pair[0])

@@ -15,11 +15,13 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
+from gradsurgeon.events import TRIPS, is_trip
 from gradsurgeon.report.norms import norm_rows, shown_keys, worst_rows
 from gradsurgeon.report.over_time import DECADES, Columns, Largest, NormsOverTime
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
 from gradsurgeon.report.pictures import Name, matching
+from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.sparkline import decades
 from gradsurgeon.report.whole_norm import labels
@@ -36,6 +38,7 @@ _ONCE = ("accumulated", "step")
 _EVENTS: dict[str, tuple[str, Any]] = {
     "trap": (NONFINITE, "-"),
     "spike": ("#d1495b", "-"),
+    "check": ("#2e7d5b", "-"),
     "skipped-step": ("#f2a900", (0, (4, 4))),
     "scaler-skip": ("#3b78c3", (0, (2, 3))),
     "hook-lost": ("#8e44ad", "-"),
@@ -226,8 +229,8 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
     """Draw a line across for each step of a kind of events; return what explains them in the legend."""
     handles = []
     # A rule that cuts spikes edits gradients, and may do so in every other step.
-    trips = {rule for rule, info in report.rules.items() if info.role == "trap"}
-    events = [event for event in report.events if event.kind != "spike" or event.rule in trips]
+    edits = edits_of(report.rules)
+    events = [one for one in report.events if one.kind not in TRIPS or is_trip(one, edits)]
     for kind, (colour, style) in _EVENTS.items():
         if steps := sorted({event.step for event in events if event.kind == kind}):
             across = axes.get_xaxis_transform()

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning.table import count, grid
 
 _EVENTS = 20
@@ -49,11 +49,14 @@ def rule_rows(
         if info.role == "trap":  # it only reads gradients, and its trips are counted in the remark
             fired = "-"
         last = "-" if status.last_step is None else str(status.last_step)
-        remark = _remark(
-            info, status, [e for e in events if e.kind in ("trap", "spike") and e.rule == rule]
-        )
+        remark = _remark(info, status, [e for e in events if is_trip(e) and e.rule == rule])
         names = printable(rule), printable(info.action)
         yield *names, f"{status.matched:,}", fired, changed, last, remark
+
+
+def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
+    """Return the ids of rules that edit: what they cut is no trip."""
+    return {rule for rule, info in infos.items() if info.role == "edit"}
 
 
 def rule_lines(

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report.live import FINISHED, Snapshot, drift
 from gradsurgeon.report.loss_lines import cosine, pair_cells
 from gradsurgeon.report.losses import Combined, Compared
 from gradsurgeon.report.norms import NormRow
-from gradsurgeon.report.rules_and_events import rule_lines
+from gradsurgeon.report.rules_and_events import edits_of, rule_lines
 from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import level_line, sparkline
 
@@ -141,7 +141,7 @@ def _events(snapshot: Snapshot) -> Iterator[Line]:
     kinds = ", ".join(f"{kind} {number:,}" for kind, number in snapshot.kinds.items())
     yield Line(f"events ({sum(snapshot.kinds.values()):,}){kinds and ': '}{kinds}", "head")
     for event in snapshot.events:
-        style: Style = "bad" if event.kind == "trap" else "plain"
+        style: Style = "bad" if is_trip(event, edits_of(snapshot.rules)) else "plain"
         yield Line(f"  {_event(event, snapshot.states)}", style)
 
 
@@ -255,8 +255,8 @@ def _signed(curve: Curve, low: float, high: float) -> str:
 
 
 def _rules(snapshot: Snapshot) -> Iterator[Line]:
-    traps = [event for event in snapshot.events if event.kind == "trap"]
-    lines = list(rule_lines(snapshot.rules, snapshot.statuses, traps))
+    trips = [event for event in snapshot.events if is_trip(event)]
+    lines = list(rule_lines(snapshot.rules, snapshot.statuses, trips))
     if not lines:
         return
     title, names, *rules = lines

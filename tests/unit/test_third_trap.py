@@ -1,0 +1,107 @@
+"""A trap of a kind that nobody has thought of is found wherever traps are: nothing asks for a trap by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pdb  # noqa: T100 # it is replaced
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import call_here
+from kept_sink import Kept
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import TrapError, actions
+from gradsurgeon.integrations import pytest_plugin
+from gradsurgeon.launcher import debugger
+from gradsurgeon.report.live import LiveRun
+from gradsurgeon.report.screen import screen
+
+
+@pytest.fixture(autouse=True)
+def own() -> Iterator[Any]:
+    """Import the module of the user, and forget it afterwards."""
+    known = dict(actions.known_actions)
+    sys.modules.pop("third_trap", None)
+    yield importlib.import_module("third_trap")
+    actions.known_actions.clear()
+    actions.known_actions.update(known)
+
+
+def train(then: str, **options: Any) -> gradsurgeon.Session:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    rule = {"id": "long", "action": "length-trap", "params": "weight", "limit": 50.0, "then": then}
+    norms = {"id": "norms", "action": "norm-log", "params": "*"}
+    rules = {"version": 1, "rules": [rule, norms]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradsurgeon.apply(model, rules, optimizer=optimizer, **options) as session:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (100.0 if step == 2 else 1.0)).sum().backward()
+            optimizer.step()
+    return session
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+        train("warn", record=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_its_error_is_a_trap_error_that_the_debugger_opens_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(TrapError) as caught:
+        train("raise")
+    error = caught.value
+    assert type(error).__name__ == "LongError"
+    assert (error.rule, error.step, error.name) == ("long", 2, "weight")
+    opened: list[object] = []
+    monkeypatch.setattr(pdb, "post_mortem", opened.append)
+    debugger._on_end(lambda *_: None, type(error), error, error.__traceback__)
+    assert opened == [error.__traceback__]
+
+
+def test_a_test_that_it_stops_has_a_short_traceback() -> None:
+    with pytest.raises(TrapError) as caught:
+        train("raise")
+    assert pytest_plugin._shorten(caught.value)
+    last = list(traceback.walk_tb(caught.value.__traceback__))[-1]
+    assert last[0].f_code.co_filename == __file__
+
+
+def test_its_events_reach_sinks_session_and_report() -> None:
+    sink = Kept()
+    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+        session = train("warn", sinks=[sink])
+    (event,) = [event for event in session.events if event.kind == "check"]
+    assert (event.rule, event.step, event.name) == ("long", 2, "weight")
+    assert "the last trap tripped at step 2: rule long on weight" in repr(session)
+    assert "gradsurgeon/events/check/message" in [name for _, name, _ in sink.texts]
+    assert "looked 5 times, tripped in 1 step" in str(gradsurgeon.report.summary(session))
+
+
+def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert call_here("report", str(run), "--html", str(page), cwd=tmp_path).returncode == 0
+    assert "tripped in 1 step" in page.read_text(encoding="utf-8")
+    lines = screen(LiveRun(run).read(), 120)
+    (shown,) = [line for line in lines if "step 2  check  long" in line.text]
+    assert shown.style == "bad"
+    assert any("tripped in 1 step" in line.text for line in lines)
+    with gradsurgeon.open_run(run) as opened:
+        (legend,) = opened.plot().legends
+    assert "check" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_fail_on_knows_its_kind(run: Path) -> None:
+    assert call_here("report", str(run), "--fail-on", "check", cwd=run).returncode == 1
+    assert call_here("report", str(run), "--fail-on", "trap", cwd=run).returncode == 0
