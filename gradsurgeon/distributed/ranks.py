@@ -221,3 +221,19 @@ class Ranks(OneProcess):
             and id(param) not in averaged
             and not _dist.is_divided(param)
         ]
+
+
+def largest(groups: _dist.Groups) -> _dist.Groups:
+    """Return the groups whose ranks are not all in another one: experts that some ranks have not used say nothing more."""
+    if len(groups) < 2:  # noqa: PLR2004 # nearly always
+        return groups
+    ranks = {group: frozenset(_dist.members(group)) for group in groups}
+    return tuple(
+        group
+        for place, group in enumerate(groups)
+        if not any(
+            ranks[group] < ranks[other] or (ranks[group] == ranks[other] and earlier < place)
+            for earlier, other in enumerate(groups)
+            if other is not group
+        )
+    )

@@ -117,7 +117,7 @@ class EventLog:
         self._later: dict[bool, deque[tuple[int, Event]]] = {
             innocent: deque(maxlen=_MOST_EVENTS) for innocent in (False, True)
         }
-        self._edits = {rule.id for rule in rules if rule.edits}
+        self.edits = {rule.id for rule in rules if rule.edits}
         # The rules that have not fired yet.
         self.silent = {rule.id for rule in rules}
         self._tallies = {
@@ -184,7 +184,9 @@ class EventLog:
         warn(_with_rule(message, rule), _level_of_the_script())
 
     def _note(self, event: Event) -> None:
-        innocent = event.kind in _INNOCENT or (event.kind in TRIPS and not self._is_trip(event))
+        innocent = event.kind in _INNOCENT or (
+            event.kind in TRIPS and not is_trip(event, self.edits)
+        )
         with self._lock:
             numbered = next(self._numbers), event
             later = self._later[innocent]
@@ -201,13 +203,6 @@ class EventLog:
         if full:
             text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
             self.notice_once("events", text, step=event.step)
-
-    def _is_trip(self, event: Event) -> bool:
-        return is_trip(event, self._edits)
-
-    def is_last_word(self, event: Event) -> bool:
-        """Tell whether an event may be the last one of a run; the host has waited for the device anyway then."""
-        return event.kind == "skipped-step" or self._is_trip(event)
 
     def _call_back(self, on_event: Callable[[Event], object], event: Event) -> None:
         """Let the script see an event; what it raises waits until the step can be left as it is.

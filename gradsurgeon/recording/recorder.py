@@ -18,7 +18,7 @@ from torch import Tensor
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule, Rule
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
@@ -46,8 +46,16 @@ _DROPPED = (
 class Recorder:
     """Collects rows of measurements and moves them to the host in one transfer per flush.
 
-    They are kept in memory and, where there is a writer, written after a second at most, with the events
+    They are kept in memory and, if there is a writer, written after a second at most, with the events
     and what the event log knows of each rule. So often sinks get them, too.
+
+    Args:
+        records: keep the rows in memory.
+        writer: of the run directory.
+        event_log: is told what goes wrong.
+        sinks: get aggregates.
+        step: returns the step of an event that has none of its own.
+        state: returns what a session goes on from when it is resumed.
     """
 
     def __init__(
@@ -56,18 +64,18 @@ class Recorder:
         writer: RunWriter | None = None,
         event_log: EventLog | None = None,
         sinks: Sequence[Delivery] = (),
+        *,
+        step: Callable[[], int] = int,
+        state: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
         # Where rows and events go beside memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
-        self.captures: CapturedTensors | None = None
-        # Asks for what a session goes on from; set by whoever knows it.
-        self.state: Callable[[], dict[str, Any]] | None = None
+        self.captures = CapturedTensors(event_log)
+        self._step, self._state = step, state
         self._state_written = time.monotonic()
-        # Tells the step for what is noted here, which has none of its own; the same.
-        self.step: Callable[[], int] = int
         # What could not be written, and why.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -89,7 +97,7 @@ class Recorder:
     def _failed(self, text: str) -> None:
         self.lost.append(text)
         if self._event_log is not None:
-            self._event_log.emit("notice", text, step=self.step(), warn=True)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
@@ -161,7 +169,9 @@ class Recorder:
     def event(self, event: Event) -> None:
         if not (outlets := self._open):
             return
-        if self._event_log is not None and self._event_log.is_last_word(event):
+        edits = () if self._event_log is None else self._event_log.edits
+        # It may be the last event of a run; the host has waited for the device anyway.
+        if event.kind == "skipped-step" or is_trip(event, edits):
             self.flush()
         else:
             self._gather()
@@ -194,13 +204,7 @@ class Recorder:
     def _write_previews(self) -> None:
         """Write what is small of the tensors that rules have kept; a failure becomes a notice."""
         writer, captures = self.writer, self.captures
-        if (
-            writer is None
-            or writer.closed
-            or captures is None
-            or not captures.rules
-            or _torch.is_capturing()
-        ):
+        if writer is None or writer.closed or not captures.rules or _torch.is_capturing():
             return
         try:
             writer.captures(previews(captures.rules, captures.of))
@@ -227,7 +231,7 @@ class Recorder:
 
     def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
         if self._event_log is not None:
-            self._event_log.notice_once(topic, text, rule=rule, step=self.step(), warn=True)
+            self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
         # One that has failed has yet to say so.
@@ -241,11 +245,11 @@ class Recorder:
     def _write_state(self) -> None:
         self._state_written = time.monotonic()
         writer = self.writer
-        if self.state is None or writer is None or writer.closed or _torch.is_capturing():
+        if self._state is None or writer is None or writer.closed or _torch.is_capturing():
             return
         try:
             file = io.BytesIO()
-            torch.save(self.state(), file)
+            torch.save(self._state(), file)
             writer.state(file.getvalue())
         except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
             what = "the state to resume from could not be written, and training goes on"
@@ -257,7 +261,7 @@ class Recorder:
             text = f"{what}: {printable(reason)}"
             if text not in self.lost:  # it may be tried again every minute
                 self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self.step(), warn=warn)
+            self._event_log.notice_once(what, text, step=self._step(), warn=warn)
 
     def _take(self, rows: Sequence[tuple[_Row | PartRow, Tensor]]) -> None:
         packed = []
@@ -306,7 +310,7 @@ def _close(reference: weakref.ref[Recorder]) -> None:
 class CapturedTensors:
     """Per rule, copies of tensors by name, step and call; the oldest make room for new ones."""
 
-    def __init__(self, event_log: EventLog) -> None:
+    def __init__(self, event_log: EventLog | None) -> None:
         # Those that have kept something.
         self.rules: dict[str, Rule] = {}
         self._event_log = event_log
@@ -328,8 +332,10 @@ class CapturedTensors:
             oldest = next(iter(kept))
             self._bytes[rule.id] -= _size(kept.pop(oldest))
             text = f"the copies exceed {limit:,} bytes: the oldest make room (`max_bytes`)"
-            self._event_log.notice_once("captures", text, rule=rule.id, step=step)
-        self._event_log.count_fired(rule.id, step)
+            if self._event_log is not None:
+                self._event_log.notice_once("captures", text, rule=rule.id, step=step)
+        if self._event_log is not None:
+            self._event_log.count_fired(rule.id, step)
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -49,7 +47,9 @@ class Attachment:
         self.options = options._replace(optimizers=None, scaler=None)
         matched = [len(plan.of(rule.id)) for rule in rules]
         event_log = EventLog(rules, matched, options.on_event)
-        recorder = Recorder(Records(), writer, event_log, sinks)
+        recorder = Recorder(
+            Records(), writer, event_log, sinks, step=self._latest, state=self._state
+        )
         self.context = Context(
             program=program,
             parameters=Parameters(model, program.names),
@@ -67,12 +67,16 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
-        recorder.state = partial(session_state.state_dict, self.controller)
-        recorder.step = partial(attrgetter("latest"), self.context.counters)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
         # Of the modules with parameters that have outlived the model.
         self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
+
+    def _state(self) -> dict[str, Any]:
+        return session_state.state_dict(self.controller)
+
+    def _latest(self) -> int:
+        return self.context.counters.latest
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""

@@ -19,7 +19,7 @@ from gradsurgeon.distributed.ranks import OneProcess, Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.recorder import CapturedTensors, Recorder
+from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime.activation_flags import Flags
 from gradsurgeon.runtime.due_rules import NONFINITE, NOTHING_DUE, DueRules, RulesByCounter
 from gradsurgeon.runtime.parameters import Parameters
@@ -70,7 +70,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
-        self.captures = self.recorder.captures = CapturedTensors(self.event_log)
+        self.captures = self.recorder.captures
         self.flags = Flags(self.event_log)
         self._several = Ranks(self.parameters.params)
         # As the process was when the last backward pass began.

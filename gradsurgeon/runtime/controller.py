@@ -34,6 +34,7 @@ from gradsurgeon.runtime.notices import (
     count_passes,
     note_dropped_gradients,
     warn_of_missing_pass,
+    why_never,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
@@ -115,9 +116,8 @@ class Controller:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that the model has, or those that have outlived it."""
-        model = self._model()
-        return list(self._modules if model is None else model.modules())
+        """The modules of the model, or those that outlived it."""
+        return list(self._modules if (model := self._model()) is None else model.modules())
 
     def go_last(self) -> None:
         self.param_hooks.arm()
@@ -183,7 +183,9 @@ class Controller:
         self._edits.arrived(done.tensors)
         context.flags.passed()
         # Whose step this pass feeds decides which counter its records go by.
-        by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
+        by_hand = self._feeds_a_parameter(done) and (
+            self.manual.active or not self.expects_update()
+        )
         accumulated = by_hand and self.manual.accumulates(done)
         with self.manual.in_step(accumulated=accumulated):
             for counter, snapshot in after_pass(context, done).items():
@@ -307,29 +309,14 @@ class Controller:
         self.context.event_log.raise_raised()
 
     def why_never(self, due: int, cause: str) -> str:
-        """Return what to say in the end of a rule that was due in some steps and did not fire for a cause, if known."""
-        if cause:
-            return (
-                f"was due in {due} steps and never fired: {cause}"
-                if due
-                else f"never fired: {cause}"
-            )
-        if due:
-            return "was due and never fired until the end"
-        if self._unstepped:
-            return "never fired: gradients came, but no optimizer that owns them ever stepped until the end"
-        if not self._steps:
-            return "never fired: no gradient reached a parameter, and nothing was updated until the end"
-        return "was never due until the end"
+        """Return what to say in the end of a rule that never fired."""
+        return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
 
     def _count_due_rules(self, counter: StepCounter) -> None:
         if not self.context.event_log.silent:
             return
-        of, arrived = self._module_counters.of, self.model.arrived
-        count_due_rules(self.context, counter, of, owned=self.steps.owned, arrived=arrived)
-
-    def _is_by_hand(self) -> bool:
-        return self.manual.active or not self.expects_update()
+        of, owned = self._module_counters.of, self.steps.owned
+        count_due_rules(self.context, counter, of, owned=owned, arrived=self.model.arrived)
 
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
@@ -340,9 +327,8 @@ class Controller:
             return True
         event_log = self.context.event_log
         # Asked once: to look for optimizers after each of many passes would be slow.
-        if (
-            not (self.manual.declared or event_log.is_noticed("no parameter"))
-            and self._is_by_hand()
+        if not (self.manual.declared or event_log.is_noticed("no parameter")) and (
+            self.manual.active or not self.expects_update()
         ):
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "

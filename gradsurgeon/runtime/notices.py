@@ -253,3 +253,24 @@ def _why_no_tensor(context: Context, rule: Rule) -> str:
     if rule.ref.grad:
         return f"no gradient reached the {rule.ref.side} of any module it matched"
     return "no forward pass went through any module it matched"
+
+
+def why_never(due: int, cause: str, *, unstepped: bool, stepped: bool) -> str:
+    """Return what to say in the end of a rule that never fired.
+
+    Args:
+        due: the number of steps in which it was due.
+        cause: why it did not fire, empty if that is not known.
+        unstepped: whether gradients came and no update followed.
+        stepped: whether there was any update.
+    """
+    if cause:
+        was_due = f"was due in {due} steps and " if due else ""
+        return f"{was_due}never fired: {cause}"
+    if due:
+        return "was due and never fired until the end"
+    if unstepped:
+        return "never fired: gradients came, but no optimizer that owns them ever stepped until the end"
+    if not stepped:
+        return "never fired: no gradient reached a parameter, and nothing was updated until the end"
+    return "was never due until the end"

@@ -16,7 +16,7 @@ from typing import Any
 from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
-from gradsurgeon.distributed.ranks import FINE, PAUSED
+from gradsurgeon.distributed.ranks import FINE, PAUSED, largest
 from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter, patience
 from gradsurgeon.errors import GradSurgeonError, shorten_names
@@ -280,7 +280,7 @@ class RankAgreement(DecidesAlone):
         """Return the groups whose ranks have all taken part in a pass, with a session or without."""
         known = self._context.ranks
         groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
-        return _largest(tuple(dict.fromkeys(groups)))
+        return largest(tuple(dict.fromkeys(groups)))
 
     def _roll(self, groups: _dist.Groups) -> Roll | None:
         """Return the sessions of the ranks of some groups, if all have the rules; ask where it is not known."""
@@ -334,22 +334,6 @@ class RankAgreement(DecidesAlone):
             or (shared and (self._measures_whole(rule) or _records(rule)))
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
-
-
-def _largest(groups: _dist.Groups) -> _dist.Groups:
-    """Return the groups whose ranks are not all in another one: experts that some ranks have not used say nothing more."""
-    if len(groups) < 2:  # noqa: PLR2004 # nearly always
-        return groups
-    ranks = {group: frozenset(_dist.members(group)) for group in groups}
-    return tuple(
-        group
-        for place, group in enumerate(groups)
-        if not any(
-            ranks[group] < ranks[other] or (ranks[group] == ranks[other] and earlier < place)
-            for earlier, other in enumerate(groups)
-            if other is not group
-        )
-    )
 
 
 def _names(groups: _dist.Groups) -> tuple[str, ...]:
