@@ -25,7 +25,7 @@ from gradsurgeon.actions._effects import (
     RunningBound,
     Spikes,
 )
-from gradsurgeon.actions._fields import Flaw, described, written
+from gradsurgeon.actions._fields import Direction, Flaw, Stricter, described, written
 from gradsurgeon.actions._kinds import (
     CaptureRule,
     EditRule,
@@ -35,7 +35,6 @@ from gradsurgeon.actions._kinds import (
     TrapRule,
 )
 from gradsurgeon.actions._options import Options, Steps, Where
-from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
 
 __all__ = [

@@ -17,9 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from gradsurgeon.actions._effects import Effect
-from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
+from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId, Stricter
 from gradsurgeon.actions._options import Expect, Options, Steps, Where
-from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -65,6 +64,7 @@ class Rule(Options):
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
+    no_at_reason: ClassVar[str] = ""
     # Whether editing the parts of a sum is editing the sum.
     linear: ClassVar[bool] = True
     # Whether the rule needs a number that is taken over a whole gradient.
@@ -180,6 +180,8 @@ class Rule(Options):
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         """Yield the flaws of target and `at`; actions add those of their options."""
+        if cls is Rule:  # the action is unknown, and with it what goes together
+            return
         target = yield from target_flaws(cls.name(), cls.targets, given)
         if target in ("modules", "tensors") and cls.takes_at:
             if given.get("at") is not None:
@@ -192,7 +194,7 @@ class Rule(Options):
     def _at_flaws(cls, at: object) -> Iterator[Flaw]:
         if not cls.takes_at:
             if at is not None:
-                message = f"{cls.name()} takes no `at`: {cls.no_at_reason()}"
+                message = f"{cls.name()} takes no `at`: {cls.no_at_reason}"
                 yield Flaw("at", message, "remove it", key=True, check="unknown-key")
         elif at is None:
             if cls.needs_at:
@@ -217,11 +219,6 @@ class Rule(Options):
     def name(cls) -> str:
         """Return the name of the action, as written in a rule file."""
         return str(cls.model_fields["action"].default)
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        """Return why the action takes no ``at``."""
-        return ""
 
     def complex_problem(self) -> str:
         """Return why the rule cannot act on complex gradients; empty where it can."""

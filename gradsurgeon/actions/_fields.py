@@ -7,8 +7,9 @@ cannot work and what to write instead, in the words of the rule file.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeGuard
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -71,27 +72,53 @@ def written(value: object) -> str:
     return special.get(str(value), str(value))
 
 
-def _patterns(value: object) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not texts:
-        message = f"expected a pattern or a list of patterns, found {described(value)}"
-        raise flawed(Flaw("", message, _hint_to_quote(value), check="wrong-type"))
+def items_of(
+    value: object, expected: str, hint: str, judge: Callable[[Any], Flaw | None], noun: str = ""
+) -> tuple[Any, ...]:
+    """Return the items of a list that is not empty, or raise what is wrong with it.
+
+    Args:
+        value: the list, or any other value of an option.
+        expected: what the list holds, in words.
+        hint: what to write instead of another value.
+        judge: returns the flaw of an item.
+        noun: the name of an item that may be listed only once.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        message = f"expected {expected}, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
-    for index, text in enumerate(texts):
+    seen: set[object] = set()
+    for index, item in enumerate(value):
+        flaw = judge(item)
+        if flaw is None and noun and item in seen:
+            flaw = Flaw("", f"the {noun} `{item[:60]}` is listed twice", "remove one of them")
+        if flaw is None:
+            seen.add(item)
+        else:
+            flaws.append(replace(flaw, at=(index,)))
         if len(flaws) > MAX_FLAWS:
             break
-        at = () if isinstance(value, str) else (index,)
-        if not isinstance(text, str):
-            message = f"expected a pattern, found {described(text)}"
-            flaws.append(Flaw(at, message, _hint_to_quote(text), check="wrong-type"))
-            continue
-        try:
-            compile_pattern(text)
-        except PatternError as error:
-            flaws.append(Flaw(at, error.message, error.hint, check="bad-pattern"))
     if flaws:
         raise flawed(*flaws)
-    return tuple(texts)
+    return tuple(value)
+
+
+def _pattern_flaw(text: object) -> Flaw | None:
+    if not isinstance(text, str):
+        message = f"expected a pattern, found {described(text)}"
+        return Flaw("", message, _hint_to_quote(text), check="wrong-type")
+    try:
+        compile_pattern(text)
+    except PatternError as error:
+        return Flaw("", error.message, error.hint, check="bad-pattern")
+    return None
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (_glob(value),)
+    return items_of(value, "a pattern or a list of patterns", _hint_to_quote(value), _pattern_flaw)
 
 
 def _hint_to_quote(value: object) -> str:
@@ -110,7 +137,8 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), WithJsonSchema
 
 
 def _glob(value: str) -> str:
-    _patterns(value)
+    if flaw := _pattern_flaw(value):
+        raise flawed(flaw)
     return value
 
 
@@ -159,3 +187,46 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+Direction = Literal["tightened", "loosened", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stricter:
+    """What makes one value of an option stricter than another: part of the annotation of its field.
+
+    ``max_norm: Annotated[float, Field(ge=0), Stricter(operator.neg)]``: the smaller, the stricter. A
+    value that is given is always stricter than none.
+
+    Attributes:
+        rank: maps a value to a number that is larger the stricter the value is. Without it two values
+            that are both given cannot be compared.
+        tightened: what a stricter value means where the word alone does not tell, may be empty.
+        loosened: the same of a value that is less strict.
+        incomparable: says why two values cannot be compared; empty where they can.
+        default: the value that one not given stands for, ``None`` where it stands for no bound.
+        one_of_several: where it is not given another option is, with which it cannot be compared.
+    """
+
+    rank: Callable[[Any], float] | None = None
+    tightened: str = ""
+    loosened: str = ""
+    incomparable: Callable[[Any, Any], str] | None = None
+    default: Any = None
+    one_of_several: bool = False
+
+    def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
+        """Return whether the new of two different values is stricter, and what that means."""
+        before, after = (self.default if value is None else value for value in (before, after))
+        if before is None or after is None:
+            if self.one_of_several:
+                return "changed", ""
+            stricter = before is None
+        elif self.incomparable is not None and (reason := self.incomparable(before, after)):
+            return "changed", reason
+        elif self.rank is None or self.rank(before) == self.rank(after):
+            return "changed", ""
+        else:
+            stricter = self.rank(after) > self.rank(before)
+        return ("tightened", self.tightened) if stricter else ("loosened", self.loosened)

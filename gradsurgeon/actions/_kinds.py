@@ -28,8 +28,7 @@ from gradsurgeon.actions._effects import (
     Spikes,
     Then,
 )
-from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._fields import Flaw, Stricter, described, flawed, is_number, items_of
 from gradsurgeon.actions._target import TargetKind, parse_tensor
 from gradsurgeon.errors import printable
 from gradsurgeon.source import like_number
@@ -69,6 +68,9 @@ class TrapRule(Rule):
     role: ClassVar[Role] = "trap"
     points: ClassVar[tuple[Point, ...]] = ("accumulated",)
     takes_at: ClassVar[bool] = False
+    no_at_reason: ClassVar[str] = (
+        "it looks after each backward pass and decides right before the update"
+    )
 
     then: Annotated[
         Then,
@@ -84,10 +86,6 @@ class TrapRule(Rule):
     @abstractmethod
     def compile(self) -> Decision | Spikes:
         """Return what is asked of the gradients."""
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it looks after each backward pass and decides right before the update"
 
 
 class CaptureRule(Rule):
@@ -117,23 +115,16 @@ class FreezeRule(Rule):
         return Hidden()
 
 
+def _name_flaw(name: object) -> Flaw | None:
+    if isinstance(name, str) and name:
+        return None
+    message = f"expected the name of a loss, found {described(name)}"
+    return Flaw("", message, "quote it", check="wrong-type")
+
+
 def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        hint = 'such as ["seg", "depth"]'
-        message = f"expected a list of names of losses, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    for index, name in enumerate(value):
-        at = (index,)
-        if not isinstance(name, str) or not name:
-            message = f"expected the name of a loss, found {described(name)}"
-            flaws.append(Flaw(at, message, "quote it", check="wrong-type"))
-        elif name in value[:index]:
-            message = f"the loss `{name[:60]}` is listed twice"
-            flaws.append(Flaw(at, message, "remove one of them"))
-    if flaws:
-        raise flawed(*flaws)
-    return tuple(value)
+    hint = 'such as ["seg", "depth"]'
+    return items_of(value, "a list of names of losses", hint, _name_flaw, "loss")
 
 
 LossNames = Annotated[
@@ -186,6 +177,9 @@ class LossRule(Rule):
     targets: ClassVar[tuple[TargetKind, ...]] = ("params", "modules")
     points: ClassVar[tuple[Point, ...]] = ("backward",)
     takes_at: ClassVar[bool] = False
+    no_at_reason: ClassVar[str] = (
+        "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
+    )
     linear: ClassVar[bool] = False
     needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
     # The numbers that are recorded in each call.
@@ -201,10 +195,6 @@ class LossRule(Rule):
     @abstractmethod
     def compile(self) -> Combination | Comparison:
         """Return what becomes of the gradients. Needs torch; called once per session."""
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
 
     @property
     def order(self) -> int:

@@ -57,6 +57,21 @@ class Method:
     keeps_zeros: bool = False
     follows_scale: bool = False
 
+    @property
+    def keys(self) -> set[str]:
+        """The options of a rule that the method uses."""
+        preferring = ("preference", "memory") if self.solvers else ("preference",)
+        return {*self.options, *(preferring if self.takes_preference else ())}
+
+
+# The options of single methods, each as a file may have it.
+OPTIONS: Mapping[str, str] = {
+    "c": "c: 0.4",
+    "alpha": "alpha: 1",
+    "n_byzantine": "n_byzantine: 1",
+    "n_selected": "n_selected: 2",
+    "weights": "weights: {seg: 1, depth: 0.5}",
+}
 
 _QUADRATIC = ("quadprog", "qpsolvers")
 METHODS: Mapping[str, Method] = {

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._fields import Flaw, Stricter, is_number
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

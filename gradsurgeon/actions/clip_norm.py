@@ -11,9 +11,8 @@ from pydantic import BeforeValidator, Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm, Edit
-from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
+from gradsurgeon.actions._fields import Flaw, Stricter, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.source import like_number
 
 if TYPE_CHECKING:

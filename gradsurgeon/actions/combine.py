@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, Stricter, is_number, is_whole
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
-from gradsurgeon.actions._method_flaws import OPTIONS, method_flaws
-from gradsurgeon.actions._methods import METHODS, Method, Weigher
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
+from gradsurgeon.errors import did_you_mean
 
-MethodName = Literal[
-    "upgrad",
-    "dualproj",
-    "pcgrad",
-    "mgda",
-    "imtl-g",
-    "aligned-mtl",
-    "cagrad",
-    "fairgrad",
-    "krum",
-    "mean",
-    "sum",
-    "constant",
-    "random",
-]
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+
+# The options that name losses, which rules on modules cannot do.
+_NAMING = ("preference", "memory", "weights")
+# `krum` needs as many more gradients than the wrong ones.
+_MORE_THAN_WRONG = 3
 
 
 def _other_size(before: str, after: str) -> str:
@@ -135,14 +129,27 @@ class Combine(LossRule):
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        yield from method_flaws(given)
+        name = given.get("method")
+        if isinstance(name, str) and name in METHODS:
+            yield from _flaws_of_options(name, given)
+        if given.get("modules") is not None:
+            for option in _NAMING:
+                if given.get(option) is not None:
+                    message = f"`{option}` names losses, and modules have none"
+                    hint = "remove it, or name `params` and `losses`"
+                    yield Flaw(option, message, hint, key=True)
+        elif isinstance(losses := given.get("losses"), list | tuple):
+            yield from _flaws_of_naming(given, losses)
+            if name == "krum":
+                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def outcome(self) -> str:
-        options = [f"{key}: {getattr(self, key)}" for key in OPTIONS if key != "weights"]
-        given = [one for one in options if not one.endswith(": None")]
-        more = [f"{key}" for key in ("weights", "preference", "memory") if getattr(self, key)]
-        return f"{self.method}{f' ({chr(44).join(given + more)})' if given + more else ''}"
+        given = [
+            key for key in (*OPTIONS, "preference", "memory") if getattr(self, key) is not None
+        ]
+        shown = [key if key in _NAMING else f"{key}: {getattr(self, key)}" for key in given]
+        return f"{self.method} ({', '.join(shown)})" if shown else self.method
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,6 +176,79 @@ class Combine(LossRule):
             return None
         given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
+
+
+def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
+    """Yield the options that a method needs and lacks, and those that it does not have."""
+    for option in (*OPTIONS, "preference", "memory"):
+        if given.get(option) is not None:
+            if option not in METHODS[name].keys:
+                owners = [one for one, method in METHODS.items() if option in method.keys]
+                hint = f"remove it; it belongs to {', '.join(owners)}"
+                message = f"`method: {name}` has no option `{option}`"
+                yield Flaw(option, message, hint, key=True, check="unknown-key")
+        elif METHODS[name].options.get(option):
+            if given.get("modules") is not None and option in _NAMING:
+                message = f"`method: {name}` needs names of losses, and modules have none"
+                yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
+            else:
+                message = f"missing key `{option}`: `method: {name}` needs it"
+                hint = f"such as `{OPTIONS[option]}`"
+                yield Flaw(option, message, hint, missing=True, check="missing-key")
+
+
+def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[object]) -> Iterator[Flaw]:
+    for option in _NAMING:
+        yield from _unknown_losses(option, given.get(option), losses)
+    if isinstance(preference := given.get("preference"), Mapping):
+        for name, value in preference.items():
+            if is_number(value) and value < 0:
+                message = f"a preference is 0 or more, found the number {value}"
+                hint = "a loss that counts less than the others has one between 0 and 1"
+                yield Flaw(("preference", name), message, hint)
+        if all(is_number(one := preference.get(name, 1.0)) and one == 0 for name in losses):
+            message = "every loss has the preference 0: no loss is trained"
+            yield Flaw("preference", message, "give the trained losses more than 0")
+    if isinstance(weights := given.get("weights"), Mapping):
+        for name in islice((name for name in losses if name not in weights), 1):
+            message = f"the loss `{str(name)[:60]}` has no weight"
+            yield Flaw("weights", message, "give each of the `losses` a weight")
+    if isinstance(memory := given.get("memory"), list | tuple):
+        yield from _flaws_of_memory(memory, preference, losses)
+
+
+def _flaws_of_memory(
+    memory: Sequence[object], preference: object, losses: Sequence[object]
+) -> Iterator[Flaw]:
+    if all(name in memory for name in losses):
+        message = "every loss is under `memory`: no loss is trained"
+        yield Flaw("memory", message, "leave out the losses that are trained")
+    for index, name in enumerate(memory):
+        if isinstance(preference, Mapping) and isinstance(name, str) and name in preference:
+            message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
+            yield Flaw(("memory", index), message, "remove it from one of the two")
+
+
+def _unknown_losses(option: str, names: Any, losses: Sequence[object]) -> Iterator[Flaw]:
+    if not isinstance(names, list | tuple | Mapping):
+        return
+    is_key = isinstance(names, Mapping)
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name not in losses:
+            near = did_you_mean(name[:60], [one for one in losses if isinstance(one, str)])
+            message = f"`{name[:60]}` under `{option}` is none of the `losses`"
+            path = (option, name if is_key else index)
+            yield Flaw(path, message, near or "add it there", key=is_key)
+
+
+def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
+    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
+    if is_whole(wrong) and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
+        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
+        hint = "name more losses" if wrong == 0 else "name more losses, or lower it"
+        yield Flaw("n_byzantine", message, hint)
+    if is_whole(selected) and selected > losses:
+        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
 
 
 def _cited(method: Method) -> str:

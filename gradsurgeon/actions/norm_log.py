@@ -7,32 +7,23 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, described, flawed
+from gradsurgeon.actions._fields import Flaw, described, items_of
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.statistics import STATISTICS
 
 
+def _stat_flaw(stat: object) -> Flaw | None:
+    if isinstance(stat, str) and stat in STATISTICS:
+        return None
+    hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
+    message = f"expected the name of a statistic, found {described(stat)}"
+    return Flaw("", message, hint or f"known: {', '.join(STATISTICS)}")
+
+
 def _stats(value: object) -> tuple[str, ...]:
-    known = f"known: {', '.join(STATISTICS)}"
-    if not isinstance(value, list | tuple) or not value:
-        hint = f"such as [l2]; {known}"
-        message = f"expected a list of statistics, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    for index, stat in enumerate(value):
-        if len(flaws) > MAX_FLAWS:
-            break
-        at = (index,)
-        if not isinstance(stat, str) or stat not in STATISTICS:
-            hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
-            message = f"expected the name of a statistic, found {described(stat)}"
-            flaws.append(Flaw(at, message, hint or known))
-        elif stat in value[:index]:
-            flaws.append(Flaw(at, f"the statistic `{stat}` is listed twice", "remove one of them"))
-    if flaws:
-        raise flawed(*flaws)
-    return tuple(value)
+    hint = f"such as [l2]; known: {', '.join(STATISTICS)}"
+    return items_of(value, "a list of statistics", hint, _stat_flaw, "statistic")
 
 
 class NormLog(ObserverRule):

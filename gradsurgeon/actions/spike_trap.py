@@ -12,10 +12,9 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Point
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, Stricter
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
-from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +152,9 @@ class SpikeTrap(TrapRule):
 
     targets: ClassVar = ("params",)
     points: ClassVar[tuple[Point, ...]] = ("step",)
+    no_at_reason: ClassVar[str] = (
+        "it judges the gradient that the script hands over, and acts right before the update"
+    )
     measures: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     judges_first: ClassVar[bool] = True
@@ -179,10 +181,6 @@ class SpikeTrap(TrapRule):
         if given.get("give_up_after") is not None and given.get("then") != "skip-step":
             message = "`give_up_after` counts skipped steps, and this rule skips none"
             yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`", key=True)
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it judges the gradient that the script hands over, and acts right before the update"
 
     @property
     def edits(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
+from gradsurgeon.actions import Flaw, Rule, check_rule, described
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
@@ -133,7 +133,7 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
         message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
-    rule, flaws = check_rule(entry, known_actions)
+    rule, flaws = check_rule(entry)
     return rule, [_problem(source, at, flaw) for flaw in flaws]
 
 
