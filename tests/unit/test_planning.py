@@ -215,7 +215,7 @@ def test_doubts_are_warnings() -> None:
         rule(id="exclude", params="head.*", exclude="body.*"),
     )
     assert plan.rule_warnings["frozen"][0] == (
-        "all parameters it matches have `requires_grad` off: it acts once it is on"
+        "all matched parameters have `requires_grad` off: the rule acts once it is on"
     )
     assert plan.rule_warnings["item"][0].startswith('pattern "nope.*" matches nothing; ')
     assert plan.rule_warnings["exclude"][0] == 'exclude "body.*" takes nothing out of the match'
@@ -260,7 +260,7 @@ def test_the_plan_as_a_table() -> None:
         "to know",
         "  cut: zero is not freeze: weight decay and momentum still move the weight",
         "  cut (at backward) comes before norms (at accumulated) on 4 parameters (e.g. h.0.attn.bias), "
-        "although it stands later in the file",
+        "although it is later in the file",
         "  cut and bound both change 2 parameters (e.g. h.0.attn.bias); effective order: "
         "cut (at backward), then bound (at step)",
     ]
