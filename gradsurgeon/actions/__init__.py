@@ -1,4 +1,4 @@
-"""The actions: one file each, found by looking into this folder."""
+"""The actions: one file each. This folder is searched for them, and no list names them."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def _discover() -> dict[str, type[Rule]]:
     return actions
 
 
-# Those of gradsurgeon; `known_actions` has those of the user as well.
+# The actions of gradsurgeon; `known_actions` also has the user's own.
 ACTIONS: dict[str, type[Rule]] = _discover()

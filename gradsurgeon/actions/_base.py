@@ -1,8 +1,8 @@
-"""What every rule has in common: its selection, its schedule, and the contract of an action.
+"""The base of all rules: selection, schedule, and the contract of an action.
 
-One file beside this one defines one action: a class derived from one of `_kinds`, with the options, the
-examples and what it compiles to. The file is found by itself; `gradsurgeon.actions` keeps no list. Nothing
-here or there imports torch before a rule is compiled, because linting a rule file must not need it.
+Each action has one file in this folder: a class derived from one of `_kinds`, with options, examples and
+`compile`. `gradsurgeon.actions` finds these files and keeps no list. They import torch only when a rule is
+compiled, because linting a rule file must not need torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Role = Literal["edit", "observe", "trap", "capture", "freeze"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
 
-# Every action whose class has been defined, by name: those of gradsurgeon, and a user's own.
+# Every defined action by name: the actions of gradsurgeon, and a user's own.
 known_actions: dict[str, type[Rule]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an action does to one gradient, or to those of ``losses``: documentation, test and proof at once.
+    """The effect of an action on one gradient, or on the gradients of ``losses``: documentation and test at once.
 
     Exactly one of ``expect`` (an edited gradient), ``record`` (statistics) and ``trips`` is given.
     """
@@ -56,22 +56,22 @@ class Example:
 class Rule(Options):
     """One rule: which tensors, at which moment, and (in the subclass) what to do with them."""
 
-    # The kind of the action in one word, for files and for people; code asks for the kind itself.
+    # The kind of the action in one word, for files and people; code asks for the class of the kind.
     role: ClassVar[Role]
-    # What the action can act on; the table of section 4 of the rule language.
+    # The targets of the action.
     targets: ClassVar[tuple[TargetKind, ...]] = TARGETS
-    # The points at which the action may stand; the first is the default unless `at` must be given.
+    # The possible points of the action; the first is the default unless `at` must be given.
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
     no_at_reason: ClassVar[str] = ""
     # Whether editing the parts of a sum is editing the sum.
     linear: ClassVar[bool] = True
-    # Whether the rule needs a number that is taken over a whole gradient.
+    # Whether the rule needs a number of a whole gradient, such as a norm.
     measures: ClassVar[bool] = False
-    # Whether what it does is decided by the gradient as the script hands it over, before any edit at `step`.
+    # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
-    # Options that a target needs.
+    # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
@@ -97,11 +97,11 @@ class Rule(Options):
             "`value`."
         ),
     ] = None
-    exclude: Annotated[Patterns, Field(description="Patterns of names that are left out.")] = ()
-    where: Annotated[Where, Field(description="Conditions beside the name.")] = Where()
+    exclude: Annotated[Patterns, Field(description="Patterns of excluded names.")] = ()
+    where: Annotated[Where, Field(description="Further conditions on the matches.")] = Where()
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
-    expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
+    expect: Annotated[Expect | None, Field(description="Assertion on the matches.")] = None
     optional: Annotated[
         bool,
         Field(description="Matching nothing is no error."),
@@ -141,35 +141,32 @@ class Rule(Options):
 
     @property
     def order(self) -> int:
-        """Where the rule stands among those on the same tensor; of equal ones the file order decides."""
+        """The position of the rule among all rules on a tensor; file order decides between equal numbers."""
         return 2 * MOMENTS.index(self.point)
 
     @property
     def edits(self) -> bool:
-        """Whether the rule changes what it matches."""
+        """Whether the rule changes its matches."""
         return self.role == "edit"
 
     @property
     def keeps_zero(self) -> bool:
-        """Whether a zero stays a zero.
-
-        Then acting on the stored values of a sparse gradient is acting on the gradient.
-        """
+        """Whether a zero stays a zero: then the rule can act on the stored values of a sparse gradient."""
         return True
 
     @property
     def hides_overflow(self) -> bool:
-        """Whether the rule is there to replace non-finite elements, which a scaler must see."""
+        """Whether the rule replaces non-finite elements, which a scaler must see."""
         return False
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a finite gradient can come out non-finite."""
+        """Whether the rule can make a finite gradient non-finite."""
         return False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan must know about the rule, beyond what it matched."""
+        """Remarks on the rule for a reader of the plan, beside its matches."""
         return ()
 
     @property
@@ -179,13 +176,13 @@ class Rule(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaws of target and `at`; actions add those of their options."""
-        if cls is Rule:  # the action is unknown, and with it what goes together
+        """Yield the flaws of target and `at`; actions add the flaws of their options."""
+        if cls is Rule:  # the action is unknown
             return
         target = yield from target_flaws(cls.name(), cls.targets, given)
         if target in ("modules", "tensors") and cls.takes_at:
             if given.get("at") is not None:
-                message = f"`at` is for `params`: {target} act at the moment the tensor is there"
+                message = f"`at` is for `params`: {target} act at the moment the tensor exists"
                 yield Flaw("at", message, "remove it", key=True)
             return
         yield from cls._at_flaws(given.get("at"))
@@ -210,7 +207,7 @@ class Rule(Options):
             reason = (
                 "an edit of accumulated gradients would compound over micro-batches"
                 if at == "accumulated"
-                else "it is not a point of this action"
+                else "the action has no such point"
             )
             hint = " or ".join(f"`at: {point}`" for point in cls.points)
             yield Flaw("at", f"{cls.name()} cannot act at `{at}`: {reason}", f"use {hint}")
@@ -221,17 +218,17 @@ class Rule(Options):
         return str(cls.model_fields["action"].default)
 
     def complex_problem(self) -> str:
-        """Return why the rule cannot act on complex gradients; empty where it can."""
+        """Return why the rule cannot act on complex gradients; empty if it can."""
         return ""
 
     def compile(self) -> Effect:
-        """Return what the rule does. May need torch; called once per session."""
-        # Not abstract: the options that all rules share are checked on a plain rule as well.
+        """Return the effect of the rule. May need torch; called once per session."""
+        # Not abstract: a rule with an unknown action is checked as a plain `Rule`.
         raise NotImplementedError
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_options: Any) -> None:
-        """Make an action known by its name as soon as its class is defined."""
+        """Register an action by its name when its class is defined."""
         if "action" not in inspect.get_annotations(cls):  # a kind of actions, or a variant of one
             return
         name, problem = cls.name(), ""
@@ -242,9 +239,9 @@ class Rule(Options):
         elif inspect.isabstract(cls):
             problem = "define `compile`"
         elif cls.role == "edit" and "accumulated" in cls.points:
-            problem = "an edit cannot act at `accumulated`: take it out of `points`"
+            problem = "an edit cannot act at `accumulated`: remove it from `points`"
         other = known_actions.get(name, cls)
-        # A cell of a notebook defines its classes anew each time it is run.
+        # A cell of a notebook defines its classes again in each run.
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             problem = f"{other.__module__}.{other.__qualname__} is the action `{name}` already"
         if problem:
@@ -253,6 +250,6 @@ class Rule(Options):
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
-    """Return rules that stand in file order in the order in which they act on one tensor."""
-    # The sort is stable: within one moment the file order stands.
+    """Return rules, given in file order, in the order in which they act on one tensor."""
+    # The sort is stable, so rules of one moment stay in file order.
     return sorted(rules, key=lambda rule: rule.order)

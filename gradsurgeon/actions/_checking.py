@@ -50,7 +50,7 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
                 _beside(entry) or f"add `action`; {known}",
             )
             return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
-        key = misspelt[0]  # the walk over the keys says that it is misspelt
+        key = misspelt[0]  # the validation reports the misspelling
     action = entry[key]
     if action is None:
         return None, []
@@ -68,14 +68,14 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
         command = f"gradsurgeon lint --import {module[:60]}"
         hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
-    elif action == "clip":  # which does not resemble it most
+    elif action == "clip":  # `clip-norm` is not the most similar name
         hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
     elif (method := action.lower()) in METHODS:
-        hint = f"that is a method of `combine`: write `action: combine` and `method: {method}`; {known}"
+        hint = f"this is a method of `combine`: write `action: combine` and `method: {method}`; {known}"
     return None, [Flaw(key, message, hint, check="unknown-action")]
 
 
 def _beside(entry: Mapping[Any, Any]) -> str:
-    """Return what to write where an action is the key of its options, the other shape of such files."""
+    """Return the remedy if an action is the key of its options, the other shape of such files."""
     action = next((key for key in entry if key in known_actions), None)
     return f"write `action: {action}` and the options beside it" if action else ""

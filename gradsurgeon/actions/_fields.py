@@ -1,7 +1,7 @@
-"""The values that rules consist of, and how a wrong one is described.
+"""The values of options, and the description of a wrong value.
 
-A description is read by someone whose training run does not start: it says what was found, why that
-cannot work and what to write instead, in the words of the rule file.
+The reader of a description has a training run that does not start. So it names the value that was found, the
+reason why it cannot work, and the remedy, in the words of the rule file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gradsurgeon.match import compile_pattern
 
 Path: TypeAlias = tuple[str | int, ...]
 
-MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
+MAX_FLAWS = 50  # of one rule: no reader needs more, and the search takes time
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something wrong with the options of one rule: at which key, why, and what to do."""
+    """A fault in the options of one rule: its key, the reason, and the remedy."""
 
     at: (
         str | Path
     )  # the key, or the keys and indices that lead to the value; empty for the whole rule
-    message: str  # what was found, and why it cannot work
-    hint: str = ""  # what to do
-    missing: bool = False  # the key is not there: the flaw is shown at the mapping that lacks it
-    key: bool = False  # the key itself is what is wrong, not its value
+    message: str  # the value that was found, and why it cannot work
+    hint: str = ""  # the remedy
+    missing: bool = False  # the key is missing: the flaw is shown at the mapping
+    key: bool = False  # the key itself is wrong, not its value
     check: str = "bad-value"
 
     @property
@@ -51,7 +51,7 @@ def flawed(*flaws: Flaw) -> PydanticCustomError:
 
 
 def described(value: object) -> str:
-    """Return what stands in the place of an option, in words: ``the text "x"``, ``a list``."""
+    """Return a value of a file in words: ``the text "x"``, ``a list``."""
     if isinstance(value, str):
         return f'the text "{value[:60]}{"..." if len(value) > 60 else ""}"'  # noqa: PLR2004 # as shown
     if value is None or isinstance(value, bool):
@@ -75,12 +75,12 @@ def written(value: object) -> str:
 def items_of(
     value: object, expected: str, hint: str, judge: Callable[[Any], Flaw | None], noun: str = ""
 ) -> tuple[Any, ...]:
-    """Return the items of a list that is not empty, or raise what is wrong with it.
+    """Return the items of a non-empty list, or raise their flaws.
 
     Args:
         value: the list, or any other value of an option.
-        expected: what the list holds, in words.
-        hint: what to write instead of another value.
+        expected: the right value, in words.
+        hint: the remedy for a value that is no list.
         judge: returns the flaw of an item.
         noun: the name of an item that may be listed only once.
     """
@@ -144,7 +144,7 @@ def _glob(value: str) -> str:
 
 Glob = Annotated[str, AfterValidator(_glob)]
 
-# Names that torch may add later must pass, names that it will never have must not.
+# The expression accepts names that torch may add later, and refuses names that it will never have.
 _DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "bool")
 
@@ -159,7 +159,7 @@ def _dtype(value: str) -> str:
 Dtype = Annotated[str, AfterValidator(_dtype)]
 
 _KEBAB = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
-_MAX_ID = 100  # characters: ids stand in each line of plans, diffs and reports
+_MAX_ID = 100  # characters: each line of plans, diffs and reports has an id
 
 
 def _rule_id(value: str) -> str:
@@ -194,7 +194,7 @@ Direction = Literal["tightened", "loosened", "changed"]
 
 @dataclass(frozen=True, slots=True)
 class Stricter:
-    """What makes one value of an option stricter than another: part of the annotation of its field.
+    """The order of strictness of the values of an option, as metadata of its field for reviews.
 
     ``max_norm: Annotated[float, Field(ge=0), Stricter(operator.neg)]``: the smaller, the stricter. A
     value that is given is always stricter than none.
@@ -202,11 +202,11 @@ class Stricter:
     Attributes:
         rank: maps a value to a number that is larger the stricter the value is. Without it two values
             that are both given cannot be compared.
-        tightened: what a stricter value means where the word alone does not tell, may be empty.
-        loosened: the same of a value that is less strict.
-        incomparable: says why two values cannot be compared; empty where they can.
-        default: the value that one not given stands for, ``None`` where it stands for no bound.
-        one_of_several: where it is not given another option is, with which it cannot be compared.
+        tightened: the meaning of a stricter value, if the word alone does not explain it.
+        loosened: the meaning of a less strict value.
+        incomparable: returns why two values cannot be compared; empty if they can.
+        default: the value of an option that is not given, ``None`` for no bound.
+        one_of_several: without this option another one is given, which cannot be compared with it.
     """
 
     rank: Callable[[Any], float] | None = None
@@ -217,7 +217,7 @@ class Stricter:
     one_of_several: bool = False
 
     def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
-        """Return whether the new of two different values is stricter, and what that means."""
+        """Return whether the new of two different values is stricter, and the meaning of the change."""
         before, after = (self.default if value is None else value for value in (before, after))
         if before is None or after is None:
             if self.one_of_several:

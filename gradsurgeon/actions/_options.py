@@ -242,7 +242,7 @@ def _hint_for_type(key: str | int, field: Any, wanted: str, value: object) -> st
 
 
 class Steps(Options):
-    """When a rule acts, in updates of the optimizer that owns the parameter."""
+    """The schedule of a rule, in updates of the optimizer that owns the parameter."""
 
     from_: Annotated[int, Field(alias="from", ge=0, description="First step, inclusive.")] = 0
     to: Annotated[int | None, Field(ge=1, description="Last step, exclusive.")] = None
@@ -266,13 +266,13 @@ class Steps(Options):
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
     def alike_until(self, step: int) -> int:
-        """Return the first step after this one that may differ from it in whether the rule is due."""
+        """Return the first later step at which the answer of `due` may change."""
         last = sys.maxsize if self.to is None else self.to
         if step < self.from_:
             return self.from_
         if step >= last:
             return sys.maxsize
-        # Due or not, the next multiple is where that can change; every step is one where `every` is 1.
+        # The answer changes at multiples of `every`, which with `every: 1` are all steps.
         after = (step - self.from_) % self.every
         if self.every == 1:
             return last
@@ -295,7 +295,7 @@ class Steps(Options):
         gap = second.from_ - first.from_
         if gap % common:
             return False
-        # The smallest number of periods of the later one after which the earlier one is due, too.
+        # The smallest number of periods of the second schedule after which the first is due, too.
         period = first.every // common
         turns = (-gap // common) * pow(second.every // common, -1, period) % period
         step = second.from_ + turns * second.every
@@ -305,8 +305,8 @@ class Steps(Options):
 class Numel(Options):
     """Bounds on the number of elements, both inclusive."""
 
-    min: Annotated[int | None, Field(ge=0, description="At least so many.")] = None
-    max: Annotated[int | None, Field(ge=0, description="At most so many.")] = None
+    min: Annotated[int | None, Field(ge=0, description="Least number.")] = None
+    max: Annotated[int | None, Field(ge=0, description="Largest number.")] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -316,7 +316,7 @@ class Numel(Options):
 
 
 class Where(Options):
-    """Conditions beside the name; all that are given must hold."""
+    """Conditions beside the name; all given conditions must hold."""
 
     module_type: Annotated[
         Glob | None,
@@ -329,7 +329,7 @@ class Where(Options):
 
 
 class Expect(Options):
-    """An assertion on what the rule binds, checked whenever it is bound."""
+    """An assertion on the matches of a rule, checked whenever it is bound."""
 
     params: Annotated[
         int,

@@ -28,53 +28,53 @@ _MORE_THAN_WRONG = 3
 
 
 def _other_size(before: str, after: str) -> str:
-    """Return what another method means for the length of what comes out, for a review."""
+    """Return how another method changes the length of the result, for a review."""
     was, now = METHODS[before].size, METHODS[after].size
     return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
-    """Make one gradient of those of several losses, so that they conflict less than in their sum.
+    """Make one gradient out of the gradients of several losses, with less conflict than in their sum.
 
     ## What it does
-    The matched parameters get a weighted sum of the gradients of the single losses; `method` says how the weights follow
-    from their inner products, taken over all that the rule matches. Parameters that no `combine` matches, such as
+    The matched parameters get a weighted sum of the gradients of the losses. `method` chooses how the weights follow
+    from the inner products of these gradients over all matches of the rule. Parameters that no `combine` matches, such as
     heads, get the plain sum.
 
-    On parameters, `losses` names losses that the script hands to
-    `gradsurgeon.backward({"seg": ..., "depth": ...})`, which stands in the place of `(seg + depth).backward()`. A loss that
-    is given there and not named here is added as it is. On modules that take one tensor
-    (`tensor: input.grad`), as the heads of a network do, it combines what each of them sends back to that tensor, in an ordinary
-    `loss.backward()`.
+    On parameters, `losses` names losses that the script passes to `gradsurgeon.backward({"seg": ..., "depth": ...})`
+    instead of calling `(seg + depth).backward()`. A loss that is passed there and not named here is added unchanged.
+    On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it combines the
+    gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
-    A gradient of zeros, as of a loss that does not reach the parameters, is left out, also of an average (not by `krum`).
-    Where a gradient is not finite, or the solver of a method fails, the plain sum is what arrives, and an event says why.
-    Recorded in each call: `weight` of each loss, and `distance`, the norm of the difference from the plain
-    sum over the norm of that sum; under `mode="observe"` it would have been that.
+    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average (`krum` keeps it).
+    If a gradient is non-finite, or the solver of a method fails, the parameters get the plain sum, and an event gives the
+    reason. Each call records the `weight` of each loss, and `distance`, the norm of the difference from the plain
+    sum over the norm of that sum; under `mode="observe"` both describe the combination that was not applied.
 
     ## Methods
     {METHODS}
 
-    `preference` makes losses count more than others where the method knows that: without conflict the sum of
-    the gradients times the preferences comes out. Losses under `memory` only
-    constrain: what comes out must not conflict with them (A-GEM, arXiv 1812.00420).
+    `preference` makes losses count more than others, if the method supports it: without conflict the result is the sum
+    of the gradients times the preferences. Losses under `memory` only
+    constrain: the result must not conflict with them (A-GEM, arXiv 1812.00420).
 
     ## Why use it
-    Losses that share a trunk fight over it: their gradients point in opposite directions, and the larger one wins. Look with
-    `conflict` first whether they do.
+    Losses that share a trunk compete for it: their gradients point in opposite directions, and the larger one wins. Use
+    `conflict` first to see whether they do.
 
     ## Points
     None: it acts while `gradsurgeon.backward` runs, before any rule at `backward`. Each call combines by itself: with
-    several per update (accumulation) their sum can conflict again. Mind the scale: where a method gives an average,
-    heads still get sums, and what was tuned for a sum of n losses wants a learning rate n times as
-    large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; in a pass that DDP does not
-    average (`no_sync`) and on modules each rank decides by itself, and edits of a module's `input.grad` act on its own share before it is combined. Hooks that
-    the script has put on activations run in each of the passes, those on parameters once. Sharded parameters (FSDP) are refused: use the form on modules.
+    several calls per update (accumulation) their sum can conflict again. Mind the scale: if a method gives an average,
+    heads still get sums, and a learning rate that was tuned for a sum of n losses must be n times as
+    large on the matched parameters. If ranks average gradients (DDP), the weights follow from the averages and are the
+    same on all ranks. In a pass that DDP does not average (`no_sync`) and on modules each rank decides by itself. Edits
+    of a module's `input.grad` act on its own share before it is combined. Hooks of the script on activations run in each
+    of the passes, hooks on parameters once. Sharded parameters (FSDP) are refused: use the form on modules.
 
     ## Cost
     One more backward pass per loss, and memory for one gradient of the matched parameters per loss; on modules neither.
-    Waits for the device once per call. Needs the extra `surgery`. What a method draws follows from `torch.initial_seed()`, the rule,
-    the step and the call; the generator of the script is left alone.
+    Waits for the device once per call. Needs the extra `surgery`. Random draws of a method follow from
+    `torch.initial_seed()`, the rule, the step and the call; the generator of the script is untouched.
     """
 
     EXAMPLES: ClassVar = (
@@ -99,14 +99,15 @@ class Combine(LossRule):
     ]
     preference: Annotated[
         LossNumbers | None,
-        Field(description="How much losses count, by name; 1 if not given, where any is."),
+        Field(description="How much losses count, by name; a loss without a number has 1."),
     ] = None
     memory: Annotated[
         LossNames | None,
-        Field(description="Those of the losses that only constrain the others."),
+        Field(description="The losses that only constrain the others."),
     ] = None
     c: Annotated[
-        float | None, Field(ge=0, description="Of `cagrad`: how far from the average to look.")
+        float | None,
+        Field(ge=0, description="Of `cagrad`: how far from the average the result may be."),
     ] = None
     alpha: Annotated[
         float | None,
@@ -155,9 +156,11 @@ class Combine(LossRule):
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
         size = "the sum by its `preference`" if self.preference is not None else method.size
-        scale = f"where no two gradients conflict {self.method}{_cited(method)} gives {size}"
+        scale = f"without conflict {self.method}{_cited(method)} gives {size}"
         if size != "the sum":
-            scale += ", while what no `combine` matches gets the sum: mind the learning rate"
+            scale += (
+                ", but parameters that no `combine` matches get the sum: mind the learning rate"
+            )
         return (scale, *super().notes)
 
     def compile(self) -> Combination:
@@ -270,5 +273,5 @@ def _page_of_methods() -> str:
     return "\n\n".join(lines)
 
 
-# From the table, so that none is forgotten.
+# The table writes this section, so it has every method.
 Combine.__doc__ = inspect.cleandoc(Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())

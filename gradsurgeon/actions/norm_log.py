@@ -35,22 +35,21 @@ class NormLog(ObserverRule):
     nothing: training with it is bit-identical to training without.
 
     ## Why use it
-    To see which layer explodes, vanishes or stands still, and when that began.
+    To see which layer explodes, vanishes or stagnates, and when that began.
 
     ## Points
     `accumulated` (default): the gradient after the last backward pass of a step, before the script
-    clips it. `backward`: the contribution of each pass, one record per pass. `step`: what the
-    optimizer gets, after clipping and after the rules before this one in the file.
+    clips it. `backward`: the contribution of each pass, one record per pass. `step`: the gradient that the
+    optimizer gets, after clipping and after the rules above this rule in the file.
 
     ## Cost
-    `l2` is one batched reduction per backward pass, shared with `nan-trap`; the others one pass over
-    the tensor each. Never waits for the device.
+    `l2` is one batched reduction per backward pass, shared with `nan-trap`; each other statistic is one pass over
+    the tensor. Never waits for the device.
 
     ## Range
-    `l2` is taken in float32, as PyTorch does it. On an accelerator squares of elements beyond about 1e19
-    overflow, so that the norm is recorded as infinite, and elements below about 1e-23 vanish from it. On a CPU
-    such norms are taken again in float64. `l1`, `linf`
-    and `nonfinite` have no such limits.
+    `l2` is computed in float32, as in PyTorch. On an accelerator squares of elements beyond about 1e19
+    overflow, so the recorded norm is infinite, and elements below about 1e-23 vanish from it. A
+    CPU computes such norms again in float64. `l1`, `linf` and `nonfinite` have no such limits.
     """
 
     EXAMPLES: ClassVar = (
@@ -85,7 +84,7 @@ class NormLog(ObserverRule):
                 "uniqueItems": True,
             }
         ),
-        Field(description="What to record."),
+        Field(description="The statistics to record."),
     ] = ("l2",)
 
     def complex_problem(self) -> str:

@@ -315,7 +315,8 @@ class TestWeights:
             bind(found, rule)
         (complaint,) = caught.value.complaints
         assert (
-            f"rule r0: `{condition}` cannot be decided: {found.origin} lacks these facts" in complaint
+            f"rule r0: `{condition}` cannot be decided: {found.origin} lacks these facts"
+            in complaint
         )
 
     def test_conditions_on_shapes_and_dtypes_hold(self, found: Manifest) -> None:

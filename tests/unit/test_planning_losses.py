@@ -215,7 +215,7 @@ class TestPlan:
     def test_the_call_is_told_on_parameters_and_the_ranks_on_modules(self) -> None:
         found = plan(combine(), on_heads()).rule_warnings
         assert 'gradsurgeon.backward({"seg": ..., "depth": ...})' in found["surgery"][-1]
-        assert found["heads"][-1] == "each rank goes by its own gradients"
+        assert found["heads"][-1] == "each rank uses its own gradients"
 
     def test_a_module_alone_is_doubtful(self) -> None:
         found = plan(on_heads(), on_heads("alone", modules="trunk.0")).rule_warnings
@@ -226,7 +226,9 @@ class TestPlan:
         model = Heads()
         model.trunk.requires_grad_(requires_grad=False)
         found = plan(combine(), model=model).rule_warnings["surgery"]
-        assert "all matched parameters have `requires_grad` off: the rule acts once it is on" in found
+        assert (
+            "all matched parameters have `requires_grad` off: the rule acts once it is on" in found
+        )
 
     def test_it_acts_before_all_others_wherever_it_stands(self) -> None:
         early = {"id": "early", "action": "clamp", "params": "trunk.*", "at": "backward", "max": 1}

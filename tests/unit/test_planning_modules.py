@@ -85,7 +85,10 @@ def test_tags_bind_when_the_script_uses_them() -> None:
         ("hidden*", "grad", "tag"),
         ("y", "grad", "tag"),
     ]
-    assert plan.rule_warnings["it"][-1] == "takes effect when the script tags a tensor with such a name"
+    assert (
+        plan.rule_warnings["it"][-1]
+        == "takes effect when the script tags a tensor with such a name"
+    )
 
 
 def test_what_a_reader_must_know_of_module_rules() -> None:

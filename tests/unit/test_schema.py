@@ -124,7 +124,7 @@ class TestPlainData:
             (
                 "<dict> rules[1].id",
                 "duplicate-rule-id",
-                "the id `one` stands twice, first at <dict> rules[0].id",
+                "the id `one` is used twice, first at <dict> rules[0].id",
             ),
         ]
 
@@ -186,7 +186,7 @@ class TestBuiltInPython:
             (
                 "<python> rules[1].id",
                 "duplicate-rule-id",
-                "the id `one` stands twice, first at <python> rules[0].id",
+                "the id `one` is used twice, first at <python> rules[0].id",
             )
         ]
 
