@@ -7,14 +7,13 @@ from importlib import import_module
 
 from gradsurgeon.actions._base import (
     MOMENTS,
-    POINTS,
     Example,
     Moment,
     Rule,
+    check_rule,
     in_order,
     known_actions,
 )
-from gradsurgeon.actions._checking import check_rule
 from gradsurgeon.actions._effects import (
     ByNorm,
     Combination,
@@ -22,7 +21,6 @@ from gradsurgeon.actions._effects import (
     Decision,
     Edit,
     Observer,
-    RunningBound,
     Spikes,
 )
 from gradsurgeon.actions._fields import Direction, Flaw, Stricter, described, written
@@ -40,7 +38,6 @@ from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spe
 __all__ = [
     "ACTIONS",
     "MOMENTS",
-    "POINTS",
     "TARGETS",
     "ByNorm",
     "CaptureRule",
@@ -59,7 +56,6 @@ __all__ = [
     "ObserverRule",
     "Options",
     "Rule",
-    "RunningBound",
     "Spikes",
     "Steps",
     "Stricter",

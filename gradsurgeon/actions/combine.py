@@ -140,7 +140,8 @@ class Combine(LossRule):
                     hint = "remove it, or name `params` and `losses`"
                     yield Flaw(option, message, hint, key=True)
         elif isinstance(losses := given.get("losses"), list | tuple):
-            yield from _flaws_of_naming(given, losses)
+            # A file may list values of any type, which no mapping can be asked for.
+            yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
             if name == "krum":
                 yield from _flaws_of_krum(given, len(losses))
 
@@ -200,30 +201,32 @@ def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
                 yield Flaw(option, message, hint, missing=True, check="missing-key")
 
 
-def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[object]) -> Iterator[Flaw]:
-    for option in _NAMING:
-        yield from _unknown_losses(option, given.get(option), losses)
+def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
     if isinstance(preference := given.get("preference"), Mapping):
+        yield from _unknown_losses("preference", preference, losses)
         for name, value in preference.items():
             if is_number(value) and value < 0:
                 message = f"a preference is 0 or more, found the number {value}"
                 hint = "a loss that counts less than the others has one between 0 and 1"
                 yield Flaw(("preference", name), message, hint)
-        if all(is_number(one := preference.get(name, 1.0)) and one == 0 for name in losses):
+        values = [preference.get(name, 1.0) for name in losses]
+        if values and all(is_number(value) and value == 0 for value in values):
             message = "every loss has the preference 0: no loss is trained"
             yield Flaw("preference", message, "give the trained losses more than 0")
     if isinstance(weights := given.get("weights"), Mapping):
+        yield from _unknown_losses("weights", weights, losses)
         for name in islice((name for name in losses if name not in weights), 1):
-            message = f"the loss `{str(name)[:60]}` has no weight"
+            message = f"the loss `{name[:60]}` has no weight"
             yield Flaw("weights", message, "give each of the `losses` a weight")
     if isinstance(memory := given.get("memory"), list | tuple):
+        yield from _unknown_losses("memory", memory, losses)
         yield from _flaws_of_memory(memory, preference, losses)
 
 
 def _flaws_of_memory(
-    memory: Sequence[object], preference: object, losses: Sequence[object]
+    memory: Sequence[object], preference: object, losses: Sequence[str]
 ) -> Iterator[Flaw]:
-    if all(name in memory for name in losses):
+    if losses and all(name in memory for name in losses):
         message = "every loss is under `memory`: no loss is trained"
         yield Flaw("memory", message, "leave out the losses that are trained")
     for index, name in enumerate(memory):
@@ -232,13 +235,11 @@ def _flaws_of_memory(
             yield Flaw(("memory", index), message, "remove it from one of the two")
 
 
-def _unknown_losses(option: str, names: Any, losses: Sequence[object]) -> Iterator[Flaw]:
-    if not isinstance(names, list | tuple | Mapping):
-        return
+def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
     is_key = isinstance(names, Mapping)
     for index, name in enumerate(names):
         if isinstance(name, str) and name not in losses:
-            near = did_you_mean(name[:60], [one for one in losses if isinstance(one, str)])
+            near = did_you_mean(name[:60], losses)
             message = f"`{name[:60]}` under `{option}` is none of the `losses`"
             path = (option, name if is_key else index)
             yield Flaw(path, message, near or "add it there", key=is_key)

@@ -14,7 +14,7 @@ from gradsurgeon.planning.manifest import (
 )
 from gradsurgeon.planning.matching import Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan
-from gradsurgeon.planning.plan_warnings import clashes, curves_of_nothing, outside_graphs
+from gradsurgeon.planning.plan_warnings import clashes, curves_of_nothing
 
 __all__ = [
     "NO_MATCH",
@@ -36,7 +36,6 @@ __all__ = [
     "name_indexes",
     "named_modules",
     "obstacles",
-    "outside_graphs",
     "shortfalls",
     "slots",
     "undecided",
