@@ -72,18 +72,8 @@ __all__ = [
 ]
 
 
-def _discover() -> dict[str, type[Rule]]:
-    actions: dict[str, type[Rule]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if info.name.startswith("_"):
-            continue
-        module = import_module(f"{__name__}.{info.name}")
-        name = info.name.replace("_", "-")
-        if known_actions.get(name, Rule).__module__ != module.__name__:
-            raise ImportError(f"{module.__name__} must define the action `{name}`")
-        actions[name] = known_actions[name]
-    return actions
-
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 # The actions of gradsurgeon; `known_actions` also has the user's own.
-ACTIONS: dict[str, type[Rule]] = _discover()
+ACTIONS: dict[str, type[Rule]] = dict(known_actions)

@@ -90,15 +90,9 @@ def target_flaws(
         return None
     target = named[0]
     if target not in allowed:
-        if tuple(allowed) == ("params",):
-            message, hint = (
-                f"{action} acts on parameters only, not on {target}",
-                "name parameters by `params`",
-            )
-        else:
-            known = " and ".join(f"`{kind}`" for kind in allowed)
-            message, hint = f"{action} acts on {known}, not on `{target}`", "name one of these"
-        yield Flaw(target, message, hint, key=True)
+        known = " and ".join(f"`{kind}`" for kind in allowed)
+        message = f"{action} acts on {known}, not on `{target}`"
+        yield Flaw(target, message, f"name {known.replace(' and ', ' or ')}", key=True)
     elif isinstance(text := given.get("tensor"), str | None):
         tensor = parse_tensor(target, text)
         if isinstance(tensor, str):

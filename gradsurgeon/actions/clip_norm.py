@@ -97,12 +97,6 @@ class ClipNorm(EditRule):
             message = "module tensors and tags exist one at a time: there is no norm over the rule"
             yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if self.per != "rule":
-            return ()
-        return ("one norm per optimizer, without the gradients that a `freeze` hides in this step",)
-
     def compile(self) -> Edit:
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same
 

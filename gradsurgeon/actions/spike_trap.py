@@ -186,14 +186,6 @@ class SpikeTrap(TrapRule):
     def edits(self) -> bool:
         return self.then == "clip"
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        judged = "judges the gradient from the script, before every edit at `step`"
-        if self.per != "rule":
-            return (judged,)
-        norm = "one norm per optimizer, without the gradients that a `freeze` hides in this step"
-        return (judged, norm)
-
     def compile(self) -> Spikes:
         patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else sys.maxsize
         return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
