@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -167,6 +168,24 @@ class TestPlainData:
         assert places == [
             f"<dict> rules[0].where.{key}" for key in ("id", "action", "params", "where")
         ]
+
+    @pytest.mark.parametrize("action", sorted(ACTIONS))
+    def test_two_options_of_any_type_are_refused_or_make_a_rule(self, action: str) -> None:
+        base = {"id": "it", "action": action, "params": "*", "method": "upgrad"}
+        keys = [info.alias or name for name, info in ACTIONS[action].model_fields.items()]
+        values: tuple[object, ...] = ([["seg"]], {"seg": 0})
+        rules = [
+            {**base, first: one, second: other}
+            for first, second in combinations(keys, 2)
+            for one, other in product(values, repeat=2)
+        ]
+        for rule in rules:
+            found = schema.inspect(schema.Built({"version": 1, "rules": [rule]}))
+            assert found.rules is None or found.rules.rules
+
+    @pytest.mark.parametrize("key", ["action", "Action", "actio", "type"])
+    def test_an_action_without_a_name_is_refused(self, key: str) -> None:
+        assert refused({"version": 1, "rules": [{"id": "it", key: None}]})
 
 
 class TestBuiltInPython:
