@@ -175,7 +175,9 @@ class _Reader:
         self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
     ) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
-            self.halt("too-large", f"over {_MAX_PROBLEMS} problems, not read on", "", node.start)
+            self.halt(
+                "too-large", f"over {_MAX_PROBLEMS} problems: the rest is not read", "", node.start
+            )
         place = self.source.place(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint, severity))
 
@@ -205,7 +207,10 @@ class _Reader:
                 if self.root and isinstance(event, yaml.DocumentStartEvent):
                     second = _Node(None, event.start_mark, event.end_mark)
                     self.note(
-                        "several-documents", "a second document", "one file holds one", second
+                        "several-documents",
+                        "a second document",
+                        "a rule file has one document",
+                        second,
                     )
                     break
                 self.take(event)
@@ -270,10 +275,10 @@ class _Reader:
         node = self.anchors.get(name)
         if node is None:
             node = _Node(f"*{name}", event.start_mark, event.end_mark)
-            message = f"YAML syntax: nothing is anchored as &{name[:80]}"
+            message = f"YAML syntax: there is no anchor &{name[:80]}"
             self.note("yaml-syntax", message, indicator_hint("*"), node)
         if isinstance(node, _Collection) and node.open:
-            self.halt("too-large", f"*{name[:80]} repeats itself", "", event.start_mark)
+            self.halt("too-large", f"*{name[:80]} contains itself", "", event.start_mark)
         return node
 
     def close(self, event: Any) -> _Node:

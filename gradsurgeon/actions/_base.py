@@ -275,7 +275,7 @@ def check_rule(entry: Mapping[Any, Any]) -> tuple[Rule | None, list[Flaw]]:
         (error,) = errors.errors(include_url=False)
         flaws += error["ctx"]["flaws"]
     if len(flaws) > MAX_FLAWS:
-        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not looked at"
+        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not checked"
         flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
     return (None if flaws else rule), flaws
 

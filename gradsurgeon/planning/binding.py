@@ -33,7 +33,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
         if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
             break
         if texts := undecided(rule, manifest):
             complaints += [_complaint(rules, rule, text) for text in texts]
@@ -83,7 +83,7 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
         if rule.target == "tensors":
             continue
         if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
             break
         titles = [
             title for title, one in models.items() if rule.model is None or is_for(rule.model, one)
@@ -157,7 +157,7 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     if isinstance(rule, LossRule):
         if len(matched) == 1:
             name = printable(matched[0].name)
-            yield f"{name} alone has nothing to meet: name all modules that take the tensor"
+            yield f"{name} alone meets no other gradient: name all modules with the same input tensor"
         yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"

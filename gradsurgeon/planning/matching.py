@@ -57,7 +57,7 @@ class NameIndex:
             dropped = {thing.name for thing in hits.values()} & chosen
             if doubts is not None:
                 if not dropped:
-                    doubts.append(f"exclude {quoted(pattern)} takes nothing out of the match")
+                    doubts.append(f"exclude {quoted(pattern)} removes nothing from the match")
                 doubts += self._also_taken(pattern, hits, dropped)
             chosen -= dropped
         if doubts is not None and len(doubts) > _MAX_DOUBTS:
@@ -76,7 +76,7 @@ class NameIndex:
             if others:
                 shown = printable(", ".join(others))
                 what = "tensor" if isinstance(thing, Param) else "module"
-                yield f"exclude {quoted(pattern)} also takes out {shown}: the same {what}"
+                yield f"exclude {quoted(pattern)} also removes {shown}: the same {what}"
 
     def no_match(self, rule: Rule) -> str:
         """Return why a rule selects nothing."""
@@ -91,7 +91,7 @@ class NameIndex:
         reasons = Counter(filter(None, (failed(rule.where, thing) for thing in matched)))
         plural = f"{len(matched)} {self.noun}s match"
         if not reasons:
-            return f"{plural}, but `exclude` takes all of them out"
+            return f"{plural}, but `exclude` removes all of them"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
         classes = ""
         if reasons["module_type"]:

@@ -201,7 +201,7 @@ class _Tree:
         wrong = 0
         for index, entry in enumerate(given):
             if wrong > MAX_PROBLEMS:
-                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not looked at"
+                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not checked"
                 yield Problem(source.place(("rules", index)), "too-large", message)
                 break
             rule, flaws = rule_at(source, index, entry)

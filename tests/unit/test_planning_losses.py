@@ -219,7 +219,7 @@ class TestPlan:
 
     def test_a_module_alone_is_doubtful(self) -> None:
         found = plan(on_heads(), on_heads("alone", modules="trunk.0")).rule_warnings
-        assert found["alone"][0].startswith("trunk.0 alone has nothing to meet")
+        assert found["alone"][0].startswith("trunk.0 alone meets no other gradient")
         assert not any("alone" in one for one in found["heads"])
 
     def test_frozen_parameters_are_the_usual_warning(self) -> None:
