@@ -240,9 +240,7 @@ class LossRule(Rule):
     @classmethod
     def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         if given.get("losses") is not None:
-            message = (
-                "`losses` is for `params`: on modules each module with the tensor counts by itself"
-            )
+            message = "`losses` is for `params`: on modules each module counts by itself"
             yield Flaw("losses", message, "remove it, or name `params`", key=True)
         if given.get("when") is not None:
             message = "`when` is for edits of outputs and inputs: gradients exist in training only"

@@ -85,9 +85,7 @@ class Clamp(EditRule):
     def notes(self) -> tuple[str, ...]:
         if self.at == "step":
             return ()
-        text = (
-            "bounds the contribution of each backward pass, unscaled; a sum of passes can exceed it"
-        )
+        text = "bounds the unscaled contribution of each backward pass; their sum can exceed it"
         return (text,)
 
     def complex_problem(self) -> str:

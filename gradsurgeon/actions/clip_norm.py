@@ -86,16 +86,11 @@ class ClipNorm(EditRule):
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        if given.get("per") != "rule":
-            return
-        if given.get("at") == "backward":
-            message = (
-                "at `backward` only one gradient exists at a time: there is no norm over the rule"
-            )
-            yield Flaw("per", message, "use `at: step`, or `per: parameter`")
-        if given.get("modules") is not None or given.get("tensors") is not None:
-            message = "module tensors and tags exist one at a time: there is no norm over the rule"
-            yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
+        sites = given.get("modules") is not None or given.get("tensors") is not None
+        if given.get("per") == "rule" and (sites or given.get("at") == "backward"):
+            message = "gradients exist one at a time here: there is no norm over the rule"
+            hint = "use `per: parameter`, or `params` and `at: step`"
+            yield Flaw("per", message, hint)
 
     def compile(self) -> Edit:
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same

@@ -239,7 +239,7 @@ def _header_text(file: str) -> bytes:
                 _refuse(file, "this is a pointer of Git LFS", "git lfs pull")
             if len(lead) < _LEAD or length > size - _LEAD:
                 message = (
-                    "this is no safetensors file, or it is cut off: its header does not fit in it"
+                    "no safetensors file, or one that is cut off: its header does not fit in it"
                 )
                 _refuse(file, message, "save or download it again")
             return stream.read(min(length, MAX_BYTES + 1))
