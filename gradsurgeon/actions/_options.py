@@ -39,6 +39,8 @@ _TYPE_NAMES = {
     "bool_type": "true or false",
     "string_type": "a text",
     "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "too_short": "one entry or more",
 }
 _BOUNDS = {
     "greater_than_equal": ("ge", "{:g} or more"),
@@ -186,7 +188,9 @@ class _Reader:
         )
 
     def flaws_of(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
-        path, context = error["loc"], error.get("ctx", {})
+        # pydantic marks a wrong key of a mapping by one more step.
+        path = tuple(step for step in error["loc"] if step != "[key]")
+        context = error.get("ctx", {})
         field: Any = self.fields.get(path[0])
         if error["type"] == "flawed":
             for flaw in context["flaws"]:
@@ -215,7 +219,8 @@ def _bad_value(
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return Flaw(path, f"`{key}` must be {words.format(context[name])}, found {what}")
-    optional = "" if field.is_required() else f", or leave `{key}` out"
+    inside = len(path) > 1
+    optional = "" if inside or field.is_required() else f", or leave `{key}` out"
     if kind == "finite_number":
         bounds = any(isinstance(one, Stricter) for one in field.metadata)
         none = f"; for no bound leave `{key}` out" if optional and bounds else ""
@@ -225,6 +230,8 @@ def _bad_value(
     if wanted is None:
         return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
     hint = _hint_for_type(key, field, wanted, value) or f"write {wanted}{optional}"
+    if field.examples and not inside:
+        hint = "such as " + str(field.examples[0]).replace("'", "")
     return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
 
 

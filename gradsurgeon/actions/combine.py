@@ -99,7 +99,10 @@ class Combine(LossRule):
     ]
     preference: Annotated[
         LossNumbers | None,
-        Field(description="How much losses count, by name; a loss without a number has 1."),
+        Field(
+            description="How much losses count, by name; a loss without a number has 1.",
+            examples=[{"seg": 1, "depth": 0.5}],
+        ),
     ] = None
     memory: Annotated[
         LossNames | None,
@@ -124,7 +127,10 @@ class Combine(LossRule):
     ] = None
     weights: Annotated[
         LossNumbers | None,
-        Field(description="Of `constant`: the weight of each loss, by name."),
+        Field(
+            description="Of `constant`: the weight of each loss, by name.",
+            examples=[{"seg": 1, "depth": 0.5}],
+        ),
     ] = None
 
     @classmethod
