@@ -1,7 +1,7 @@
-"""Regular expressions from strangers: which of them no name of a tensor makes slow.
+"""The check that no name of a tensor makes a stranger's regular expression slow.
 
-Python's `re` tries one way through an expression after another, and there are more ways the longer the
-name is. An expression is taken only if the ways are few.
+Python's `re` tries one way through an expression after another, and a longer name has more ways. An
+expression is accepted only if it has few ways.
 """
 
 import re
@@ -12,12 +12,12 @@ from typing import Any
 
 from gradsurgeon.errors import HintedError
 
-_MAX_COUNT, _AT_ONCE = 64, 16  # how often something is repeated, and how often it is for free
-# Ways to match a short name that may have to be tried: three `.*`, or two and a `\d+` before a dot. On
-# the longest name that a file may hold these take some 0.1 s.
+_MAX_COUNT, _AT_ONCE = 64, 16  # most repeats, and repeats that cost nothing
+# Most ways through a short name: three `.*`, or two and a `\d+` before a dot. On the longest possible name of a
+# file these take some 0.1 s.
 _SHORT, _MAX_WAYS = 32, 1 << 15
 
-# The parser of `re` itself, so that what is judged is what will run. There is no public one.
+# The parser of `re` itself, so the judged expression is the one that runs. It has no public name.
 _sre: Any = import_module("re._parser")
 _sre_compiler: Any = import_module("re._compiler")
 
@@ -30,8 +30,8 @@ class PatternError(HintedError):
 
 
 def check_expression(text: str) -> None:
-    """Raise `PatternError` if a text is no regular expression, or one that could take very long."""
-    # Some expressions make `re` warn about its own future; that is nothing a rule file can mend.
+    """Raise `PatternError` unless a text is a regular expression that is quick on every name."""
+    # `re` warns about its own future changes, which a rule file cannot mend.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -51,16 +51,16 @@ class _WaysBound:
 
     def __init__(self, text: str) -> None:
         self._tree = _sre.parse(text)
-        # Flags for a part of the expression are not known where that part is looked at.
+        # The tree of a part does not have its flags.
         self._exact = not re.search(r"\(\?[a-zA-Z]*i", text)
-        self._scans = False  # a repeat that can end in one place only still takes time to get there
+        self._scans = False  # a repeat with one possible end still takes time to reach it
 
     def check(self) -> None:
         if self.ways(self._tree, last=True) * (_SHORT if self._scans else 1) > _MAX_WAYS:
             raise PatternError("the expression could take very long on some names", _GLOB)
 
     def ways(self, tree: Any, *, last: bool = False, counted: int = 0) -> int:
-        """Return the bound. ``last``: the name must end here. ``counted``: how often repeats around this run."""
+        """Return the bound. ``last``: the name must end here. ``counted``: the runs of the repeats around."""
         items = list(_flat(tree))
         total = 1
         for index, (op, value) in enumerate(items):
@@ -108,7 +108,7 @@ class _WaysBound:
 
 
 def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an expression with groups dissolved and without anchors, which only restrict."""
+    """Yield the parts of an expression, without groups, and without anchors, which only restrict."""
     for op, value in tree:
         if str(op) == "SUBPATTERN":
             yield from _flat(value[3])

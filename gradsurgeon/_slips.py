@@ -1,7 +1,7 @@
-"""What is wrong with a text that is not YAML: the slip that a person made, in the line where it was made.
+"""Mistakes in text that is not YAML, each in the line of the mistake.
 
-Scanners notice a slip late, and name it in words about tokens. What a person did is found by looking at
-the lines up to where the scanner gave up; both loaders of PyYAML word differently, the lines are the same.
+Scanners notice a mistake late, and describe it in terms of tokens. So the lines up to the scanner's mark are
+searched for typical mistakes. The messages of PyYAML's two loaders differ, the lines do not.
 """
 
 import re
@@ -44,11 +44,11 @@ def syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, st
 
 
 def _slip(lines: list[str], opened: Any, mark: Any) -> tuple[str, str, yaml.Mark] | None:
-    """Return what a person did, the remedy, and where; ``None`` where that cannot be told."""
+    """Return the mistake, the remedy and the place; ``None`` for an unknown mistake."""
     last = min(mark.line, len(lines) - 1)
     if (at := _unclosed(lines, last)) is not None:
-        told = f"the quote that opens on line {at.line + 1} is not closed there"
-        return told, "close the quote at the end of its text", at
+        message = f"the quote that opens on line {at.line + 1} is not closed there"
+        return message, "close the quote at the end of its text", at
     above = next((one for one in range(last - 1, -1, -1) if _has_text(lines[one])), last)
     for number in dict.fromkeys((min(opened.line, last), above, last)):
         if remedy := _no_entry(lines[number]):
@@ -62,7 +62,7 @@ def _has_text(line: str) -> bool:
 
 
 def _unclosed(lines: Sequence[str], last: int) -> yaml.Mark | None:
-    """Return where a quote opens that its line does not close, before the last line."""
+    """Return the start of a quote that its line does not close, before the last line."""
     for number in range(last - 1, -1, -1):
         line = lines[number][:500]
         quote = _OPENED.search(line) if _has_text(line) else None
@@ -72,11 +72,11 @@ def _unclosed(lines: Sequence[str], last: int) -> yaml.Mark | None:
 
 
 def _no_entry(line: str) -> str:
-    """Return the remedy for a line that was meant as a key and its value, but is read as a text."""
+    """Return the remedy for a key and its value that YAML reads as a text."""
     line = line[:500]
     if match := _FOREIGN.match(line):
         what = "colon" if match[0].endswith("\uff1a") else "blank behind the colon"
-        return f"the {what} is another character that looks like one: type it anew"
+        return f"the {what} is another character that looks like one: type it again"
     if match := _NO_DASH.match(line):
         return f"write a space after the dash: `- {match[1][:_SHOWN]}`"
     if match := _NO_BLANK.match(line):
@@ -87,7 +87,7 @@ def _no_entry(line: str) -> str:
 
 
 def _misaligned(lines: Sequence[str], last: int) -> tuple[str, str, yaml.Mark] | None:
-    """Return what to do about a key that begins in a column where no key above it begins."""
+    """Return the mistake, the remedy and the place of a key in a column of its own."""
     near = range(max(0, last - _LOOKED_AT), min(last + 1, len(lines)))
     entries = [(number, _ENTRY.match(lines[number][:500])) for number in near]
     keys = [(number, entry) for number, entry in entries if entry is not None]
@@ -95,12 +95,12 @@ def _misaligned(lines: Sequence[str], last: int) -> tuple[str, str, yaml.Mark] |
         return None
     columns = [len(entry[1]) for _, entry in keys]
     *above, column = columns
-    opens = keys[-2][1][0] == lines[keys[-2][0]]  # `steps:` alone, whose value stands below
+    opens = keys[-2][1][0] == lines[keys[-2][0]]  # `steps:` alone, with its value below
     if column in above or (opens and column > above[-1]) or "\t" in keys[-1][1][1]:
         return None
-    told = f"the key begins in column {column + 1}, the key above it in column {above[-1] + 1}"
+    message = f"the key begins in column {column + 1}, the key above it in column {above[-1] + 1}"
     hint = "align the keys of one mapping: give them the same indentation"
-    return told, hint, mark_at(last, column)
+    return message, hint, mark_at(last, column)
 
 
 def _by_place(
@@ -111,11 +111,11 @@ def _by_place(
     deep = line.startswith(":", mark.column) and re.fullmatch(r"\s*[\w-]+\s*", before)
     first = match[1] if (match := _VALUE.match(line)) and not deep else ""
     if "unknown escape" in problem:
-        # Only libyaml's mark is at the backslash.
+        # The mark of pure Python is not at the backslash.
         at = mark_at(mark.line, line.rfind("\\", 0, mark.column + 1))
         return "use single quotes for regular expressions, e.g. 're:.*\\.bias'", at
     if "quoted" in context and "end of stream" in problem:
-        # The file's end is where the scanner gave up, the fault is where the quote opens.
+        # The scanner stopped at the end of the file, but the mistake is at the opening quote.
         return "close the quote", opened
     if "\t" in before + line[mark.column : mark.column + 1]:
         return "YAML does not allow tabs for indentation: use spaces", mark
@@ -126,7 +126,7 @@ def _by_character(context: str, line: str, first: str, opened: Any, mark: Any) -
     before = line[max(0, mark.column - 500) : mark.column]
     if first in _INDICATORS and ("flow" not in context or "*" in before):
         hint = indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)
-        return hint, opened if "alias" in context else mark  # the asterisk, not what is behind it
+        return hint, opened if "alias" in context else mark  # the asterisk, not the text after it
     if "flow" in context:
         return f"is the bracket that opens on line {opened.line + 1} closed?", mark
     if first and first in "%@`]},|>":

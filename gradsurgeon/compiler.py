@@ -1,4 +1,4 @@
-"""Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
+"""Plan -> program: all work of a session, sorted by moment. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,26 +23,26 @@ class ModuleProgram:
     name: str
     on_input: tuple[Rule, ...]
     on_output: tuple[Rule, ...]
-    # On what this module and others send back to a tensor that they all take.
+    # On the gradients that this module and others send back to their common input.
     on_shared: tuple[LossRule, ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
-    """Everything a session does, sorted by the moment at which it happens."""
+    """All work of a session, sorted by moment."""
 
-    # Of all parameters: those that no rule touches are there because their optimizer counts the steps.
+    # All parameters. Even without rules on them, their optimizer counts the steps.
     names: tuple[str, ...]
-    armed: tuple[int, ...] = ()  # the parameters that some rule acts on
-    # On the gradients of single losses, before all others.
+    armed: tuple[int, ...] = ()  # the parameters with rules
+    # On the gradients of single losses, before all other rules.
     of_losses: tuple[Stage, ...] = ()
     in_backward: tuple[Stage, ...] = ()
-    # The traps are among these: they look there and decide at the step.
+    # Includes the traps, which look here and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
     # `in_backward` by parameter: one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
-    # Parameter to the rules that edit the contribution of one pass, those on losses first.
+    # Parameter to the rules that edit the contribution of one pass, rules on losses first.
     contributing: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     modules: tuple[ModuleProgram, ...] = ()
     tags: tuple[Rule, ...] = ()
@@ -55,7 +55,7 @@ class Program:
 
     @property
     def watched(self) -> Sequence[int]:
-        """The parameters whose gradients tell of a backward pass: all, where rules are on modules alone."""
+        """The parameters whose gradients reveal a backward pass: all, if rules are on modules alone."""
         return self.armed or range(len(self.names))
 
     @property
@@ -64,7 +64,7 @@ class Program:
 
     @cached_property
     def site_rules(self) -> list[tuple[Rule, str]]:
-        """The rules on module tensors and tags, each with one module whose step counter it goes by."""
+        """The rules on module tensors and tags, each with the module that counts its steps."""
         found: dict[str, tuple[Rule, str]] = {}
         for module in self.modules:
             for rule in (*module.on_input, *module.on_output, *module.on_shared):

@@ -2,15 +2,15 @@
 
 GradSurgeonError
 ├── RuleFileError            all problems of a rule file at once, each with its place
-├── ManifestError            all problems of a file that should name the parameters of a model
+├── ManifestError            all problems of a file with the names of a model
 ├── ModelError               a model that cannot be imported or built
 ├── BindError                rules that cannot act on this model
-├── TrapError                a rule has stopped an update
+├── TrapError                a rule stopped an update
 │   ├── NonFiniteGradientError   a ``nan-trap``
 │   └── GradientSpikeError       a ``spike-trap``
-└── RecordError              records that are missing or cannot be read
+└── RecordError              records that are missing or unreadable
 
-GradSurgeonWarning           something a rule cannot do, named with rule id and cause
+GradSurgeonWarning           a limit of a rule, with rule id and cause
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, Self
 
-# A note is a fact to know about rules that may be just as they should.
+# A note is a fact about rules that may be right.
 Severity = Literal["error", "warning", "note"]
 
 # Format characters such as the bidirectional overrides change how the *rest* of a line reads, so
@@ -46,7 +46,7 @@ _SHOWN = 3
 
 
 def shorten_names(names: Sequence[str]) -> str:
-    """Return the first names as a message names them, and how many more there are."""
+    """Return the first names for a message, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
@@ -60,7 +60,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class HintedError(ValueError):
-    """Something in a rule that cannot be used, before it is known where it stands."""
+    """An unusable part of a rule, before its place is known."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -79,12 +79,12 @@ class Place:
     width: int = 1
 
     def __str__(self) -> str:
-        # Rules that were built in Python have no line; `file` then says where they come from.
+        # Rules from Python have no line; `file` then names their source.
         position = f":{self.line}:{self.col}" if self.line else ""
         return f"{printable(self.file)}{position}"
 
     def excerpt(self) -> str:
-        """Return the source line with the place underlined; empty where there is no text."""
+        """Return the source line with the place underlined; empty without a text."""
         if not self.line_text.strip():
             return ""
         # A window keeps a 10,000-column line readable and the underline below the right place.
@@ -100,7 +100,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a rule file: place, what was found and why, what to do."""
+    """One problem of a rule file: its place, the cause and the remedy."""
 
     place: Place
     check: str
@@ -153,7 +153,7 @@ class _FileError(GradSurgeonError):
 
 
 class RuleFileError(_FileError):
-    """A rule file cannot be used. ``problems`` holds everything that is wrong with it, in order.
+    """A rule file cannot be used. ``problems`` holds all its problems, in order.
 
     Args:
         problems: all problems found, warnings included; at least one is an error.
@@ -163,7 +163,7 @@ class RuleFileError(_FileError):
 
 
 class ManifestError(_FileError):
-    """The names of a model cannot be read from a file. ``problems`` holds what is wrong with it.
+    """The names of a model cannot be read from a file. ``problems`` holds the reasons.
 
     Args:
         problems: the problems found, at least one.
@@ -173,14 +173,14 @@ class ManifestError(_FileError):
 
 
 class ModelError(GradSurgeonError):
-    """A model cannot be imported or built; the text says what was tried and why it failed."""
+    """A model cannot be imported or built; the text names the attempt and the reason."""
 
 
 class BindError(GradSurgeonError):
     """Rules cannot act on this model. ``complaints`` holds one text per rule and reason.
 
     Args:
-        complaints: what is wrong, each with the place of the rule, the reason and a remedy.
+        complaints: the problems, each with the place of the rule, the reason and a remedy.
     """
 
     def __init__(self, complaints: Sequence[str]) -> None:
@@ -194,17 +194,17 @@ class BindError(GradSurgeonError):
 
 
 class TrapError(GradSurgeonError):
-    """A rule has stopped an update before any weight moved.
+    """A rule stopped an update before any weight moved.
 
     Args:
         message: the whole report: step, rule, parameters.
         rule: id of the rule that tripped.
         step: the update that was about to happen, counted from 0.
         rank: rank of this process, 0 without torch.distributed.
-        name: canonical name of the parameter to look at first: of a NaN the first one in the order of backward,
-            of a spike the one that carries most of it.
-        bundle: path of the post-mortem bundle, ``None`` where none was written.
-        diagnosis: what running the step again has shown, a `Diagnosis`; ``None`` where it was not run again.
+        name: canonical name of the parameter to look at first: for a NaN the first in the order of backward,
+            for a spike the parameter with the largest share.
+        bundle: path of the post-mortem bundle, ``None`` if none was written.
+        diagnosis: the `Diagnosis` from running the step again; ``None`` if it was not run again.
     """
 
     def __init__(
@@ -240,14 +240,14 @@ class RecordError(GradSurgeonError):
 
 
 class GradSurgeonWarning(UserWarning):
-    """Something a rule cannot do or did not do; the text names the rule and the cause."""
+    """A rule cannot or did not act as written; the text names the rule and the cause."""
 
 
 def warn(text: str, stacklevel: int) -> None:
-    """Warn of something, counting frames from the caller; a stderr that is closed or raises stops nothing.
+    """Issue a warning, counting frames from the caller; a closed or broken stderr does not matter.
 
     Raises:
-        GradSurgeonWarning: a filter of the script makes an error of it.
+        GradSurgeonWarning: a filter of the script turns it into an error.
     """
     try:
         warnings.warn(text, GradSurgeonWarning, stacklevel + 1)

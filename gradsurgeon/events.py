@@ -1,4 +1,4 @@
-"""What happened in a session, as plain values."""
+"""The events of a session, as plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
 class Event:
     """One noteworthy moment of a run.
 
-    ``rule`` and ``name`` are empty where no single rule or parameter is concerned; ``step`` is the
+    ``rule`` and ``name`` are empty if the event concerns no single rule or parameter; ``step`` is the
     number of the update, counted from 0 for each optimizer.
     """
 
@@ -50,11 +50,11 @@ def is_trip(event: Event, edits: Container[str] = ()) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RuleStatus:
-    """What one rule has done so far.
+    """The work of one rule so far.
 
-    ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: its looks,
-    whatever it saw), ``changed`` is the share of firings that altered at least one element (for a
-    trap: of looks at which it tripped), ``last_step`` is the latest update in which it fired, ``None`` before
+    ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: all its looks),
+    ``changed`` is the share of them that altered at least one element (for a trap: the share of looks
+    that tripped), ``last_step`` is the latest update in which it fired, ``None`` before
     the first.
     """
 

@@ -1,7 +1,7 @@
 """Patterns and the names that they match. Knows nothing of torch.
 
-A glob is translated into a regular expression that runs in linear time; a regular expression of the
-user's is taken only if it is quick on any name of a sensible length.
+A glob becomes a regular expression that runs in linear time. A user's regular expression is accepted only
+if it is quick on any name of a sensible length.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from typing import TypeAlias
 from gradsurgeon._expressions import PatternError, check_expression
 
 _MAX_TEXT = 500
-_MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
+_MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and their characters
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
-# The text between two dots of a glob: what stands in braces or brackets may hold dots of its own.
+# The text between two dots of a glob. Braces and brackets may contain further dots.
 _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
@@ -65,7 +65,7 @@ def compile_pattern(text: str) -> Pattern:
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
     if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
-        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
+        message = "the pattern has typographic quotes, which are part of the text for YAML"
         raise PatternError(message, f'write straight ones: "{text.strip(_TYPOGRAPHIC)[:80]}"')
     if text.startswith("re:"):
         expression = text.removeprefix("re:")
@@ -79,7 +79,7 @@ def compile_pattern(text: str) -> Pattern:
     if math.prod(map(len, parts)) > _MAX_CHOICES:
         message = f"the lists in braces have more than {_MAX_CHOICES} combinations"
         raise PatternError(message, "write a list of patterns")
-    # Each combination on its own: a list in the middle would make matching backtrack, or go wrong.
+    # Each combination is an expression: a list in the middle would backtrack, or match wrongly.
     choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
     return Pattern(text, f"(?s:{'|'.join(choices)})")
 
@@ -93,10 +93,10 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
 
 
 class NameSearch:
-    """Finds the names that patterns match, also where thousands of patterns meet thousands of names.
+    """Finds the names that patterns match, quick with thousands of patterns and names.
 
-    A segment of a name is what stands between two dots. Where a whole segment of a pattern is text, a list
-    or a range, every name that it matches has such a segment, so that only those names are compared.
+    A segment of a name is the text between two dots. If a whole segment of a pattern is text, a list
+    or a range, each matching name has such a segment, so only names with it are compared.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class NameSearch:
 
 
 def _segment_choices(text: str, most: int) -> Iterator[Sequence[str]]:
-    """Yield, for the segments of a pattern of which that is known, the texts that can stand there."""
+    """Yield the possible texts of each segment of a pattern that has a known choice."""
     if text.startswith("re:"):
         return
     for segment in _SEGMENT.findall(text):
@@ -137,14 +137,14 @@ def _segment_choices(text: str, most: int) -> Iterator[Sequence[str]]:
 
 
 def _key(segment: str) -> str:
-    """Return a segment without zeros in front: a range matches ``007`` as it matches ``7``."""
+    """Return a segment without leading zeros: a range matches both ``007`` and ``7``."""
     return segment.lstrip("0") or "0"
 
 
 def contains(wide: str, narrow: str) -> bool:
     """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches.
 
-    It is certain of equal patterns, of ``*``, and of a ``narrow`` without wildcards, which is one name.
+    It is certain for equal patterns, for ``*``, and for a ``narrow`` without wildcards, which is one name.
     """
     if wide in (narrow, "*"):
         return True
@@ -152,7 +152,7 @@ def contains(wide: str, narrow: str) -> bool:
 
 
 def disjoint(first: str, second: str) -> bool:
-    """Tell whether it is certain that no name matches both. It takes one that is a name without wildcards."""
+    """Tell whether it is certain that no name matches both. One of them must have no wildcards."""
     for literal, pattern in ((first, second), (second, first)):
         if compile_pattern(literal).is_literal:
             return not compile_pattern(pattern).matches(literal)
@@ -177,7 +177,7 @@ def _glob_parts(text: str) -> Iterator[_Options]:
 
 
 def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
-    """Return the expression for the piece at ``at`` (``None`` for a star), and where the next one starts."""
+    """Return the expression for the piece at ``at`` (``None`` for a star), and the start of the next piece."""
     char = text[at]
     if char == "*":
         return None, at + 1
@@ -219,7 +219,9 @@ def _braces(body: str) -> _Options:
         raise PatternError("braces {} with nothing in them", "write {a,b} or {0..11}")
     if wrong := next((item for item in items if re.fullmatch(r"[0-9]+\.\.[0-9]+", item)), None):
         hint = "write a list of patterns"
-        raise PatternError(f"the range {wrong} stands in a list; {{{wrong}}} stands alone", hint)
+        raise PatternError(
+            f"the range {wrong} is in a list; a range needs its own braces, {{{wrong}}}", hint
+        )
     options: _Options = []
     for item in items:
         pieces, at = [], 0
@@ -228,7 +230,7 @@ def _braces(body: str) -> _Options:
             pieces.append(piece)
         options.append(pieces)
     if None not in itertools.chain(*options) and len({len(pieces) for pieces in options}) == 1:
-        # Items of one length end at one place, so that whichever matched need not be tried again.
+        # Items of one length end at one place, so the group need not be tried again.
         one_of = "|".join("".join(filter(None, pieces)) for pieces in options)
         return [[f"(?>{one_of})"]]
     return options
@@ -243,14 +245,14 @@ def _range(body: str) -> str:
         raise PatternError(f"the range {{{body}}} is reversed", f"write {{{high}..{low}}}")
     if high >= 10**_MAX_RANGE_DIGITS:
         raise PatternError(f"numbers in a range have at most {_MAX_RANGE_DIGITS} digits")
-    # The whole run of digits is the number: {1..2} is not the beginning of 12.
+    # The number is a whole run of digits: {1..2} does not match the beginning of 12.
     return f"(?<![0-9])0*(?:{'|'.join(_range_regexes(low, high))})(?![0-9])"
 
 
 def _range_regexes(low: int, high: int) -> Iterator[str]:
     """Yield expressions that together match the numbers from ``low`` to ``high``."""
     while low <= high:
-        # The largest block of numbers that share all but their last digits: 130 to 199 is 1[3-9]\d.
+        # The largest block of numbers that differ in their last digits only: 130 to 199 is 1[3-9]\d.
         digits = 0
         while low % 10 ** (digits + 1) == 0 and low and low + 10 ** (digits + 1) - 1 <= high:
             digits += 1
@@ -264,9 +266,8 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 def _join(pieces: Iterable[str | None]) -> str:
     """Join pieces into an expression without backtracking.
 
-    What stands between two stars has one place to end for each place to begin, and to begin later
-    is to end later. The first place that fits is therefore as good as any, and an atomic group
-    keeps it; only the last piece is looked for from the end.
+    The text between two stars has one end for each start, and a later start means a later end. So the
+    first fit is as good as any, and an atomic group keeps it. Only the last piece is searched from the end.
     """
     chunks = [""]
     for piece in pieces:
@@ -296,7 +297,7 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
 
 def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
     wanted = text[:_MAX_LENGTH].casefold()
-    # difflib is slow: it only gets the names that share the most two-letter pieces.
+    # difflib is slow, so it gets only the names with the most common two-letter pieces.
     pieces = {wanted[at : at + 2] for at in range(max(1, len(wanted) - 1))}
     folded = {name[:_MAX_LENGTH].casefold(): name for name in known}
     likely = nlargest(_MAX_LIKELY, folded, key=lambda name: sum(map(name.__contains__, pieces)))

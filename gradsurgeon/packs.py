@@ -1,7 +1,7 @@
-"""What an entry of `include` names: a pack that comes with gradsurgeon, or a file of the reader's own.
+"""The target of an entry of `include`: a pack of gradsurgeon, or a file of the user.
 
-Packs live in one folder with a lock, ``packs.json``, which gives each published version its file and
-the hash of its content: a rule file that was reviewed with a pack keeps its meaning.
+All packs are in one folder. Its lock, ``packs.json``, has the file and the hash of the content of each published
+version, so a rule file that was reviewed with a pack keeps its meaning.
 """
 
 import hashlib
@@ -16,26 +16,26 @@ PREFIX = "gradsurgeon:"
 
 
 class IncludeError(HintedError):
-    """An entry that names nothing that can be included."""
+    """An entry that names no file to include."""
 
 
 @dataclass(frozen=True, slots=True)
 class Included:
     name: str  # in messages
-    path: Path  # without symbolic links, so that one file has one path
-    folder: Path | None  # what its own relative entries start from; ``None`` where it may have none
-    sha256: str = ""  # hash that the content must have; empty where any will do
+    path: Path  # without symbolic links, so one file has one path
+    folder: Path | None  # base of its own relative entries; ``None`` if it may have none
+    sha256: str = ""  # the required hash of the content; empty for any content
 
     def check(self, text: str) -> None:
         if self.sha256 not in ("", content_hash(text)):
             raise IncludeError(
-                f"{self.name} is not what was published: {self.path.name} has been changed",
+                f"{self.name} differs from the published version: {self.path.name} was changed",
                 "restore it; to change a pack, copy it to your rules and include that file",
             )
 
 
 def content_hash(text: str) -> str:
-    """Return the hash of a text that the lock holds: git may have rewritten the ends of lines."""
+    """Return the hash of a text for the lock. Ends of lines do not count: git may rewrite them."""
     return hashlib.sha256(text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -87,27 +87,27 @@ def _pack(spec: str) -> Included:
 
 
 def _like_a_pack(entry: str) -> str:
-    """Return a hint where a pack was meant, such as ``nan-trap@1`` or ``gradsurgoen:nan-trap@1``."""
+    """Return a hint if a pack was meant, such as ``nan-trap@1`` or ``gradsurgoen:nan-trap@1``."""
     spec = entry.rpartition(":")[2]
     return f"did you mean `{PREFIX}{spec}`?" if spec in published() else ""
 
 
 def file_on_disk(entry: str, base: Path) -> Included:
-    """Return the file that an entry names, which has to lie in the folder ``base`` or below."""
+    """Return the file of an entry, which must be in the folder ``base`` or below."""
     check_portable(entry)
     named = base / entry
     try:
         root, path = base.resolve(), named.resolve()
         inside, regular = path.is_relative_to(root), path.is_file()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
-        # What Python says of links names absolute paths.
+        # The message of Python would show absolute paths.
         hint = "name a file in the folder of the including file"
         raise IncludeError(f"`{entry[:80]}` cannot be looked up", hint) from None
     if not inside:
         raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
     if ".git" in path.relative_to(root).parts:
         raise IncludeError(
-            f"`{entry[:80]}` lies in `.git`, of which nothing is under review",
+            f"`{entry[:80]}` is in `.git`, whose files are not reviewed",
             "put the file beside the including file",
         )
     if not path.exists():
@@ -125,7 +125,7 @@ def leads_out(entry: str, how: str = "") -> IncludeError:
 
 
 def check_portable(entry: str) -> None:
-    """Raise `IncludeError` if an entry cannot be a path that means the same to every reader."""
+    """Raise `IncludeError` unless an entry is the same path on every system."""
     if entry.startswith("/") or "\\" in entry or PureWindowsPath(entry).drive:
         raise IncludeError(
             f"`{entry[:80]}` is absolute, or holds a backslash: a rule file reads inside its own folder "

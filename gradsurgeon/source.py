@@ -1,7 +1,7 @@
-"""Rule files as text: YAML 1.2 (core schema) read into plain values that know where they stand.
+"""Rule files as text: YAML 1.2 (core schema) read into plain values with places.
 
-Values are built from YAML *events*, one at a time. PyYAML's own tree builder is not used: with
-libyaml it overflows the stack of the process on deep nesting, and it follows YAML 1.1.
+Values are built from YAML *events*, one at a time. PyYAML's own tree builder would overflow the stack of
+the process on deep nesting (with libyaml), and it follows YAML 1.1.
 """
 
 import os
@@ -18,13 +18,13 @@ from gradsurgeon.errors import Place, Problem, RuleFileError, Severity
 Path: TypeAlias = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Without libyaml PyYAML is 30 times slower; hostile text is to be refused within a second there too.
+# Without libyaml PyYAML is 30 times slower, and must still refuse hostile text within a second.
 MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
 _MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 100_000, 64, 200
 _MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
 
-# What YAML forbids; what ends a line for some readers only (text behind U+2028 in a comment is a
-# comment to reviewers and an entry to libyaml); and %TAG, on which libyaml takes quadratic time.
+# YAML forbids these characters. U+2028 ends a line for some readers only: text after it in a comment is a
+# comment to reviewers and an entry to libyaml. %TAG costs libyaml quadratic time.
 _FORBIDDEN = re.compile(
     "\r(?!\n)|[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
     "|(?<![^\n])%TAG"
@@ -48,7 +48,7 @@ class _HaltError(Exception):
 
 @dataclass(slots=True)
 class _Node:
-    """A value, where it stands, and how many values it is once its aliases are written out."""
+    """A value, its place, and the number of values after its aliases are expanded."""
 
     data: Any
     start: Any  # marks, whose type depends on the loader
@@ -59,7 +59,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _Collection(_Node):
-    """A mapping or a sequence. ``key`` is the key that waits for its value."""
+    """A mapping or a sequence. ``key`` waits for its value."""
 
     flow: bool | None = False
     items: dict[str | int, _Node] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class _Text:
         self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
-        """Return a place; as wide as start and end say, but no wider than the line."""
+        """Return the place between two marks, within the first line."""
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
             start = end = mark_at(last, len(self.lines[last]))
@@ -87,8 +87,8 @@ class _Text:
 class Document:
     """A rule file as plain values, with the place of each.
 
-    ``data`` is dict, list, str, int, float, bool and None; ``None`` itself only where nothing could
-    be read. ``problems`` are in the order of finding. ``folder`` is where the file stands, if anywhere.
+    ``data`` consists of dict, list, str, int, float, bool and None; it is ``None`` only if nothing could
+    be read. ``problems`` are in the order of finding. ``folder`` is the folder of the file, if it has one.
     """
 
     file: str
@@ -100,21 +100,21 @@ class Document:
     folder: pathlib.Path | None = None
 
     def place(self, path: Path) -> Place:
-        """Return the place of a value. What the document lacks is skipped: pydantic's ``loc`` names branches of unions."""
+        """Return the place of a value. Unknown steps are skipped: pydantic's ``loc`` names branches of unions."""
         node = self._find(path)
         if isinstance(node, _Collection) and node.flow:
             return self._source.place(node.start, node.end)
         return self.missing_place(path)
 
     def key_place(self, path: Path) -> Place:
-        """Return the place of the key at the end of ``path``, of its value where it has no key."""
+        """Return the place of the key at the end of ``path``, or of the value if it has no key."""
         parent = self._find(path[:-1])
         if path and isinstance(parent, _Collection) and (key := parent.keys.get(str(path[-1]))):
             return self._source.place(key.start, key.end)
         return self.place(path)
 
     def missing_place(self, path: Path) -> Place:
-        """Return where to point for a key that the mapping at ``path`` lacks: its first key."""
+        """Return the place for a key that the mapping at ``path`` lacks: its first key."""
         node = self._find(path)
         first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
         if first is not None:
@@ -130,10 +130,10 @@ class Document:
 
 
 def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None) -> Document:
-    """Read a rule file; messages call it ``name``, or by its path. ``raw``: what it holds, if known."""
+    """Read a rule file. Messages use ``name`` or its path; ``raw`` is the content, if known."""
     file = os.fspath(path)
     try:
-        if raw is None:  # a device or a file of gigabytes is refused like any long text
+        if raw is None:  # bounded, so a device or a file of gigabytes is refused like any long text
             with pathlib.Path(file).open("rb") as stream:
                 raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
@@ -175,12 +175,14 @@ class _Reader:
         self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
     ) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
-            self.halt("too-large", f"over {_MAX_PROBLEMS} problems, not read on", "", node.start)
+            self.halt(
+                "too-large", f"over {_MAX_PROBLEMS} problems: the rest is not read", "", node.start
+            )
         place = self.source.place(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint, severity))
 
     def check_text(self) -> None:
-        """Refuse what must not reach the scanner."""
+        """Refuse text that must not reach the scanner."""
         text = self.source.text
         limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else MAX_BYTES
         if len(text.encode("utf-8", "surrogatepass")) > limit:
@@ -205,7 +207,10 @@ class _Reader:
                 if self.root and isinstance(event, yaml.DocumentStartEvent):
                     second = _Node(None, event.start_mark, event.end_mark)
                     self.note(
-                        "several-documents", "a second document", "one file holds one", second
+                        "several-documents",
+                        "a second document",
+                        "a rule file has one document",
+                        second,
                     )
                     break
                 self.take(event)
@@ -236,7 +241,7 @@ class _Reader:
             self.attach(self.close(event))
 
     def register(self, event: Any, node: _Node) -> None:
-        """Note the anchor of a node, and its tag, which is always an error."""
+        """Record the anchor of a node, and its tag, which is always an error."""
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         if event.tag is not None:
@@ -244,10 +249,10 @@ class _Reader:
             self.note("yaml-tag", f"the YAML tag {tag} is not allowed", indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
-        """Return the value of a scalar. Quoted and tagged ones are text."""
+        """Return the value of a scalar. Quoted and tagged scalars are text."""
         text, plain = event.value, not event.style and event.tag is None
         size = 1 + len(text) // 64  # an alias may repeat a long text
-        # `!bias` is a tag without a value: the text that was meant keeps it one problem, not two.
+        # `!bias` is a tag without a value. Its text as the value avoids a second problem.
         node = _Node(text or event.tag or "", event.start_mark, event.end_mark, plain, size)
         self.register(event, node)
         if plain:
@@ -270,10 +275,10 @@ class _Reader:
         node = self.anchors.get(name)
         if node is None:
             node = _Node(f"*{name}", event.start_mark, event.end_mark)
-            message = f"YAML syntax: nothing is anchored as &{name[:80]}"
+            message = f"YAML syntax: there is no anchor &{name[:80]}"
             self.note("yaml-syntax", message, indicator_hint("*"), node)
         if isinstance(node, _Collection) and node.open:
-            self.halt("too-large", f"*{name[:80]} repeats itself", "", event.start_mark)
+            self.halt("too-large", f"*{name[:80]} contains itself", "", event.start_mark)
         return node
 
     def close(self, event: Any) -> _Node:
@@ -304,7 +309,7 @@ class _Reader:
             self.pair(parent, key, node)
 
     def pair(self, parent: _Collection, key: _Node, value: _Node) -> None:
-        """Enter a key and its value into a mapping, the first of two like keys only."""
+        """Put a key and its value into a mapping; of two equal keys only the first."""
         name = key.data
         if key.plain and name == "<<":
             self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)
@@ -332,7 +337,7 @@ def _core_value(text: str) -> str | float | bool | None:
 
 
 def like_bool(value: str) -> str:
-    """Return a remedy for a text that stands where true or false was expected."""
+    """Return a remedy for a text instead of true or false."""
     word = value.lower()
     if word in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {str(word in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
@@ -340,10 +345,10 @@ def like_bool(value: str) -> str:
 
 
 def like_number(value: str) -> str:
-    """Return a remedy for a text that stands where a number was expected."""
+    """Return a remedy for a text instead of a number."""
     word = value.strip() if len(value) <= _MAX_INT else ""
     if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
-        return f"write {word.replace(',', '.')}: decimals stand behind a dot"
+        return f"write {word.replace(',', '.')}: decimals follow a dot"
     number = word.replace("_", "")
     if type(_core_value(number)) not in {int, float}:
         return ""

@@ -1,4 +1,4 @@
-"""The actions: one file each, found by looking into this folder."""
+"""The actions: one file each. This folder is searched for them, and no list names them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from importlib import import_module
 
 from gradsurgeon.actions._base import (
     MOMENTS,
-    POINTS,
     Example,
     Moment,
     Rule,
+    check_rule,
     in_order,
     known_actions,
 )
-from gradsurgeon.actions._checking import check_rule
 from gradsurgeon.actions._effects import (
     ByNorm,
     Combination,
@@ -22,10 +21,9 @@ from gradsurgeon.actions._effects import (
     Decision,
     Edit,
     Observer,
-    RunningBound,
     Spikes,
 )
-from gradsurgeon.actions._fields import Flaw, described, written
+from gradsurgeon.actions._fields import Direction, Flaw, Stricter, described, written
 from gradsurgeon.actions._kinds import (
     CaptureRule,
     EditRule,
@@ -35,13 +33,11 @@ from gradsurgeon.actions._kinds import (
     TrapRule,
 )
 from gradsurgeon.actions._options import Options, Steps, Where
-from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
 
 __all__ = [
     "ACTIONS",
     "MOMENTS",
-    "POINTS",
     "TARGETS",
     "ByNorm",
     "CaptureRule",
@@ -60,7 +56,6 @@ __all__ = [
     "ObserverRule",
     "Options",
     "Rule",
-    "RunningBound",
     "Spikes",
     "Steps",
     "Stricter",
@@ -77,18 +72,8 @@ __all__ = [
 ]
 
 
-def _discover() -> dict[str, type[Rule]]:
-    actions: dict[str, type[Rule]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if info.name.startswith("_"):
-            continue
-        module = import_module(f"{__name__}.{info.name}")
-        name = info.name.replace("_", "-")
-        if known_actions.get(name, Rule).__module__ != module.__name__:
-            raise ImportError(f"{module.__name__} must define the action `{name}`")
-        actions[name] = known_actions[name]
-    return actions
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
-
-# Those of gradsurgeon; `known_actions` has those of the user as well.
-ACTIONS: dict[str, type[Rule]] = _discover()
+# The actions of gradsurgeon; `known_actions` also has the user's own.
+ACTIONS: dict[str, type[Rule]] = dict(known_actions)

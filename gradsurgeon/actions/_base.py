@@ -1,8 +1,8 @@
-"""What every rule has in common: its selection, its schedule, and the contract of an action.
+"""The base of all rules: selection, schedule, and the contract of an action.
 
-One file beside this one defines one action: a class derived from one of `_kinds`, with the options, the
-examples and what it compiles to. The file is found by itself; `gradsurgeon.actions` keeps no list. Nothing
-here or there imports torch before a rule is compiled, because linting a rule file must not need it.
+Each action has one file in this folder: a class derived from one of `_kinds`, with options, examples and
+`compile`. `gradsurgeon.actions` finds these files and keeps no list. They import torch only when a rule is
+compiled, because linting a rule file must not need torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from gradsurgeon.actions._effects import Effect
-from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
-from gradsurgeon.actions._options import Expect, Options, Steps, Where
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Glob, Patterns, RuleId, Stricter, described
+from gradsurgeon.actions._methods import METHODS
+from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of, suggestion
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -27,6 +27,7 @@ from gradsurgeon.actions._target import (
     parse_tensor,
     target_flaws,
 )
+from gradsurgeon.errors import did_you_mean
 from gradsurgeon.match import Pattern, compile_pattern
 
 Point = Literal["backward", "accumulated", "step"]
@@ -35,13 +36,13 @@ Role = Literal["edit", "observe", "trap", "capture", "freeze"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
 
-# Every action whose class has been defined, by name: those of gradsurgeon, and a user's own.
+# Every defined action by name: the actions of gradsurgeon, and a user's own.
 known_actions: dict[str, type[Rule]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an action does to one gradient, or to those of ``losses``: documentation, test and proof at once.
+    """The effect of an action on one gradient, or on the gradients of ``losses``: documentation and test at once.
 
     Exactly one of ``expect`` (an edited gradient), ``record`` (statistics) and ``trips`` is given.
     """
@@ -57,21 +58,22 @@ class Example:
 class Rule(Options):
     """One rule: which tensors, at which moment, and (in the subclass) what to do with them."""
 
-    # The kind of the action in one word, for files and for people; code asks for the kind itself.
+    # The kind of the action in one word, for files and people; code asks for the class of the kind.
     role: ClassVar[Role]
-    # What the action can act on; the table of section 4 of the rule language.
+    # The targets of the action.
     targets: ClassVar[tuple[TargetKind, ...]] = TARGETS
-    # The points at which the action may stand; the first is the default unless `at` must be given.
+    # The possible points of the action; the first is the default unless `at` must be given.
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
+    no_at_reason: ClassVar[str] = ""
     # Whether editing the parts of a sum is editing the sum.
     linear: ClassVar[bool] = True
-    # Whether the rule needs a number that is taken over a whole gradient.
+    # Whether the rule needs a number of a whole gradient, such as a norm.
     measures: ClassVar[bool] = False
-    # Whether what it does is decided by the gradient as the script hands it over, before any edit at `step`.
+    # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
-    # Options that a target needs.
+    # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
@@ -97,11 +99,11 @@ class Rule(Options):
             "`value`."
         ),
     ] = None
-    exclude: Annotated[Patterns, Field(description="Patterns of names that are left out.")] = ()
-    where: Annotated[Where, Field(description="Conditions beside the name.")] = Where()
+    exclude: Annotated[Patterns, Field(description="Patterns of excluded names.")] = ()
+    where: Annotated[Where, Field(description="Further conditions on the matches.")] = Where()
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
-    expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
+    expect: Annotated[Expect | None, Field(description="Assertion on the matches.")] = None
     optional: Annotated[
         bool,
         Field(description="Matching nothing is no error."),
@@ -141,35 +143,32 @@ class Rule(Options):
 
     @property
     def order(self) -> int:
-        """Where the rule stands among those on the same tensor; of equal ones the file order decides."""
+        """The position of the rule among all rules on a tensor; file order decides between equal numbers."""
         return 2 * MOMENTS.index(self.point)
 
     @property
     def edits(self) -> bool:
-        """Whether the rule changes what it matches."""
+        """Whether the rule changes its matches."""
         return self.role == "edit"
 
     @property
     def keeps_zero(self) -> bool:
-        """Whether a zero stays a zero.
-
-        Then acting on the stored values of a sparse gradient is acting on the gradient.
-        """
+        """Whether a zero stays a zero: then the rule can act on the stored values of a sparse gradient."""
         return True
 
     @property
     def hides_overflow(self) -> bool:
-        """Whether the rule is there to replace non-finite elements, which a scaler must see."""
+        """Whether the rule replaces non-finite elements, which a scaler must see."""
         return False
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a finite gradient can come out non-finite."""
+        """Whether the rule can make a finite gradient non-finite."""
         return False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan must know about the rule, beyond what it matched."""
+        """Remarks on the rule for a reader of the plan, beside its matches."""
         return ()
 
     @property
@@ -179,11 +178,13 @@ class Rule(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaws of target and `at`; actions add those of their options."""
+        """Yield the flaws of target and `at`; actions add the flaws of their options."""
+        if cls is Rule:  # the action is unknown
+            return
         target = yield from target_flaws(cls.name(), cls.targets, given)
         if target in ("modules", "tensors") and cls.takes_at:
             if given.get("at") is not None:
-                message = f"`at` is for `params`: {target} act at the moment the tensor is there"
+                message = f"`at` is for `params`: {target} act at the moment the tensor exists"
                 yield Flaw("at", message, "remove it", key=True)
             return
         yield from cls._at_flaws(given.get("at"))
@@ -192,7 +193,7 @@ class Rule(Options):
     def _at_flaws(cls, at: object) -> Iterator[Flaw]:
         if not cls.takes_at:
             if at is not None:
-                message = f"{cls.name()} takes no `at`: {cls.no_at_reason()}"
+                message = f"{cls.name()} takes no `at`: {cls.no_at_reason}"
                 yield Flaw("at", message, "remove it", key=True, check="unknown-key")
         elif at is None:
             if cls.needs_at:
@@ -208,7 +209,7 @@ class Rule(Options):
             reason = (
                 "an edit of accumulated gradients would compound over micro-batches"
                 if at == "accumulated"
-                else "it is not a point of this action"
+                else "the action has no such point"
             )
             hint = " or ".join(f"`at: {point}`" for point in cls.points)
             yield Flaw("at", f"{cls.name()} cannot act at `{at}`: {reason}", f"use {hint}")
@@ -218,23 +219,18 @@ class Rule(Options):
         """Return the name of the action, as written in a rule file."""
         return str(cls.model_fields["action"].default)
 
-    @classmethod
-    def no_at_reason(cls) -> str:
-        """Return why the action takes no ``at``."""
-        return ""
-
     def complex_problem(self) -> str:
-        """Return why the rule cannot act on complex gradients; empty where it can."""
+        """Return why the rule cannot act on complex gradients; empty if it can."""
         return ""
 
     def compile(self) -> Effect:
-        """Return what the rule does. May need torch; called once per session."""
-        # Not abstract: the options that all rules share are checked on a plain rule as well.
+        """Return the effect of the rule. May need torch; called once per session."""
+        # Not abstract: a rule with an unknown action is checked as a plain `Rule`.
         raise NotImplementedError
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_options: Any) -> None:
-        """Make an action known by its name as soon as its class is defined."""
+        """Register an action by its name when its class is defined."""
         if "action" not in inspect.get_annotations(cls):  # a kind of actions, or a variant of one
             return
         name, problem = cls.name(), ""
@@ -245,9 +241,9 @@ class Rule(Options):
         elif inspect.isabstract(cls):
             problem = "define `compile`"
         elif cls.role == "edit" and "accumulated" in cls.points:
-            problem = "an edit cannot act at `accumulated`: take it out of `points`"
+            problem = "an edit cannot act at `accumulated`: remove it from `points`"
         other = known_actions.get(name, cls)
-        # A cell of a notebook defines its classes anew each time it is run.
+        # A cell of a notebook defines its classes again in each run.
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             problem = f"{other.__module__}.{other.__qualname__} is the action `{name}` already"
         if problem:
@@ -256,6 +252,72 @@ class Rule(Options):
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
-    """Return rules that stand in file order in the order in which they act on one tensor."""
-    # The sort is stable: within one moment the file order stands.
+    """Return rules, given in file order, in the order in which they act on one tensor."""
+    # The sort is stable, so rules of one moment stay in file order.
     return sorted(rules, key=lambda rule: rule.order)
+
+
+def check_rule(entry: Mapping[Any, Any]) -> tuple[Rule | None, list[Flaw]]:
+    """Return the rule that one mapping of a file describes, or everything that is wrong with it."""
+    kind, flaws = _action_of(entry)
+    options = dict(entry)
+    if kind is None:
+        # The other keys may be options of the action that was meant.
+        options = {k: v for k, v in entry.items() if not isinstance(k, str) or k in keys_of(Rule)}
+        if options.get("action", "") is not None:
+            options["action"] = "unknown"
+    elif "action" in options:
+        options["action"] = kind.name()
+    rule = None
+    try:
+        rule = (kind or Rule).model_validate(options, context=known_actions)
+    except ValidationError as errors:
+        (error,) = errors.errors(include_url=False)
+        flaws += error["ctx"]["flaws"]
+    if len(flaws) > MAX_FLAWS:
+        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not checked"
+        flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
+    return (None if flaws else rule), flaws
+
+
+def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]:
+    known = f"known: {', '.join(known_actions)}"
+    key = "action"
+    if key not in entry:
+        given = [one for one, value in entry.items() if isinstance(one, str) and value is not None]
+        misspelt = [one for one in given if suggestion(one, [key])]
+        if not misspelt:
+            message, hint = (
+                "missing key `action`",
+                _beside(entry) or f"add `action`; {known}",
+            )
+            return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
+        key = misspelt[0]  # the validation reports the misspelling
+    action = entry[key]
+    if action is None:
+        return None, []
+    if not isinstance(action, str):
+        message = f"`action` must be the name of an action, found {described(action)}"
+        hint = (_beside(action) if isinstance(action, dict) else "") or known
+        return None, [Flaw(key, message, hint, check="wrong-type")]
+    module, _, name = action.rpartition(":")
+    if name in known_actions and module in ("", known_actions[name].__module__):
+        return known_actions[name], []
+    message = f"unknown action `{action[:60]}`"
+    near = did_you_mean(action, known_actions)
+    hint = f"{near} {known}" if near else f"{known}; an action of your own is written MODULE:NAME"
+    if module:
+        message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
+        command = f"gradsurgeon lint --import {module[:60]}"
+        hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
+    elif action == "clip":  # `clip-norm` is not the most similar name
+        hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
+    elif (method := action.lower()) in METHODS:
+        hint = f"this is a method of `combine`: write `action: combine` and `method: {method}`; {known}"
+    return None, [Flaw(key, message, hint, check="unknown-action")]
+
+
+def _beside(entry: Mapping[Any, Any]) -> str:
+    """Return the remedy if an action is the key of its options, the other shape of such files."""
+    action = next((key for key in entry if key in known_actions), None)
+    return f"write `action: {action}` and the options beside it" if action else ""

@@ -1,4 +1,4 @@
-"""What a compiled rule does: the values that `compile` of a rule returns."""
+"""The effects of rules: the values that `Rule.compile` returns."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ class ByNorm:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Arithmetic that makes another gradient of a gradient.
+    """Arithmetic that maps a gradient to another gradient.
 
     Attributes:
         apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
             because autograd may hand one tensor to several consumers.
-        apply_: the same in place on many gradients that nobody else holds.
-        by_norm: where the edit is a multiplication by what a norm says, how: the norm may have to be
-            taken over several gradients, or over the parts of one on several ranks.
+        apply_: the same in place, on many gradients without other owners.
         alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
             an element. It never waits for the device.
-        decided: tells the same from the smallest and the largest element, of a gradient of some dtype;
-            ``None`` where they do not say. Both are NaN where an element is. Only of an edit that maps
-            smaller elements to smaller ones (or, as all of them, to larger ones).
+        by_norm: for an edit that multiplies by a function of a norm. The norm may cover several
+            gradients, or the shards of one gradient on several ranks.
+        decided: answers as ``alters`` from the smallest and the largest element and the dtype; ``None`` if
+            they do not decide. Both are NaN if an element is NaN. Only for monotonic edits.
     """
 
     apply: Callable[[Tensor], Tensor]
@@ -54,7 +53,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Numbers that are recorded of each gradient.
+    """Numbers to record for each gradient.
 
     Attributes:
         statistics: their names, of `gradsurgeon.statistics.STATISTICS`.
@@ -85,13 +84,13 @@ class Decision(Judgement):
     """Whether an update takes place.
 
     Attributes:
-        statistic: what is taken of each gradient before the update.
+        statistic: the number that is computed for each gradient before the update.
         trips: maps the statistic of several gradients, float32 of shape ``[n]``, to bool of the same
             shape: which of them must not reach a weight. It never waits for the device.
-        then: what happens to the update where one trips.
-        give_up_after: raise after so many trips in a row, whatever ``then`` says.
-        forensics: whether the step is run again at the first trip, to find where it went wrong.
-        bundle: whether what it takes for that is written where there is no run directory.
+        then: the consequence for the update if a gradient trips.
+        give_up_after: raise after this many trips in a row, whatever ``then`` says.
+        forensics: whether the step is run again at the first trip, to find its fault.
+        bundle: whether the data for that is written without a run directory, too.
     """
 
     statistic: str
@@ -107,18 +106,19 @@ class Decision(Judgement):
 
 @dataclass(frozen=True, slots=True)
 class RunningBound:
-    """A bound on norms that follows the norms of the updates before: n of them, each by itself.
+    """A bound on norms that follows earlier norms; it holds for n norms, each by itself.
 
     Attributes:
         name: the option that asks for it, ``sigmas`` or ``times``.
-        rows: how many numbers it keeps of each: how many updates, their mean, and more. They are zeros before
-            the first update.
-        advance: maps what is kept, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
-            those norms as the bound lets them through and to what is kept after the update. A norm that is not
-            finite, or 0, leaves what is kept as it is. It never waits for the device.
-        bounds: maps one column of what is kept, as numbers, to the norm above which one is a spike and to
-            what that is made of, in words; ``None`` as long as there is no bound.
-        slack: by how much a norm has to be above the mean at least.
+        rows: the numbers in the state of each norm: the count of updates, their mean, and more. They are zeros
+            before the first update.
+        advance: maps the state, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
+            the norms after clipping and the state after the update. A norm that is non-finite or 0
+            leaves the state unchanged. It never waits for the device.
+        bounds: maps the state of one norm, as numbers, to the bound of a spike and its
+            description; ``None`` during the warm-up.
+        keeps_mean: whether its mean is a mean of the norms; AdaGC starts at the smallest norm.
+        slack: the least distance of a spike from the mean.
     """
 
     name: str
@@ -131,13 +131,13 @@ class RunningBound:
 
 @dataclass(frozen=True, slots=True)
 class Spikes(Judgement):
-    """What becomes of an update whose norm is above a bound that follows the norms before.
+    """Whether an update with a norm above a running bound takes place.
 
     Attributes:
         bound: the bound.
-        over_rule: whether it is on one norm over all gradients of the rule, instead of one for each.
-        then: what happens to the update where a norm is above it; `clip` takes part in the edits at the step.
-        give_up_after: raise after so many skipped updates in a row.
+        over_rule: whether one norm covers all gradients of the rule, instead of one for each.
+        then: the consequence for the update; `clip` acts among the edits at the step.
+        give_up_after: raise after this many skipped updates in a row.
     """
 
     kind: ClassVar[EventKind] = "spike"
@@ -151,7 +151,7 @@ class Spikes(Judgement):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    max_bytes: int  # of all that the rule keeps; the oldest make room
+    max_bytes: int  # of all copies of the rule; new copies replace the oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,11 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What becomes of the gradients of several losses, or of several modules that take one tensor.
+    """How the gradients of several losses, or of several modules with one input tensor, are combined.
 
     Attributes:
         weigh: maps the inner products of n gradients, float64 of shape ``[n, n]`` on the host and finite, to the
-            weights of their sum, float64 of shape ``[n]``. It may draw from the random numbers of the host.
+            weights of their sum, float64 of shape ``[n]``. It may draw random numbers on the host.
     """
 
     weigh: Callable[[Tensor], Tensor]
@@ -176,7 +176,7 @@ class Comparison:
     """The gradients of several losses are compared in pairs, and nothing is changed.
 
     Attributes:
-        per: what a pair of gradients is compared over: all that the rule matches, each parameter or module by itself.
+        per: the extent of a comparison: all matches of the rule, or each parameter or module by itself.
     """
 
     per: Literal["rule", "parameter", "module"]

@@ -1,14 +1,15 @@
-"""The values that rules consist of, and how a wrong one is described.
+"""The values of options, and the description of a wrong value.
 
-A description is read by someone whose training run does not start: it says what was found, why that
-cannot work and what to write instead, in the words of the rule file.
+The reader of a description has a training run that does not start. So it names the value that was found, the
+reason why it cannot work, and the remedy, in the words of the rule file.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeGuard
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -19,20 +20,20 @@ from gradsurgeon.match import compile_pattern
 
 Path: TypeAlias = tuple[str | int, ...]
 
-MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
+MAX_FLAWS = 50  # of one rule: no reader needs more, and the search takes time
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something wrong with the options of one rule: at which key, why, and what to do."""
+    """A fault in the options of one rule: its key, the reason, and the remedy."""
 
     at: (
         str | Path
     )  # the key, or the keys and indices that lead to the value; empty for the whole rule
-    message: str  # what was found, and why it cannot work
-    hint: str = ""  # what to do
-    missing: bool = False  # the key is not there: the flaw is shown at the mapping that lacks it
-    key: bool = False  # the key itself is what is wrong, not its value
+    message: str  # the value that was found, and why it cannot work
+    hint: str = ""  # the remedy
+    missing: bool = False  # the key is missing: the flaw is shown at the mapping
+    key: bool = False  # the key itself is wrong, not its value
     check: str = "bad-value"
 
     @property
@@ -50,7 +51,7 @@ def flawed(*flaws: Flaw) -> PydanticCustomError:
 
 
 def described(value: object) -> str:
-    """Return what stands in the place of an option, in words: ``the text "x"``, ``a list``."""
+    """Return a value of a file in words: ``the text "x"``, ``a list``."""
     if isinstance(value, str):
         return f'the text "{value[:60]}{"..." if len(value) > 60 else ""}"'  # noqa: PLR2004 # as shown
     if value is None or isinstance(value, bool):
@@ -71,27 +72,53 @@ def written(value: object) -> str:
     return special.get(str(value), str(value))
 
 
-def _patterns(value: object) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not texts:
-        message = f"expected a pattern or a list of patterns, found {described(value)}"
-        raise flawed(Flaw("", message, _hint_to_quote(value), check="wrong-type"))
+def items_of(
+    value: object, expected: str, hint: str, judge: Callable[[Any], Flaw | None], noun: str = ""
+) -> tuple[Any, ...]:
+    """Return the items of a non-empty list, or raise their flaws.
+
+    Args:
+        value: the list, or any other value of an option.
+        expected: the right value, in words.
+        hint: the remedy for a value that is no list.
+        judge: returns the flaw of an item.
+        noun: the name of an item that may be listed only once.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        message = f"expected {expected}, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
-    for index, text in enumerate(texts):
+    seen: set[object] = set()
+    for index, item in enumerate(value):
+        flaw = judge(item)
+        if flaw is None and noun and item in seen:
+            flaw = Flaw("", f"the {noun} `{item[:60]}` is listed twice", "remove one of them")
+        if flaw is None:
+            seen.add(item)
+        else:
+            flaws.append(replace(flaw, at=(index,)))
         if len(flaws) > MAX_FLAWS:
             break
-        at = () if isinstance(value, str) else (index,)
-        if not isinstance(text, str):
-            message = f"expected a pattern, found {described(text)}"
-            flaws.append(Flaw(at, message, _hint_to_quote(text), check="wrong-type"))
-            continue
-        try:
-            compile_pattern(text)
-        except PatternError as error:
-            flaws.append(Flaw(at, error.message, error.hint, check="bad-pattern"))
     if flaws:
         raise flawed(*flaws)
-    return tuple(texts)
+    return tuple(value)
+
+
+def _pattern_flaw(text: object) -> Flaw | None:
+    if not isinstance(text, str):
+        message = f"expected a pattern, found {described(text)}"
+        return Flaw("", message, _hint_to_quote(text), check="wrong-type")
+    try:
+        compile_pattern(text)
+    except PatternError as error:
+        return Flaw("", error.message, error.hint, check="bad-pattern")
+    return None
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (_glob(value),)
+    return items_of(value, "a pattern or a list of patterns", _hint_to_quote(value), _pattern_flaw)
 
 
 def _hint_to_quote(value: object) -> str:
@@ -110,13 +137,14 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), WithJsonSchema
 
 
 def _glob(value: str) -> str:
-    _patterns(value)
+    if flaw := _pattern_flaw(value):
+        raise flawed(flaw)
     return value
 
 
 Glob = Annotated[str, AfterValidator(_glob)]
 
-# Names that torch may add later must pass, names that it will never have must not.
+# The expression accepts names that torch may add later, and refuses names that it will never have.
 _DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "bool")
 
@@ -131,7 +159,7 @@ def _dtype(value: str) -> str:
 Dtype = Annotated[str, AfterValidator(_dtype)]
 
 _KEBAB = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
-_MAX_ID = 100  # characters: ids stand in each line of plans, diffs and reports
+_MAX_ID = 100  # characters: each line of plans, diffs and reports has an id
 
 
 def _rule_id(value: str) -> str:
@@ -159,3 +187,46 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+Direction = Literal["tightened", "loosened", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stricter:
+    """The order of strictness of the values of an option, as metadata of its field for reviews.
+
+    ``max_norm: Annotated[float, Field(ge=0), Stricter(operator.neg)]``: the smaller, the stricter. A
+    value that is given is always stricter than none.
+
+    Attributes:
+        rank: maps a value to a number that is larger the stricter the value is. Without it two values
+            that are both given cannot be compared.
+        tightened: the meaning of a stricter value, if the word alone does not explain it.
+        loosened: the meaning of a less strict value.
+        incomparable: returns why two values cannot be compared; empty if they can.
+        default: the value of an option that is not given, ``None`` for no bound.
+        one_of_several: without this option another one is given, which cannot be compared with it.
+    """
+
+    rank: Callable[[Any], float] | None = None
+    tightened: str = ""
+    loosened: str = ""
+    incomparable: Callable[[Any, Any], str] | None = None
+    default: Any = None
+    one_of_several: bool = False
+
+    def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
+        """Return whether the new of two different values is stricter, and the meaning of the change."""
+        before, after = (self.default if value is None else value for value in (before, after))
+        if before is None or after is None:
+            if self.one_of_several:
+                return "changed", ""
+            stricter = before is None
+        elif self.incomparable is not None and (reason := self.incomparable(before, after)):
+            return "changed", reason
+        elif self.rank is None or self.rank(before) == self.rank(after):
+            return "changed", ""
+        else:
+            stricter = self.rank(after) > self.rank(before)
+        return ("tightened", self.tightened) if stricter else ("loosened", self.loosened)

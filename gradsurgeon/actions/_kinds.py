@@ -1,11 +1,10 @@
 """The kinds of actions. Each action is a class derived from one of them.
 
-What a rule does to training follows from its kind, and in detail from what its `compile` returns.
+The kind of a rule and the result of its `compile` decide its effect on training.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import abstractmethod
 from collections import Counter
@@ -28,17 +27,15 @@ from gradsurgeon.actions._effects import (
     Spikes,
     Then,
 )
-from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._fields import Flaw, Stricter, described, items_of
 from gradsurgeon.actions._target import TargetKind, parse_tensor
 from gradsurgeon.errors import printable
-from gradsurgeon.source import like_number
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
 
 
 class EditRule(Rule):
-    """A rule that changes what it matches."""
+    """A rule that changes its matches."""
 
     role: ClassVar[Role] = "edit"
 
@@ -48,7 +45,7 @@ class EditRule(Rule):
 
 
 class ObserverRule(Rule):
-    """A rule that records numbers and changes nothing: those that the attribute ``stats`` names."""
+    """A rule that records the statistics in its attribute ``stats`` and changes nothing."""
 
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
@@ -59,7 +56,7 @@ class ObserverRule(Rule):
         def stats(self) -> tuple[str, ...]: ...
 
     def compile(self) -> Observer:
-        """Return what is recorded."""
+        """Return the statistics to record."""
         return Observer(tuple(self.stats))
 
 
@@ -69,10 +66,13 @@ class TrapRule(Rule):
     role: ClassVar[Role] = "trap"
     points: ClassVar[tuple[Point, ...]] = ("accumulated",)
     takes_at: ClassVar[bool] = False
+    no_at_reason: ClassVar[str] = (
+        "it looks after each backward pass and decides right before the update"
+    )
 
     then: Annotated[
         Then,
-        Field(description="What happens to the step."),
+        Field(description="The consequence for the step."),
         Stricter(("warn", "skip-step", "raise").index),
     ] = "raise"
     give_up_after: Annotated[
@@ -83,11 +83,7 @@ class TrapRule(Rule):
 
     @abstractmethod
     def compile(self) -> Decision | Spikes:
-        """Return what is asked of the gradients."""
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it looks after each backward pass and decides right before the update"
+        """Return the condition on the gradients, and its consequence."""
 
 
 class CaptureRule(Rule):
@@ -97,11 +93,11 @@ class CaptureRule(Rule):
     points: ClassVar[tuple[Point, ...]] = _READING
 
     max_bytes: Annotated[
-        int, Field(ge=1, description="Bytes kept in all; the oldest copies make room.")
+        int, Field(ge=1, description="Bytes of all copies; new copies replace the oldest.")
     ] = 256 * 2**20
 
     def compile(self) -> Copies:
-        """Return how much is kept."""
+        """Return the limit of the copies."""
         return Copies(self.max_bytes)
 
 
@@ -117,23 +113,16 @@ class FreezeRule(Rule):
         return Hidden()
 
 
+def _name_flaw(name: object) -> Flaw | None:
+    if isinstance(name, str) and name:
+        return None
+    message = f"expected the name of a loss, found {described(name)}"
+    return Flaw("", message, "quote it", check="wrong-type")
+
+
 def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        hint = 'such as ["seg", "depth"]'
-        message = f"expected a list of names of losses, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    for index, name in enumerate(value):
-        at = (index,)
-        if not isinstance(name, str) or not name:
-            message = f"expected the name of a loss, found {described(name)}"
-            flaws.append(Flaw(at, message, "quote it", check="wrong-type"))
-        elif name in value[:index]:
-            message = f"the loss `{name[:60]}` is listed twice"
-            flaws.append(Flaw(at, message, "remove one of them"))
-    if flaws:
-        raise flawed(*flaws)
-    return tuple(value)
+    hint = 'such as ["seg", "depth"]'
+    return items_of(value, "a list of names of losses", hint, _name_flaw, "loss")
 
 
 LossNames = Annotated[
@@ -145,47 +134,21 @@ LossNames = Annotated[
 ]
 
 
-def _numbers(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping) or not value:
-        hint = "such as {seg: 1, depth: 0.5}"
-        message = f"expected numbers by names of losses, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    for name, number in value.items():
-        if not isinstance(name, str):
-            message = f"expected the name of a loss, found {described(name)}"
-            flaws.append(Flaw("", message, "quote it", check="wrong-type"))
-        elif not is_number(number):
-            hint = like_number(number) if isinstance(number, str) else ""
-            message = f"`{name[:60]}`: expected a number, found {described(number)}"
-            flaws.append(Flaw((name,), message, hint or "write a number"))
-        elif not math.isfinite(number):
-            message = f"`{name[:60]}` must be finite, found {described(number)}"
-            flaws.append(Flaw((name,), message, "write a number"))
-    if flaws:
-        raise flawed(*flaws)
-    return {name: float(number) for name, number in value.items()}
-
-
-# A number for each of some losses.
-LossNumbers = Annotated[
-    dict[str, float],
-    BeforeValidator(_numbers),
-    WithJsonSchema(
-        {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1}
-    ),
-]
-
+# Numbers by names of losses.
+LossNumbers = Annotated[dict[str, float], Field(min_length=1)]
 
 _ON_INPUTS = "write `tensor: input.grad`"
 
 
 class LossRule(Rule):
-    """A rule on what several losses, or several modules that take the same tensor, send back."""
+    """A rule on the gradients of several losses, or of several modules with the same input tensor."""
 
     targets: ClassVar[tuple[TargetKind, ...]] = ("params", "modules")
     points: ClassVar[tuple[Point, ...]] = ("backward",)
     takes_at: ClassVar[bool] = False
+    no_at_reason: ClassVar[str] = (
+        "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
+    )
     linear: ClassVar[bool] = False
     needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
     # The numbers that are recorded in each call.
@@ -193,34 +156,28 @@ class LossRule(Rule):
 
     losses: Annotated[
         LossNames | None,
-        Field(
-            description="Names of losses, as `gradsurgeon.backward` is given them; with `params`."
-        ),
+        Field(description="Names of losses, as passed to `gradsurgeon.backward`; with `params`."),
     ] = None
 
     @abstractmethod
     def compile(self) -> Combination | Comparison:
-        """Return what becomes of the gradients. Needs torch; called once per session."""
-
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
+        """Return how the gradients are combined or compared. Needs torch; called once per session."""
 
     @property
     def order(self) -> int:
-        # The gradients of single losses are there before their sum is; what modules send back has gone through the
-        # rules on each of them.
+        # The gradients of single losses exist before their sum does. Rules on single modules act before
+        # the gradients of the modules meet.
         return super().order + (1 if self.target == "modules" else -1)
 
     @property
     @abstractmethod
     def outcome(self) -> str:
-        """What becomes of the gradients, in a word or two."""
+        """The result for the gradients, in a word or two."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         if self.target == "modules":
-            return ("each rank goes by its own gradients",)
+            return ("each rank uses its own gradients",)
         losses = ", ".join(f'"{printable(name)}": ...' for name in self.losses or ())
         return (f"sees losses in gradsurgeon.backward({{{losses}}}) only, not in `.backward()`",)
 
@@ -236,25 +193,23 @@ class LossRule(Rule):
     @classmethod
     def _flaws_of_losses(cls, losses: object) -> Iterator[Flaw]:
         if losses is None:
-            message = (
-                "missing key `losses`: on parameters it needs the losses whose gradients meet there"
-            )
+            message = "missing key `losses`: on parameters the rule needs the losses whose gradients meet there"
             hint = 'such as `losses: ["seg", "depth"]`, the names in gradsurgeon.backward({"seg": ..., "depth": ...})'
             yield Flaw("losses", message, hint, missing=True, check="missing-key")
         elif isinstance(losses, list | tuple) and len(losses) == 1:
             message = "expected two losses or more, found one: nothing can conflict with it"
             yield Flaw("losses", message, "name the others")
         elif isinstance(losses, list | tuple):
-            # Some hundreds of losses have as many pairs as a model has parameters.
+            # Hundreds of losses have very many pairs.
             pairs = Counter(f"{a}/{b}" for a, b in islice(combinations(losses, 2), 10**5))
             if twice := next((pair for pair, times in pairs.items() if times > 1), None):
-                message = f"two pairs of losses are both called `{twice[:80]}` in records"
-                yield Flaw("losses", message, "leave `/` out of the name of one of them")
+                message = f"two pairs of losses have the same name `{twice[:80]}` in records"
+                yield Flaw("losses", message, "remove `/` from the name of one of them")
 
     @classmethod
     def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         if given.get("losses") is not None:
-            message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
+            message = "`losses` is for `params`: on modules each module counts by itself"
             yield Flaw("losses", message, "remove it, or name `params`", key=True)
         if given.get("when") is not None:
             message = "`when` is for edits of outputs and inputs: gradients exist in training only"
@@ -262,5 +217,5 @@ class LossRule(Rule):
         tensor = given.get("tensor")
         ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
         if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
-            message = f"{cls.name()} acts where modules take the same tensor, not on `{tensor}`"
+            message = f"{cls.name()} acts on inputs that modules share, not on `{tensor}`"
             yield Flaw("tensor", message, _ON_INPUTS)

@@ -1,20 +1,76 @@
-"""The nested mappings of a rule: its schedule, its conditions, its assertion."""
+"""A mapping of a rule file: its keys, its values, and every flaw of it in one pass.
+
+pydantic alone stops early: it does not judge fields together while one of them is wrong, and it has no
+place for a missing key. So the validator of `Options` first takes out unknown keys and keys without a
+value. pydantic then validates the rest, nested mappings in the same way, and `flaws` judges the raw options.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradsurgeon.actions._fields import Dtype, Flaw, Glob, flawed, is_whole
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._fields import (
+    MAX_FLAWS,
+    Dtype,
+    Flaw,
+    Glob,
+    Path,
+    Stricter,
+    described,
+    flawed,
+    is_whole,
+    written,
+)
+from gradsurgeon.errors import did_you_mean
+from gradsurgeon.source import like_bool, like_number
+
+_TYPE_NAMES = {
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "too_short": "one entry or more",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "{:g} or more"),
+    "greater_than": ("gt", "more than {:g}"),
+    "less_than": ("lt", "less than {:g}"),
+}
+# Words of other tools, and likely guesses, for keys of ours.
+_MEANT = {
+    "name": "id",
+    "rule": "id",
+    "type": "action",
+    "do": "action",
+    "match": "params",
+    "pattern": "params",
+    "patterns": "params",
+    "layers": "modules",
+    "tasks": "losses",
+    "objectives": "losses",
+    "aggregator": "method",
+    "weighting": "method",
+    "start": "from",
+    "begin": "from",
+    "end": "to",
+    "stop": "to",
+    "until": "to",
+}
 
 
 class Options(BaseModel):
-    """A mapping of a rule file. Strict, frozen, and without keys that it does not know."""
+    """A mapping of a rule file. Strict, frozen, and without unknown keys."""
 
     # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values.
     model_config = ConfigDict(
@@ -23,25 +79,177 @@ class Options(BaseModel):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield what no single field can see, from the raw options.
+        """Yield the flaws that no single field can see, from the raw options.
 
-        It reads raw options rather than validated ones, so that a file shows these flaws in the same
-        pass as a misspelt key beside them; it must bear options of any type.
+        It reads raw options rather than validated ones, so a file shows these flaws in the same
+        pass as a misspelt key beside them. It must bear options of any type.
         """
         del given
         return iter(())
 
-    @model_validator(mode="after")
-    def _no_flaws(self) -> Self:
-        fields = type(self).model_fields
-        given = {info.alias or name: getattr(self, name) for name, info in fields.items()}
-        if flaws := tuple(self.flaws(given)):
+    @model_validator(mode="wrap")
+    @classmethod
+    def _all_flaws(cls, given: Any, handler: Any, info: Any) -> Self:
+        # The context of a mapping of a file is the known actions. In Python a key may be None, too.
+        if info.context is not None and isinstance(given, dict):
+            read: Self = _Reader(cls, given, info.context).read(handler)
+            return read
+        options: Self = handler(given)
+        fields = cls.model_fields.items()
+        values = {field.alias or name: getattr(options, name) for name, field in fields}
+        if flaws := tuple(cls.flaws(values)):
             raise flawed(*flaws)
-        return self
+        return options
+
+
+@cache
+def keys_of(model: type[Options]) -> Mapping[str, Any]:
+    """Return the fields of a mapping by the keys of a rule file."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+def _nested(info: Any) -> type[Options] | None:
+    """Return the model of a nested mapping; ``None`` for a field of any other type."""
+    for annotation in (info.annotation, *get_args(info.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, Options):
+            return annotation
+    return None
+
+
+def suggestion(key: str, names: Sequence[str]) -> str:
+    """Return ``did you mean `x`?`` for a key that is none of ours, or an empty text."""
+    meant = _MEANT.get(key)
+    return f"did you mean `{meant}`?" if meant in names else did_you_mean(key, names)
+
+
+class _Reader:
+    """Reads one mapping of a file into a model."""
+
+    def __init__(
+        self, model: type[Options], given: dict[Any, Any], actions: Mapping[str, type[Options]]
+    ) -> None:
+        self.model, self.given, self.fields = model, given, keys_of(model)
+        self.actions = actions if "action" in self.fields else {}
+        self.flaws: list[Flaw] = []
+        # Keys with a flaw by now, and their values: a second flaw about such a key is noise.
+        self.settled: dict[Any, Any] = {}
+
+    def read(self, handler: Any) -> Any:
+        kept = {key: value for key, value in self.given.items() if self.is_sound(key, value)}
+        for flaw in self.model.flaws({**self.given, **self.settled}):
+            key = flaw.path[0] if flaw.path else ""
+            if key not in self.settled and (flaw.missing or key in self.given):
+                self.flaws.append(flaw)
+        try:
+            options = handler(kept)
+        except ValidationError as errors:
+            for error in errors.errors(include_url=False):
+                self.flaws += self.flaws_of(error)
+            if not self.flaws:  # a rule is never dropped without a word
+                raise
+        if self.flaws:
+            raise flawed(*self.flaws)
+        return options
+
+    def is_sound(self, key: Any, value: object) -> bool:
+        """Note the flaw of an unknown key, or of a key without a value; tell whether there is none."""
+        if len(self.flaws) > MAX_FLAWS:
+            return False
+        if not isinstance(key, str):
+            self.flaws.append(Flaw((), f"keys are texts, found {described(key)}", check="key-type"))
+        elif key not in self.fields:
+            self.note_unknown(key, value)
+        elif value is None:
+            message, hint = f"`{key}` has no value", "write a value after the colon"
+            self.flaws.append(Flaw((key,), message, hint, key=True, check="wrong-type"))
+            # No check of `flaws` takes this object for a value.
+            self.settled[key] = object()
+        else:
+            return True
+        return False
+
+    def note_unknown(self, key: str, value: object) -> None:
+        names = [
+            name for name in self.fields if name != "at" or getattr(self.model, "takes_at", True)
+        ]
+        inner = {name: _nested(field) for name, field in self.fields.items()}
+        holders = [name for name, mapping in inner.items() if mapping and key in keys_of(mapping)]
+        hint = suggestion(key, [name for name in names if name not in self.given])
+        if hint:
+            self.settled[hint.split("`")[1]] = value
+        elif owners := [name for name, rule in self.actions.items() if key in keys_of(rule)]:
+            hint = f"`{key}` is an option of {' and '.join(owners)}"
+        elif holders:
+            hint = f"`{key}` is a key of `{holders[0]}`: write `{holders[0]}: {{{key}: ...}}`"
+            self.settled.setdefault(holders[0], {key: value})
+        hint = hint or f"known: {', '.join(names)}"
+        self.flaws.append(
+            Flaw((key,), f"unknown key `{key[:60]}`", hint, key=True, check="unknown-key")
+        )
+
+    def flaws_of(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
+        # pydantic marks a wrong key of a mapping by one more step.
+        path = tuple(step for step in error["loc"] if step != "[key]")
+        context = error.get("ctx", {})
+        field: Any = self.fields.get(path[0])
+        if error["type"] == "flawed":
+            for flaw in context["flaws"]:
+                message = flaw.message
+                if _nested(field) is None and flaw.check in {"wrong-type", "bad-pattern"}:
+                    message = f"`{path[-1]}`: {message}"
+                yield replace(flaw, at=(*path, *flaw.path), message=message)
+        elif error["type"] != "missing":
+            yield _bad_value(path, field, error, context)
+        elif path[0] not in self.settled:
+            meaning = re.split("[.,;]", field.description or "")[0]
+            hint = f"add `{path[0]}`: {meaning[:1].lower()}{meaning[1:]}"
+            yield Flaw(path, f"missing key `{path[0]}`", hint, missing=True, check="missing-key")
+
+
+def _bad_value(
+    path: Path, field: Any, error: Mapping[str, Any], context: Mapping[str, Any]
+) -> Flaw:
+    kind, value, key = error["type"], error["input"], path[-1]
+    what = described(value)
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        expected = context["expected"].replace("'", "`")
+        return Flaw(path, f"`{key}` must be {expected}, found {what}", hint)
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return Flaw(path, f"`{key}` must be {words.format(context[name])}, found {what}")
+    inside = len(path) > 1
+    optional = "" if inside or field.is_required() else f", or leave `{key}` out"
+    if kind == "finite_number":
+        bounds = any(isinstance(one, Stricter) for one in field.metadata)
+        none = f"; for no bound leave `{key}` out" if optional and bounds else ""
+        hint = f"numbers reach from -1.8e308 to 1.8e308{none}"
+        return Flaw(path, f"`{key}` must be finite, found {what}", hint)
+    wanted = _TYPE_NAMES.get(kind)
+    if wanted is None:
+        return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
+    hint = _hint_for_type(key, field, wanted, value) or f"write {wanted}{optional}"
+    if field.examples and not inside:
+        hint = "such as " + str(field.examples[0]).replace("'", "")
+    return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
+
+
+def _hint_for_type(key: str | int, field: Any, wanted: str, value: object) -> str:
+    if wanted == "a mapping":
+        inner = _nested(field)
+        return f"its keys are {', '.join(keys_of(inner))}" if inner else ""
+    if isinstance(value, str):
+        return like_bool(value) if wanted == "true or false" else like_number(value)
+    if wanted == "a text" and isinstance(value, bool | int | float):
+        return f'quote it: "{written(value)}"'
+    if key == "module_type":
+        return 'one pattern can list several: "{Linear,Conv2d}"'
+    return ""
 
 
 class Steps(Options):
-    """When a rule acts, in updates of the optimizer that owns the parameter."""
+    """The schedule of a rule, in updates of the optimizer that owns the parameter."""
 
     from_: Annotated[int, Field(alias="from", ge=0, description="First step, inclusive.")] = 0
     to: Annotated[int | None, Field(ge=1, description="Last step, exclusive.")] = None
@@ -65,13 +273,13 @@ class Steps(Options):
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
     def alike_until(self, step: int) -> int:
-        """Return the first step after this one that may differ from it in whether the rule is due."""
+        """Return the first later step at which the answer of `due` may change."""
         last = sys.maxsize if self.to is None else self.to
         if step < self.from_:
             return self.from_
         if step >= last:
             return sys.maxsize
-        # Due or not, the next multiple is where that can change; every step is one where `every` is 1.
+        # The answer changes at multiples of `every`, which with `every: 1` are all steps.
         after = (step - self.from_) % self.every
         if self.every == 1:
             return last
@@ -94,7 +302,7 @@ class Steps(Options):
         gap = second.from_ - first.from_
         if gap % common:
             return False
-        # The smallest number of periods of the later one after which the earlier one is due, too.
+        # The smallest number of periods of the second schedule after which the first is due, too.
         period = first.every // common
         turns = (-gap // common) * pow(second.every // common, -1, period) % period
         step = second.from_ + turns * second.every
@@ -104,8 +312,8 @@ class Steps(Options):
 class Numel(Options):
     """Bounds on the number of elements, both inclusive."""
 
-    min: Annotated[int | None, Field(ge=0, description="At least so many.")] = None
-    max: Annotated[int | None, Field(ge=0, description="At most so many.")] = None
+    min: Annotated[int | None, Field(ge=0, description="Least number.")] = None
+    max: Annotated[int | None, Field(ge=0, description="Largest number.")] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -115,7 +323,7 @@ class Numel(Options):
 
 
 class Where(Options):
-    """Conditions beside the name; all that are given must hold."""
+    """Conditions beside the name; all given conditions must hold."""
 
     module_type: Annotated[
         Glob | None,
@@ -128,7 +336,7 @@ class Where(Options):
 
 
 class Expect(Options):
-    """An assertion on what the rule binds, checked whenever it is bound."""
+    """An assertion on the matches of a rule, checked whenever it is bound."""
 
     params: Annotated[
         int,

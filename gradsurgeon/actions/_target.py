@@ -26,10 +26,10 @@ _HINTS: dict[TargetKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor of a target, or every tensor of a structure where ``path`` is empty."""
+    """One tensor of a target, or every tensor of a structure if ``path`` is empty."""
 
     side: Side
-    path: tuple[int | str, ...] = ()  # into the structure that the module takes or returns
+    path: tuple[int | str, ...] = ()  # into the arguments or the result of the module
     grad: bool = True  # the gradient of the tensor, not its value
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def spelled(path: tuple[int | str, ...]) -> str:
 
 
 def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
-    """Return the rules that mean a value and its gradient, in pairs, of those that ids and tensors are given of."""
+    """Return the pairs of rules on a value and on its gradient. ``rules`` has the tensor of each rule by id."""
     return [
         (value, gradient)
         for value, of_value in rules.items()
@@ -56,7 +56,7 @@ def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
 
 @cache
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
-    """Return what ``tensor`` means for a kind of target, or what is wrong with it."""
+    """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""
     if target == "params":
         found = f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
         return TensorRef("param") if text in (None, "grad") else found
@@ -75,13 +75,13 @@ def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
 def target_flaws(
     action: str, allowed: Sequence[TargetKind], given: Mapping[str, Any]
 ) -> Generator[Flaw, None, TargetKind | None]:
-    """Yield what is wrong with target and tensor of a rule; return the target if there is one."""
+    """Yield the flaws of target and tensor of a rule; return its target if it has one."""
     named = [kind for kind in TARGETS if given.get(kind) is not None]
     if not named:
         names = ", ".join(f"`{kind}`" for kind in allowed)
         choice = f"one of {names}" if len(allowed) > 1 else names
-        message = f"missing key `{allowed[0]}`: a rule names what it acts on by {choice}"
-        hint = "add the patterns of the names it acts on"
+        message = f"missing key `{allowed[0]}`: a rule names its target by {choice}"
+        hint = "add patterns of names"
         yield Flaw(allowed[0], message, hint, missing=True, check="missing-key")
         return None
     if len(named) > 1:
@@ -90,15 +90,9 @@ def target_flaws(
         return None
     target = named[0]
     if target not in allowed:
-        if tuple(allowed) == ("params",):
-            message, hint = (
-                f"{action} acts on parameters only, not on {target}",
-                "name parameters by `params`",
-            )
-        else:
-            known = " and ".join(f"`{kind}`" for kind in allowed)
-            message, hint = f"{action} acts on {known}, not on `{target}`", "name one of these"
-        yield Flaw(target, message, hint, key=True)
+        known = " and ".join(f"`{kind}`" for kind in allowed)
+        message = f"{action} acts on {known}, not on `{target}`"
+        yield Flaw(target, message, f"name {known.replace(' and ', ' or ')}", key=True)
     elif isinstance(text := given.get("tensor"), str | None):
         tensor = parse_tensor(target, text)
         if isinstance(tensor, str):

@@ -12,15 +12,14 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._fields import Flaw, Stricter, is_number
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-# On a CPU two passes over more elements than this take longer than a call of torch for each tensor.
+# On a CPU, above this many elements two passes cost more than a torch call for each tensor.
 _MANY = 4096
 
 
@@ -28,9 +27,9 @@ class Clamp(EditRule):
     """Bound every element of a gradient.
 
     ## What it does
-    Elements below `min` become `min`, elements above `max` become `max`, as `torch.clamp` does it:
-    NaN stays NaN, an infinite element becomes the bound. A bound that the gradient's dtype cannot
-    hold counts as the largest number it can.
+    Elements below `min` become `min`, elements above `max` become `max`, as with `torch.clamp`: NaN stays
+    NaN, an infinite element becomes the bound. A bound that is too large for the dtype of the gradient
+    counts as the largest number of that dtype.
 
     ## Why use it
     A few outliers dominate an update. To bound the length of a gradient and keep its direction, use
@@ -38,7 +37,7 @@ class Clamp(EditRule):
 
     ## Points
     `at` must be given. At `step` it bounds the final gradient, whatever the set-up. At `backward` it
-    bounds the contribution of each backward pass, so that the sum over micro-batches or ranks can
+    bounds the contribution of each backward pass, so the sum over micro-batches or ranks can
     exceed the bound.
 
     ## Cost
@@ -86,13 +85,11 @@ class Clamp(EditRule):
     def notes(self) -> tuple[str, ...]:
         if self.at == "step":
             return ()
-        text = (
-            "bounds the contribution of each backward pass, unscaled; a sum of passes can exceed it"
-        )
+        text = "bounds the unscaled contribution of each backward pass; their sum can exceed it"
         return (text,)
 
     def complex_problem(self) -> str:
-        return "complex numbers have no order, so there is nothing to clamp"
+        return "complex numbers have no order, so `clamp` cannot bound them"
 
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
@@ -101,7 +98,7 @@ class Clamp(EditRule):
 
         @cache
         def bounds(kind: dtype) -> tuple[float | None, float | None]:
-            # torch refuses a bound that float16 cannot hold; the largest finite number binds alike.
+            # torch refuses a bound beyond float16; the largest finite number has the same effect.
             limit = torch.finfo(kind).max
             return (
                 None if low is None else max(-limit, min(limit, low)),
@@ -110,7 +107,7 @@ class Clamp(EditRule):
 
         @cache
         def rounded(kind: dtype) -> tuple[float, float]:
-            # As the elements are compared with them.
+            # The bounds in the dtype of the elements, with which torch compares them.
             below, above = bounds(kind)
             return (
                 -math.inf if below is None else torch.tensor(below, dtype=kind).item(),
@@ -148,6 +145,6 @@ def _clamp_(grads: Sequence[Tensor], below: float | None, above: float | None) -
         else:
             together.append(grad)
     if together and below is not None:
-        torch._foreach_clamp_min_(together, below)  # torch has no public one
+        torch._foreach_clamp_min_(together, below)  # torch has no public function
     if together and above is not None:
-        torch._foreach_clamp_max_(together, above)  # the same
+        torch._foreach_clamp_max_(together, above)  # as above

@@ -11,9 +11,8 @@ from pydantic import BeforeValidator, Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm, Edit
-from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
+from gradsurgeon.actions._fields import Flaw, Stricter, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.source import like_number
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _norm_type(value: object) -> object:
-    """Refuse what is no order of a norm: a union would say so once per branch."""
+    """Refuse any other value with one message: pydantic has one for each branch of a union."""
     if value == "inf" or (is_number(value) and 0 < value < math.inf):
         return value
     hint = (like_number(value) if isinstance(value, str) else "") or "write 2, 1 or inf"
@@ -34,24 +33,24 @@ class ClipNorm(EditRule):
 
     ## What it does
     Multiplies by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does. With
-    `per: parameter` each gradient is measured and shortened on its own, with `per: rule` one norm is
-    taken over all gradients that the rule matches, per optimizer that owns them: those that this update
-    consumes. What a `freeze` hides from the optimizer in this step has no part in it. A norm that is not
-    finite leaves the gradients alone and is an event, because scaling by it would spread a NaN over
-    all of them. Half-precision gradients are measured in float32. A finite gradient has a finite norm up to 3.4e38, the
-    largest float32, on a CPU; on an accelerator, where squares are summed in float32, up to 1.8e19.
+    `per: parameter` each gradient has its own norm. With `per: rule` one norm covers all gradients that
+    the rule matches, per owning optimizer, as far as this update uses them: gradients that a `freeze`
+    hides in this step do not count. If the norm is non-finite, the gradients stay as they are and an event
+    reports it, because scaling would spread a NaN over all of them. Half-precision gradients are measured in
+    float32. On a CPU the norm of a finite gradient is finite up to 3.4e38, the largest float32; an accelerator
+    sums squares in float32, so there the limit is 1.8e19.
 
     ## Why use it
-    One bad batch must not throw the weights away. To bound single elements use `clamp`.
+    One bad batch must not ruin the weights. To bound single elements use `clamp`.
 
     ## Points
     `step` (default) bounds the final gradient. `backward` bounds the contribution of each pass, with
-    `per: parameter` only, since the others are not there yet. On module tensors and tags each tensor
-    is bounded by itself.
+    `per: parameter` only, because the other gradients do not exist yet. On module tensors and tags each
+    tensor is bounded by itself.
 
     ## Cost
-    One reduction and one multiplication per tensor; never waits for the device. Of a sharded gradient
-    the whole is measured, which takes one small collective per rule and step.
+    One reduction and one multiplication per tensor; never waits for the device. For sharded gradients the
+    norm covers the whole gradient, which needs one small collective per rule and step.
     """
 
     points: ClassVar = ("step", "backward")
@@ -70,7 +69,9 @@ class ClipNorm(EditRule):
 
     action: Literal["clip-norm"] = "clip-norm"
     max_norm: Annotated[
-        float, Field(ge=0, description="The longest that is left alone."), Stricter(operator.neg)
+        float,
+        Field(ge=0, description="The largest norm that stays as it is."),
+        Stricter(operator.neg),
     ]
     norm_type: Annotated[
         float | Literal["inf"],
@@ -79,28 +80,17 @@ class ClipNorm(EditRule):
     ] = 2.0
     per: Annotated[
         Literal["parameter", "rule"],
-        Field(description="Each gradient by itself, or one norm over all that the rule matches."),
+        Field(description="Each gradient by itself, or one norm over all matches of the rule."),
     ] = "parameter"
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        if given.get("per") != "rule":
-            return
-        if given.get("at") == "backward":
-            message = (
-                "at `backward` one gradient is there at a time: there is no norm over the rule"
-            )
-            yield Flaw("per", message, "use `at: step`, or `per: parameter`")
-        if given.get("modules") is not None or given.get("tensors") is not None:
-            message = "module tensors and tags exist one at a time: there is no norm over the rule"
-            yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if self.per != "rule":
-            return ()
-        return ("one norm per optimizer; what a `freeze` hides in this step has no part in it",)
+        sites = given.get("modules") is not None or given.get("tensors") is not None
+        if given.get("per") == "rule" and (sites or given.get("at") == "backward"):
+            message = "gradients exist one at a time here: there is no norm over the rule"
+            hint = "use `per: parameter`, or `params` and `at: step`"
+            yield Flaw("per", message, hint)
 
     def compile(self) -> Edit:
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same

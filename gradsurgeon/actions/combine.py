@@ -3,84 +3,78 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, Stricter, is_number, is_whole
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
-from gradsurgeon.actions._method_flaws import OPTIONS, method_flaws
-from gradsurgeon.actions._methods import METHODS, Method, Weigher
-from gradsurgeon.actions._strictness import Stricter
+from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
+from gradsurgeon.errors import did_you_mean
 
-MethodName = Literal[
-    "upgrad",
-    "dualproj",
-    "pcgrad",
-    "mgda",
-    "imtl-g",
-    "aligned-mtl",
-    "cagrad",
-    "fairgrad",
-    "krum",
-    "mean",
-    "sum",
-    "constant",
-    "random",
-]
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+
+# The options that name losses, which rules on modules cannot do.
+_NAMING = ("preference", "memory", "weights")
+# `krum` needs as many more gradients than the wrong ones.
+_MORE_THAN_WRONG = 3
 
 
 def _other_size(before: str, after: str) -> str:
-    """Return what another method means for the length of what comes out, for a review."""
+    """Return how another method changes the length of the result, for a review."""
     was, now = METHODS[before].size, METHODS[after].size
     return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
-    """Make one gradient of those of several losses, so that they conflict less than in their sum.
+    """Make one gradient out of the gradients of several losses, with less conflict than in their sum.
 
     ## What it does
-    The matched parameters get a weighted sum of the gradients of the single losses; `method` says how the weights follow
-    from their inner products, taken over all that the rule matches. Parameters that no `combine` matches, such as
+    The matched parameters get a weighted sum of the gradients of the losses. `method` chooses how the weights follow
+    from the inner products of these gradients over all matches of the rule. Parameters that no `combine` matches, such as
     heads, get the plain sum.
 
-    On parameters, `losses` names losses that the script hands to
-    `gradsurgeon.backward({"seg": ..., "depth": ...})`, which stands in the place of `(seg + depth).backward()`. A loss that
-    is given there and not named here is added as it is. On modules that take one tensor
-    (`tensor: input.grad`), as the heads of a network do, it combines what each of them sends back to that tensor, in an ordinary
-    `loss.backward()`.
+    On parameters, `losses` names losses that the script passes to `gradsurgeon.backward({"seg": ..., "depth": ...})`
+    instead of calling `(seg + depth).backward()`. A loss that is passed there and not named here is added unchanged.
+    On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it combines the
+    gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
-    A gradient of zeros, as of a loss that does not reach the parameters, is left out, also of an average (not by `krum`).
-    Where a gradient is not finite, or the solver of a method fails, the plain sum is what arrives, and an event says why.
-    Recorded in each call: `weight` of each loss, and `distance`, the norm of the difference from the plain
-    sum over the norm of that sum; under `mode="observe"` it would have been that.
+    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average (`krum` keeps it).
+    If a gradient is non-finite, or the solver of a method fails, the parameters get the plain sum, and an event gives the
+    reason. Each call records the `weight` of each loss, and `distance`, the norm of the difference from the plain
+    sum over the norm of that sum; under `mode="observe"` both describe the combination that was not applied.
 
     ## Methods
     {METHODS}
 
-    `preference` makes losses count more than others where the method knows that: without conflict the sum of
-    the gradients times the preferences comes out. Losses under `memory` only
-    constrain: what comes out must not conflict with them (A-GEM, arXiv 1812.00420).
+    `preference` makes losses count more than others, if the method supports it: without conflict the result is the sum
+    of the gradients times the preferences. Losses under `memory` only
+    constrain: the result must not conflict with them (A-GEM, arXiv 1812.00420).
 
     ## Why use it
-    Losses that share a trunk fight over it: their gradients point in opposite directions, and the larger one wins. Look with
-    `conflict` first whether they do.
+    Losses that share a trunk compete for it: their gradients point in opposite directions, and the larger one wins. Use
+    `conflict` first to see whether they do.
 
     ## Points
     None: it acts while `gradsurgeon.backward` runs, before any rule at `backward`. Each call combines by itself: with
-    several per update (accumulation) their sum can conflict again. Mind the scale: where a method gives an average,
-    heads still get sums, and what was tuned for a sum of n losses wants a learning rate n times as
-    large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; in a pass that DDP does not
-    average (`no_sync`) and on modules each rank decides by itself, and edits of a module's `input.grad` act on its own share before it is combined. Hooks that
-    the script has put on activations run in each of the passes, those on parameters once. Sharded parameters (FSDP) are refused: use the form on modules.
+    several calls per update (accumulation) their sum can conflict again. Mind the scale: if a method gives an average,
+    heads still get sums, and a learning rate that was tuned for a sum of n losses must be n times as
+    large on the matched parameters. If ranks average gradients (DDP), the weights follow from the averages and are the
+    same on all ranks. In a pass that DDP does not average (`no_sync`) and on modules each rank decides by itself. Edits
+    of a module's `input.grad` act on its own share before it is combined. Hooks of the script on activations run in each
+    of the passes, hooks on parameters once. Sharded parameters (FSDP) are refused: use the form on modules.
 
     ## Cost
     One more backward pass per loss, and memory for one gradient of the matched parameters per loss; on modules neither.
-    Waits for the device once per call. Needs the extra `surgery`. What a method draws follows from `torch.initial_seed()`, the rule,
-    the step and the call; the generator of the script is left alone.
+    Waits for the device once per call. Needs the extra `surgery`. Random draws of a method follow from
+    `torch.initial_seed()`, the rule, the step and the call; the generator of the script is untouched.
     """
 
     EXAMPLES: ClassVar = (
@@ -105,14 +99,18 @@ class Combine(LossRule):
     ]
     preference: Annotated[
         LossNumbers | None,
-        Field(description="How much losses count, by name; 1 if not given, where any is."),
+        Field(
+            description="How much losses count, by name; a loss without a number has 1.",
+            examples=[{"seg": 1, "depth": 0.5}],
+        ),
     ] = None
     memory: Annotated[
         LossNames | None,
-        Field(description="Those of the losses that only constrain the others."),
+        Field(description="The losses that only constrain the others."),
     ] = None
     c: Annotated[
-        float | None, Field(ge=0, description="Of `cagrad`: how far from the average to look.")
+        float | None,
+        Field(ge=0, description="Of `cagrad`: how far from the average the result may be."),
     ] = None
     alpha: Annotated[
         float | None,
@@ -129,28 +127,47 @@ class Combine(LossRule):
     ] = None
     weights: Annotated[
         LossNumbers | None,
-        Field(description="Of `constant`: the weight of each loss, by name."),
+        Field(
+            description="Of `constant`: the weight of each loss, by name.",
+            examples=[{"seg": 1, "depth": 0.5}],
+        ),
     ] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        yield from method_flaws(given)
+        name = given.get("method")
+        if isinstance(name, str) and name in METHODS:
+            yield from _flaws_of_options(name, given)
+        if given.get("modules") is not None:
+            for option in _NAMING:
+                if given.get(option) is not None:
+                    message = f"`{option}` names losses, and modules have none"
+                    hint = "remove it, or name `params` and `losses`"
+                    yield Flaw(option, message, hint, key=True)
+        elif isinstance(losses := given.get("losses"), list | tuple):
+            # A file may list values of any type, which no mapping can be asked for.
+            yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
+            if name == "krum":
+                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def outcome(self) -> str:
-        options = [f"{key}: {getattr(self, key)}" for key in OPTIONS if key != "weights"]
-        given = [one for one in options if not one.endswith(": None")]
-        more = [f"{key}" for key in ("weights", "preference", "memory") if getattr(self, key)]
-        return f"{self.method}{f' ({chr(44).join(given + more)})' if given + more else ''}"
+        given = [
+            key for key in (*OPTIONS, "preference", "memory") if getattr(self, key) is not None
+        ]
+        shown = [key if key in _NAMING else f"{key}: {getattr(self, key)}" for key in given]
+        return f"{self.method} ({', '.join(shown)})" if shown else self.method
 
     @property
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
         size = "the sum by its `preference`" if self.preference is not None else method.size
-        scale = f"where no two gradients conflict {self.method}{_cited(method)} gives {size}"
+        scale = f"without conflict {self.method}{_cited(method)} gives {size}"
         if size != "the sum":
-            scale += ", while what no `combine` matches gets the sum: mind the learning rate"
+            scale += (
+                ", but parameters that no `combine` matches get the sum: mind the learning rate"
+            )
         return (scale, *super().notes)
 
     def compile(self) -> Combination:
@@ -169,6 +186,79 @@ class Combine(LossRule):
             return None
         given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
+
+
+def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
+    """Yield the options that a method needs and lacks, and those that it does not have."""
+    for option in (*OPTIONS, "preference", "memory"):
+        if given.get(option) is not None:
+            if option not in METHODS[name].keys:
+                owners = [one for one, method in METHODS.items() if option in method.keys]
+                hint = f"remove it; it belongs to {', '.join(owners)}"
+                message = f"`method: {name}` has no option `{option}`"
+                yield Flaw(option, message, hint, key=True, check="unknown-key")
+        elif METHODS[name].options.get(option):
+            if given.get("modules") is not None and option in _NAMING:
+                message = f"`method: {name}` needs names of losses, and modules have none"
+                yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
+            else:
+                message = f"missing key `{option}`: `method: {name}` needs it"
+                hint = f"such as `{OPTIONS[option]}`"
+                yield Flaw(option, message, hint, missing=True, check="missing-key")
+
+
+def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
+    if isinstance(preference := given.get("preference"), Mapping):
+        yield from _unknown_losses("preference", preference, losses)
+        for name, value in preference.items():
+            if is_number(value) and value < 0:
+                message = f"a preference is 0 or more, found the number {value}"
+                hint = "a loss that counts less than the others has one between 0 and 1"
+                yield Flaw(("preference", name), message, hint)
+        values = [preference.get(name, 1.0) for name in losses]
+        if values and all(is_number(value) and value == 0 for value in values):
+            message = "every loss has the preference 0: no loss is trained"
+            yield Flaw("preference", message, "give the trained losses more than 0")
+    if isinstance(weights := given.get("weights"), Mapping):
+        yield from _unknown_losses("weights", weights, losses)
+        for name in islice((name for name in losses if name not in weights), 1):
+            message = f"the loss `{name[:60]}` has no weight"
+            yield Flaw("weights", message, "give each of the `losses` a weight")
+    if isinstance(memory := given.get("memory"), list | tuple):
+        yield from _unknown_losses("memory", memory, losses)
+        yield from _flaws_of_memory(memory, preference, losses)
+
+
+def _flaws_of_memory(
+    memory: Sequence[object], preference: object, losses: Sequence[str]
+) -> Iterator[Flaw]:
+    if losses and all(name in memory for name in losses):
+        message = "every loss is under `memory`: no loss is trained"
+        yield Flaw("memory", message, "leave out the losses that are trained")
+    for index, name in enumerate(memory):
+        if isinstance(preference, Mapping) and isinstance(name, str) and name in preference:
+            message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
+            yield Flaw(("memory", index), message, "remove it from one of the two")
+
+
+def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
+    is_key = isinstance(names, Mapping)
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name not in losses:
+            near = did_you_mean(name[:60], losses)
+            message = f"`{name[:60]}` under `{option}` is none of the `losses`"
+            path = (option, name if is_key else index)
+            yield Flaw(path, message, near or "add it there", key=is_key)
+
+
+def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
+    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
+    if is_whole(wrong) and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
+        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
+        hint = "name more losses" if wrong == 0 else "name more losses, or lower it"
+        yield Flaw("n_byzantine", message, hint)
+    if is_whole(selected) and selected > losses:
+        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
 
 
 def _cited(method: Method) -> str:
@@ -190,5 +280,5 @@ def _page_of_methods() -> str:
     return "\n\n".join(lines)
 
 
-# From the table, so that none is forgotten.
+# The table writes this section, so it has every method.
 Combine.__doc__ = inspect.cleandoc(Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())

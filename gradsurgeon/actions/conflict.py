@@ -14,24 +14,24 @@ from gradsurgeon.actions._kinds import LossRule
 
 
 class Conflict(LossRule):
-    """Record how far the gradients of several losses pull in different directions.
+    """Record how strongly the gradients of several losses conflict.
 
     ## What it does
-    Compares the gradients of each pair of losses and changes nothing. Of a pair `seg/depth` it records `cosine`, that of
-    the angle between the two (below 0 they conflict: a small step down one loss is a step up the other); `ratio`, the
-    norm of the first over that of the second; and `opposed`, the norm of those elements at which the two
+    Compares the gradients of each pair of losses and changes nothing. For a pair `seg/depth` it records `cosine`, the
+    cosine of the angle between the two (below 0 they conflict: a small step down one loss is a step up the other);
+    `ratio`, the norm of the first over the norm of the second; and `opposed`, the norm of the elements at which the two
     have opposite signs, as a share of the norm of all elements, from 0 to 1.
 
-    On parameters, `losses` names losses that the script hands to `gradsurgeon.backward({"seg": ..., "depth": ...})`.
-    On modules that take one tensor (`tensor: input.grad`), as the heads of a network do, it compares what each sends
-    back to it, in an ordinary `loss.backward()`.
+    On parameters, `losses` names losses that the script passes to `gradsurgeon.backward({"seg": ..., "depth": ...})`.
+    On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it compares the
+    gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
     ## Why use it
-    Before a method is tried (`combine`): whether losses conflict at all, where in the network, and from when on. A ratio of
+    Before trying `combine`: to see whether losses conflict at all, where in the network, and from when on. A ratio of
     1000 is no conflict but a loss that needs a weight.
 
     ## Points
-    None: it acts while `gradsurgeon.backward` runs. Each call is a record of its own, with `per: parameter` one for each
+    None: it acts while `gradsurgeon.backward` runs. Each call has its own record, with `per: parameter` one for each
     parameter. Gradients that several ranks average (DDP) are compared after the average; in a pass that DDP does not
     average (`no_sync`) and on modules each rank compares its own.
 
@@ -54,18 +54,14 @@ class Conflict(LossRule):
     action: Literal["conflict"] = "conflict"
     per: Annotated[
         Literal["rule", "parameter", "module"],
-        Field(
-            description="What is compared: all that the rule matches at once, or each by itself."
-        ),
+        Field(description="Compare all matches of the rule at once, or each by itself."),
     ] = "rule"
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
         if given.get("modules") is not None and given.get("per", "rule") != "rule":
-            message = (
-                "`per` divides parameters: on modules the gradients of one tensor are compared"
-            )
+            message = "`per` is for `params`: on modules the gradients of one tensor are compared"
             yield Flaw("per", message, "remove it", key=True)
 
     @property
@@ -74,5 +70,5 @@ class Conflict(LossRule):
         return f"compared in pairs{each}"
 
     def compile(self) -> Comparison:
-        """Return that pairs are compared."""
+        """Return the comparison of pairs."""
         return Comparison(self.per)

@@ -13,15 +13,15 @@ class Freeze(FreezeRule):
     ## What it does
     In the steps of its schedule the optimizer finds no gradient: it does not decay the weight, does
     not use or feed its momentum, and keeps no state for it. The gradient itself is still computed,
-    recorded and trapped, and is there again after the step.
+    recorded and trapped, and is back after the step.
 
     ## Why use it
-    To train a new head first and thaw the rest later, by a schedule that stands in a file. To save
-    the work of the backward pass as well, set `requires_grad` to false in the script.
+    To train a new head first and unfreeze the rest later, by a schedule in a file. To also save
+    the work of the backward pass, set `requires_grad` to false in the script.
 
     ## Points
-    `step` only. Not with LBFGS, whose update is one vector over all parameters, and not where
-    weights are updated by hand: there is nothing to hide a gradient from.
+    `step` only. Not with LBFGS, whose update is one vector over all parameters, and not with weights that
+    the script updates by hand, because there is no optimizer to hide a gradient from.
 
     ## Cost
     None per element; never waits for the device.

@@ -16,22 +16,22 @@ class NanTrap(TrapRule):
 
     ## What it does
     Looks at the gradients after each backward pass, before the script can clip them, and decides
-    right before the update: `then: raise` stops the run, `then: skip-step` lets the optimizer touch
+    right before the update: `then: raise` stops the run, `then: skip-step` lets the optimizer change
     nothing in this step (no decay, no momentum, no state), `then: warn` only reports. The report
-    names the border: which parameters are non-finite and which are not, in the order in which
-    backward produced them. After `give_up_after` trips in a row it raises whatever `then` says.
+    separates non-finite from finite parameters, in the order in which backward produced
+    their gradients. After `give_up_after` trips in a row the trap raises whatever `then` says.
 
     ## Where it was born
-    At its first trip it runs the step again (`forensics: true`): forward from the inputs that it has
-    kept, backward from the gradients that came back to the outputs, under probes on every operation. It
-    names the module, the direction, the operation and the line of the script where what is not finite
-    was born, what went in and came out, and the magnitudes before it. By repeating that operation alone it
-    tells what kind of fault it is: `overflow`, `mathematics`, `bad input` (a weight or a batch that was not
-    finite before), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
-    again) or `unknown`. An infinity that the script wrote, such as that of a mask, is nobody's fault.
-    What a replay cannot show is said: `partial` with the reason, or `not reproduced`, and then nobody is blamed.
-    A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
-    again together, with whole parameters. The training goes on as it would have without.
+    At its first trip the trap runs the step again (`forensics: true`): forward from the inputs that it
+    kept, backward from the gradients of the outputs, with a probe on every operation. It
+    names the module, the direction, the operation and the line of the script that produced the first non-finite
+    value, its inputs and outputs, and the magnitudes before it. It then repeats that operation alone to
+    name the kind of fault: `overflow`, `mathematics`, `bad input` (a weight or a batch was already
+    non-finite), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
+    again) or `unknown`. An infinity that the script wrote, such as a mask, is no fault.
+    A replay that cannot show everything is `partial` with the reason, or `not reproduced`, which blames no operation.
+    A loss outside the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
+    again together, with whole parameters. The training continues as without the replay.
 
     With a run directory, or with `bundle: true`, it writes what the replay takes as a directory
     `trap-step812-rank0` of safetensors and JSON, for `gradsurgeon replay` elsewhere. That holds weights, inputs and
@@ -43,30 +43,28 @@ class NanTrap(TrapRule):
 
     ## Cost
     One batched reduction per backward pass, shared with `norm-log`, and one device-to-host read per
-    step, whatever `then` says. Of each call of the model it keeps the inputs and the gradients of the
-    outputs until the step ends, by reference and up to 256 MiB, and copies the state of the random
-    numbers, a sample of the outputs, and the buffers that the call changes.
+    step, whatever `then` says. For each call of the model the trap keeps the inputs and the gradients of the
+    outputs until the step ends, by reference and up to 256 MiB. It copies the random
+    state, a sample of the outputs, and the buffers that the call changes.
     """
 
     EXAMPLES: ClassVar = (
         Example({}, [1.0, -2.0], trips=False),
         Example({}, [1.0, float("nan")], trips=True),
         Example({"then": "skip-step"}, [float("inf"), 0.0], trips=True),
-        # Its square overflows float32, it does not.
+        # The square of this gradient overflows float32, the gradient does not.
         Example({"then": "warn"}, [3e38, 1e38], trips=False),
     )
 
     action: Literal["nan-trap"] = "nan-trap"
     forensics: Annotated[
         bool,
-        Field(
-            description="Run the step again at the first trip, to find the operation that did it."
-        ),
+        Field(description="Run the step again at the first trip, to find the faulty operation."),
     ] = True
     bundle: Annotated[
         bool,
         Field(
-            description="Without a run directory write what it takes to run the step again under "
+            description="Without a run directory write the data to run the step again under "
             "gradsurgeon-traps/."
         ),
     ] = False

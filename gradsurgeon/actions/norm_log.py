@@ -7,32 +7,23 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, described, flawed
+from gradsurgeon.actions._fields import Flaw, described, items_of
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.statistics import STATISTICS
 
 
+def _stat_flaw(stat: object) -> Flaw | None:
+    if isinstance(stat, str) and stat in STATISTICS:
+        return None
+    hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
+    message = f"expected the name of a statistic, found {described(stat)}"
+    return Flaw("", message, hint or f"known: {', '.join(STATISTICS)}")
+
+
 def _stats(value: object) -> tuple[str, ...]:
-    known = f"known: {', '.join(STATISTICS)}"
-    if not isinstance(value, list | tuple) or not value:
-        hint = f"such as [l2]; {known}"
-        message = f"expected a list of statistics, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    for index, stat in enumerate(value):
-        if len(flaws) > MAX_FLAWS:
-            break
-        at = (index,)
-        if not isinstance(stat, str) or stat not in STATISTICS:
-            hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
-            message = f"expected the name of a statistic, found {described(stat)}"
-            flaws.append(Flaw(at, message, hint or known))
-        elif stat in value[:index]:
-            flaws.append(Flaw(at, f"the statistic `{stat}` is listed twice", "remove one of them"))
-    if flaws:
-        raise flawed(*flaws)
-    return tuple(value)
+    hint = f"such as [l2]; known: {', '.join(STATISTICS)}"
+    return items_of(value, "a list of statistics", hint, _stat_flaw, "statistic")
 
 
 class NormLog(ObserverRule):
@@ -44,22 +35,21 @@ class NormLog(ObserverRule):
     nothing: training with it is bit-identical to training without.
 
     ## Why use it
-    To see which layer explodes, vanishes or stands still, and when that began.
+    To see which layer explodes, vanishes or stagnates, and when that began.
 
     ## Points
     `accumulated` (default): the gradient after the last backward pass of a step, before the script
-    clips it. `backward`: the contribution of each pass, one record per pass. `step`: what the
-    optimizer gets, after clipping and after the rules before this one in the file.
+    clips it. `backward`: the contribution of each pass, one record per pass. `step`: the gradient that the
+    optimizer gets, after clipping and after the rules above this rule in the file.
 
     ## Cost
-    `l2` is one batched reduction per backward pass, shared with `nan-trap`; the others one pass over
-    the tensor each. Never waits for the device.
+    `l2` is one batched reduction per backward pass, shared with `nan-trap`; each other statistic is one pass over
+    the tensor. Never waits for the device.
 
     ## Range
-    `l2` is taken in float32, as PyTorch does it. On an accelerator squares of elements beyond about 1e19
-    overflow, so that the norm is recorded as infinite, and elements below about 1e-23 vanish from it. On a CPU
-    such norms are taken again in float64. `l1`, `linf`
-    and `nonfinite` have no such limits.
+    `l2` is computed in float32, as in PyTorch. On an accelerator squares of elements beyond about 1e19
+    overflow, so the recorded norm is infinite, and elements below about 1e-23 vanish from it. A
+    CPU computes such norms again in float64. `l1`, `linf` and `nonfinite` have no such limits.
     """
 
     EXAMPLES: ClassVar = (
@@ -94,7 +84,7 @@ class NormLog(ObserverRule):
                 "uniqueItems": True,
             }
         ),
-        Field(description="What to record."),
+        Field(description="The statistics to record."),
     ] = ("l2",)
 
     def complex_problem(self) -> str:

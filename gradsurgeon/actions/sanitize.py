@@ -18,16 +18,15 @@ class Sanitize(EditRule):
     """Replace non-finite elements by zero.
 
     ## What it does
-    NaN and infinite elements become 0, all others stay what they are.
+    NaN and infinite elements become 0; all others are unchanged.
 
     ## Why use it
     A known source of single bad elements, such as a mask that divides by zero, must not end the run.
-    It hides the cause: keep a `norm-log` of `nonfinite` before it, and fix the model. A `nan-trap`
-    looks later and sees what is left, which is nothing.
+    It hides the cause: put a `norm-log` of `nonfinite` before it, and fix the model. A `nan-trap`
+    looks later and sees no non-finite element.
 
     ## Points
-    `backward` only: once a gradient has been accumulated, a NaN has swallowed what the other passes
-    contributed.
+    `backward` only: once gradients accumulate, a NaN has replaced the contributions of the other passes.
 
     ## Cost
     One pass over the tensor; never waits for the device.

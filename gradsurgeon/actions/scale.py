@@ -11,8 +11,8 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._fields import Stricter
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -31,10 +31,10 @@ class Scale(EditRule):
     ## Why use it
     One part of the model should learn slower or faster than its optimizer group, or with the sign
     reversed, as in domain-adversarial training. Mind that Adam divides by the running size of the
-    gradient, so that a constant factor hardly changes its updates.
+    gradient, so a constant factor hardly changes its updates.
 
     ## Points
-    Linear, so `backward` (default) and `step` differ only in rounding, and in what later rules see.
+    Linear, so `backward` (default) and `step` differ only in rounding, and in the input of later rules.
 
     ## Cost
     One pass over the tensor; never waits for the device.
@@ -49,12 +49,12 @@ class Scale(EditRule):
     action: Literal["scale"] = "scale"
     factor: Annotated[
         float,
-        Field(description="What every element is multiplied by."),
+        Field(description="The number that multiplies every element."),
         Stricter(
             lambda factor: -abs(factor),
             "gradients get smaller",
             "gradients get larger",
-            lambda before, after: "the sign turns around" if before * after < 0 else "",
+            lambda before, after: "the sign changes" if before * after < 0 else "",
         ),
     ]
 
@@ -78,7 +78,7 @@ class Scale(EditRule):
         def alters(grad: Tensor) -> Tensor:
             if factor == 1.0 or grad.numel() == 0:
                 return torch.zeros((), dtype=torch.bool, device=grad.device)
-            # Zeros, infinities (but for a change of sign) and NaN stay what they are.
+            # Zeros and NaN do not change, infinities only their sign.
             return torch.ne(grad * factor, grad).logical_and_(~grad.isnan()).any()
 
         @cache
@@ -91,9 +91,9 @@ class Scale(EditRule):
             if smallest == largest == 0.0 or is_one(torch.promote_types(kind, torch.float32)):
                 return False
             if is_one(kind):
-                # Half precision is multiplied in float32: some elements change, and some do not.
+                # Half precision is multiplied in float32, so only some elements change.
                 return None
-            # The least change of all is in the last digit of what is close to zero.
+            # The smallest change is in the last digit of elements close to zero.
             tiny = torch.finfo(kind).tiny
             return True if max(-smallest, largest) > tiny else None
 

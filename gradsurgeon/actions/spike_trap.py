@@ -12,15 +12,14 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Point
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, Stricter
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
-from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What ZClip adds to a standard deviation that may be 0.
+# ZClip adds this to a standard deviation, which may be 0.
 _EPSILON = 1e-6
 _PATIENCE = 10
 
@@ -40,7 +39,7 @@ _GiveUpAfter = Annotated[
 
 
 class Above(Options):
-    """What a norm has to be above to be a spike: so many standard deviations, or so many times the usual."""
+    """The bound of a spike: standard deviations above the mean, or a multiple of it."""
 
     sigmas: Annotated[
         float | None,
@@ -64,7 +63,7 @@ class Above(Options):
         int | None,
         Field(
             ge=2,
-            description="Updates that are only measured, and never spikes: 25 with `sigmas`, 100 with `times` if not given.",
+            description="Updates that are only measured and are never spikes: 25 with `sigmas`, 100 with `times` if not given.",
         ),
     ] = None
 
@@ -73,9 +72,9 @@ class Above(Options):
         named = [key for key in ("sigmas", "times") if given.get(key) is not None]
         if len(named) == 1:
             return
-        message = "a spike is above so many `sigmas` or so many `times` the usual norm"
+        message = "a spike needs a bound, `sigmas` or `times`"
         if named:
-            yield Flaw("times", f"{message}, not both", "remove one of them", key=True)
+            yield Flaw("times", f"{message}, but not both", "remove one of them", key=True)
         else:
             hint = "such as `above: {sigmas: 2.5}` or `above: {times: 1.05}`"
             yield Flaw(
@@ -91,59 +90,59 @@ class Above(Options):
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)
-        # What begins as the smallest norm of the warm-up, and learns what is cut, is below what is usual for long.
+        # It starts as the smallest norm and learns clipped norms, so it stays below the mean for long.
         adagc = partial(_adagc, *options), partial(_adagc_bound, *options)
         return RunningBound("times", 2, *adagc, keeps_mean=False)
 
 
 class SpikeTrap(TrapRule):
-    """Cut, skip or report an update whose gradient is far larger than those before it.
+    """Clip, skip or report an update whose gradient is far larger than the gradients before it.
 
     ## What it does
-    Compares the norm of the final gradient with a running statistic of the norms before it. With
-    `per: rule` there is one norm over all gradients that the rule matches, per optimizer that owns them;
-    with `per: parameter` each gradient is compared with itself alone. What a `freeze` hides has no part in it.
+    Compares the norm of the final gradient with a running statistic of earlier norms. With
+    `per: rule` one norm covers all gradients that the rule matches, per owning optimizer;
+    with `per: parameter` each gradient is compared with its own past. Gradients that a `freeze` hides do not count.
 
-    `above: {sigmas: 2.5, beta: 0.97, warmup: 25}` is ZClip (arXiv 2504.02507): a norm that lies more than so
-    many standard deviations above the running mean is a spike, and is cut to `mean + sigmas**2 * std / z`, where
-    `z = (norm - mean) / (std + 1e-6)`. Mean and variance start as those of the warm-up.
+    `above: {sigmas: 2.5, beta: 0.97, warmup: 25}` is ZClip (arXiv 2504.02507). A norm more than `sigmas` standard
+    deviations above the running mean is a spike, and is clipped to `mean + sigmas**2 * std / z`, where
+    `z = (norm - mean) / (std + 1e-6)`. The warm-up gives the first mean and variance.
 
-    `above: {times: 1.05, beta: 0.98, warmup: 100}` is AdaGC (arXiv 2502.11034): a norm above so many times the
-    running mean is a spike, and is cut to that. The mean starts as the smallest norm of the warm-up. The
-    absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}` below this one; the
-    smallest norm is here that before such a cut.
+    `above: {times: 1.05, beta: 0.98, warmup: 100}` is AdaGC (arXiv 2502.11034). A norm above `times` the
+    running mean is a spike, and is clipped to that bound. The mean starts as the smallest norm of the warm-up. For the
+    absolute bound that the paper has in its warm-up, write a `clip-norm` rule with `steps: {to: 100}` below this rule;
+    here the smallest norm is the norm before such a clip.
 
-    The report of a spike names the parameters that carry it, and at which of them, in the order of backward,
-    gradients begin to be larger than they usually are; where already the first ones of the whole pass are, it came
-    with the loss. It names no origin where that cannot be known: another optimizer or model has the gradients that
-    came before, the model is compiled as a whole, or the passes of the step reach different parameters.
+    The report of a spike names the parameters that carry most of it, and the first of them in the order of backward
+    whose gradient is larger than usual. If that is the first gradient of the whole pass, the spike came with the loss.
+    The report names no origin if that cannot be known: another optimizer or model has the earlier gradients,
+    the model is compiled as a whole, or the passes of the step reach different parameters.
 
-    `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer touch nothing in this step,
-    and raises after `give_up_after` spikes in a row; `warn` reports and goes on; `raise` stops before any weight moves.
+    `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer change nothing in this step,
+    and raises after `give_up_after` spikes in a row; `warn` reports and continues; `raise` stops before any weight moves.
 
     ## What is learnt
-    Only updates that took place enter the statistic, each once: no micro-batch, no call of a closure, no step
-    that a trap or a scaler has skipped. What enters is what the rule let through; under `warn` and while
-    observing, what `clip` would have let through. A norm that is not finite never enters: `then: clip` leaves such
-    gradients alone and says so, for every other `then` it is a spike, in the warm-up too. A norm of 0 does not enter
-    either, or a layer that begins without a gradient would be held at 0 for ever. In steps outside of `steps` nothing
-    is learnt. A finite gradient has a finite norm up to 3.4e38, the largest float32, on a CPU; on an accelerator, where
-    squares are summed in float32, up to 1.8e19.
-    Where an optimizer gets further parameters, one norm over all of them is another quantity: it begins anew.
+    Each performed update enters the statistic once. Micro-batches, closure calls and steps that a trap or a scaler
+    skipped do not enter. The norm that enters is the norm after `clip`; under `warn` and in observe mode it is the
+    norm that `clip` would have left. A non-finite norm never enters: `then: clip` leaves such gradients as they are and
+    reports them; for every other `then` they are spikes, also in the warm-up. A norm of 0 does not enter
+    either, because it would hold a layer that starts without a gradient at 0 for ever. Steps outside `steps` teach
+    nothing. On a CPU the norm of a finite gradient is finite up to 3.4e38, the largest float32; an accelerator sums
+    squares in float32, so there the limit is 1.8e19.
+    If an optimizer gets more parameters, the norm over all of them restarts, because it is another quantity.
 
     ## Where it cannot follow
-    What a bound lets through is all that it learns from. After norms that were all alike `sigmas` has a deviation of 0
-    and cuts for ever whatever is above them; `times` grows by `(1 - beta) * (times - 1)` in an update, a thousandth, and
-    takes 20,000 updates to come back from one norm of 1e-9 in its warm-up. So it is in the papers. A warning says so, once
-    per statistic, where 100 updates in a row were above the bound and even the least of them is more than 1,000
-    further updates away. Another one says where usual norms are so small that the 1e-6 above hides every spike.
+    The statistic learns only from clipped norms. After equal norms `sigmas` has a deviation of 0
+    and clips every larger norm for ever. `times` grows by `(1 - beta) * (times - 1)` per update, a thousandth, and
+    needs 20,000 updates to recover from one norm of 1e-9 in its warm-up. The papers have the same limits. A warning appears
+    once per statistic if 100 updates in a row were above the bound and the smallest of them is more than 1,000
+    further updates away. Another warning appears if usual norms are so small that the 1e-6 above hides every spike.
 
     ## Why use it
-    Norms drift by a factor of ten over a run. A fixed `clip-norm` then bites in nearly every step at one end of it
-    and lets spikes through at the other, while one bad batch must never throw the weights away.
+    Norms drift by a factor of ten over a run. A fixed `clip-norm` then acts in nearly every step at one end of the run
+    and lets spikes through at the other, yet one bad batch must never ruin the weights.
 
     ## Points
-    It judges the gradient as the script hands it over, before any rule at `step`, wherever it stands in the
+    The trap judges the gradient from the script, before any rule at `step`, wherever the trap is in the
     file; `clip` multiplies at its place in the file.
 
     ## Cost
@@ -153,11 +152,14 @@ class SpikeTrap(TrapRule):
 
     targets: ClassVar = ("params",)
     points: ClassVar[tuple[Point, ...]] = ("step",)
+    no_at_reason: ClassVar[str] = (
+        "it judges the gradient from the script, and acts right before the update"
+    )
     measures: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     judges_first: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
-        # Of one gradient nothing can be said.
+        # A single gradient has no past to compare with.
         Example({"above": {"sigmas": 2.5}}, [3.0, 4.0], expect=[3.0, 4.0]),
         Example({"above": {"times": 1.05}, "per": "parameter"}, [3.0, 4.0], expect=[3.0, 4.0]),
         Example({"above": {"sigmas": 2.5}, "then": "skip-step"}, [3.0, 4.0], trips=False),
@@ -165,13 +167,13 @@ class SpikeTrap(TrapRule):
     )
 
     action: Literal["spike-trap"] = "spike-trap"
-    above: Annotated[Above, Field(description="What makes a norm a spike.")]
+    above: Annotated[Above, Field(description="The bound above which a norm is a spike.")]
     per: Annotated[
         Literal["rule", "parameter"],
-        Field(description="One norm over all that the rule matches, or each gradient by itself."),
+        Field(description="One norm over all matches of the rule, or each gradient by itself."),
     ] = "rule"
-    then: _Then = "clip"  # type: ignore[assignment] # one more than other traps have
-    give_up_after: _GiveUpAfter = None  # type: ignore[assignment] # means nothing where no step is skipped
+    then: _Then = "clip"  # type: ignore[assignment] # other traps have no `clip`
+    give_up_after: _GiveUpAfter = None  # type: ignore[assignment] # only for `skip-step`
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -180,21 +182,9 @@ class SpikeTrap(TrapRule):
             message = "`give_up_after` counts skipped steps, and this rule skips none"
             yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`", key=True)
 
-    @classmethod
-    def no_at_reason(cls) -> str:
-        return "it judges the gradient that the script hands over, and acts right before the update"
-
     @property
     def edits(self) -> bool:
         return self.then == "clip"
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        judged = "it judges the gradient as the script hands it over, before every edit at `step`"
-        if self.per != "rule":
-            return (judged,)
-        norm = "one norm per optimizer; what a `freeze` hides in this step has no part in it"
-        return (judged, norm)
 
     def compile(self) -> Spikes:
         patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else sys.maxsize
@@ -204,14 +194,14 @@ class SpikeTrap(TrapRule):
 def _zclip(
     sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advance ZClip: kept are the number of updates, the mean and the variance."""
+    """Advance ZClip, which keeps the number of updates, the mean and the variance."""
     number, mean, variance = kept.unbind()
     warm = number >= warmup
     std = variance.clamp(min=0).sqrt()
     z = (norms - mean) / (std + _EPSILON)
     spike = warm & (z > sigmas) & norms.isfinite()
     passed = norms.where(~spike, mean + sigmas**2 * std / z)
-    # Welford's way to the mean and the variance of what has come so far.
+    # Welford's algorithm for the mean and the variance so far.
     after = number + 1
     mean_then = mean + (passed - mean) / after
     variance_then = variance + ((passed - mean) * (passed - mean_then) - variance) / after
@@ -224,7 +214,7 @@ def _zclip(
 def _adagc(
     times: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advance AdaGC: kept are the number of updates and the mean or, in the warm-up, the least norm."""
+    """Advance AdaGC, which keeps the number of updates and the mean, or in the warm-up the least norm."""
     number, mean = kept.unbind()
     warm = number >= warmup
     spike = warm & (norms > times * mean) & norms.isfinite()
@@ -249,7 +239,9 @@ def _zclip_bound(
         return None
     std = max(variance, 0.0) ** 0.5
     words = f"running mean {mean:.3g}, standard deviation {std:.3g}"
-    return mean + sigmas * (std + _EPSILON), f"{words}; bound: {sigmas:g} of these above it"
+    return mean + sigmas * (
+        std + _EPSILON
+    ), f"{words}; bound: {sigmas:g} standard deviations above the mean"
 
 
 def _adagc_bound(

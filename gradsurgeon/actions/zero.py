@@ -17,14 +17,14 @@ class Zero(EditRule):
     """Set a gradient to zero.
 
     ## What it does
-    Every element becomes 0, NaN and infinities included.
+    Every element becomes 0, also NaN and infinite elements.
 
     ## Why use it
-    To cut a parameter out of one loss, or to see what a run does without its gradient. It is not
-    the same as freezing: weight decay and the momentum of earlier steps still move the weight.
+    To cut a parameter out of one loss, or to see a run without its gradient. It is not
+    freezing: weight decay and the momentum of earlier steps still move the weight.
 
     ## Points
-    `backward` (default) drops what this pass contributes, `step` everything that has accumulated.
+    `backward` (default) drops the contribution of this pass, `step` the whole accumulated gradient.
 
     ## Cost
     One write per tensor; never waits for the device.
@@ -45,7 +45,7 @@ class Zero(EditRule):
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         def apply_(grads: Sequence[Tensor]) -> None:
-            torch._foreach_zero_(list(grads))  # torch has no public one
+            torch._foreach_zero_(list(grads))  # torch has no public function
 
         def alters(grad: Tensor) -> Tensor:
             return (grad != 0).any()

@@ -95,7 +95,7 @@ def _sections(described: type[Rule]) -> Iterator[str]:
 def _acts_on(rule: type[Rule]) -> str:
     targets = ", ".join(f"`{kind}`" for kind in rule.targets)
     if not rule.takes_at:
-        return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason()}."
+        return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason}."
     default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     points = ", ".join(f"`{point}`" for point in rule.points)
     return f"Acts on {targets}; of parameters at {points} ({default})."

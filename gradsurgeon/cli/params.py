@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, ModelError, printable
-from gradsurgeon.planning import Manifest, manifest_file, strict_json
+from gradsurgeon.planning import Manifest, manifest_file
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import sources
 
@@ -47,7 +47,7 @@ def _about(manifest: Manifest) -> str:
 
 def _check(file: str, model: str | None) -> int:
     # The file before the model: it takes no time, and may be wrong.
-    known = manifest_file.from_dict(strict_json.read(file), file)
+    known = manifest_file.from_dict(manifest_file.read_json(file), file)
     changes = list(known.notes)
     if model is not None:
         changes += _changes(known, sources.manifest_of(model=model))

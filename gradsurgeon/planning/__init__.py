@@ -1,7 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
-from gradsurgeon.planning.losses import clashes
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -15,7 +14,7 @@ from gradsurgeon.planning.manifest import (
 )
 from gradsurgeon.planning.matching import Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan
-from gradsurgeon.planning.plan_warnings import curves_of_nothing, outside_graphs
+from gradsurgeon.planning.plan_warnings import clashes, curves_of_nothing
 
 __all__ = [
     "NO_MATCH",
@@ -37,7 +36,6 @@ __all__ = [
     "name_indexes",
     "named_modules",
     "obstacles",
-    "outside_graphs",
     "shortfalls",
     "slots",
     "undecided",

@@ -8,25 +8,24 @@ from gradsurgeon import _live
 from gradsurgeon.actions import EditRule, LossRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.losses import clashes, cost, doubts
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param, calls_no_hook
 from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
-from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
+from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost, overlaps
 from gradsurgeon.schema import RuleSet
 
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
 NO_MATCH = "matches nothing in this model"
-# Nobody reads on, and to look for what was meant takes time.
+# No reader needs more, and each hint takes time.
 _MAX_COMPLAINTS = 100
 
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Bind rules to the names of a model, or raise `BindError` with all that is wrong at once.
+    """Return the plan of rules on one model, or raise `BindError` with all problems at once.
 
-    Not ``alone``, a rule that matches nothing here may match in another model: `shortfalls` tells that
-    once all models are known.
+    With ``alone=False`` a rule may match nothing here, because another model may have its names:
+    `shortfalls` checks the rules once all models are known.
     """
     names = name_indexes(manifest)
     complaints: list[str] = []
@@ -34,7 +33,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
         if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
             break
         if texts := undecided(rule, manifest):
             complaints += [_complaint(rules, rule, text) for text in texts]
@@ -45,20 +44,24 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             continue
         if rule.target == "tensors":
             bindings += _bindings(rule, ())
-            warnings[rule.id] = (*rule.notes, "binds when the script tags a tensor so")
+            warnings[rule.id] = (
+                *rule.notes,
+                "takes effect when the script tags a tensor with such a name",
+            )
             continue
         known = names[rule.target]
-        matched, doubts = known.match(rule)
+        doubts: list[str] = []
+        matched = known.select(rule, doubts)
         if alone:
             complaints += _shortfalls_of(rules, rule, matched, known)
         complaints += [_complaint(rules, rule, text) for text in obstacles(rule, matched, manifest)]
-        said: tuple[str, ...] = (NO_MATCH,)
+        remarks: tuple[str, ...] = (NO_MATCH,)
         if matched:
-            said = (*_warnings_on(rule, matched), *rule.notes)
+            remarks = (*_warnings_on(rule, matched), *rule.notes)
         elif rule.optional:
-            said = ("matches nothing (optional)",)
-        # Of a rule that has no effect here it is of no use to say what its effect would be.
-        warnings[rule.id] = (*doubts, *said)
+            remarks = ("matches nothing (optional)",)
+        # The notes describe an effect, and a rule without a match has none.
+        warnings[rule.id] = (*doubts, *remarks)
         bindings += _bindings(rule, matched)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
     matched_names = {rule.id: [one.name for one in plan.of(rule.id)] for rule in rules.rules}
@@ -72,7 +75,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return what is wrong with rules that match too little in several models together."""
+    """Return the complaints about rules that match too little over several models together."""
     complaints: list[str] = []
     named = {title: name_indexes(one) for title, one in models.items()}
     together = cache(lambda titles: _together([models[title] for title in titles], titles))
@@ -80,7 +83,7 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
         if rule.target == "tensors":
             continue
         if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
             break
         titles = [
             title for title, one in models.items() if rule.model is None or is_for(rule.model, one)
@@ -107,7 +110,7 @@ def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Na
 
 
 def undecided(rule: Rule, manifest: Manifest) -> list[str]:
-    """Return the conditions that go by what the source of the names does not tell."""
+    """Return complaints about conditions on facts that the source of the names lacks."""
     on_params = rule.target == "params" and bool(manifest.params)
     owners: Fact = "classes of parameters" if on_params else "classes of modules"
     where = rule.where
@@ -120,7 +123,7 @@ def undecided(rule: Rule, manifest: Manifest) -> list[str]:
         ("where: dtype", where.dtype, "dtypes"),
     )
     return [
-        f"`{condition}` cannot be decided: {printable(manifest.origin)} does not tell; plan with "
+        f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
         "`--model`, or with the params.json that `gradsurgeon params` writes"
         for condition, wanted, fact in conditions
         if wanted is not None and fact in manifest.untold
@@ -133,7 +136,7 @@ def is_for(model: str, manifest: Manifest) -> bool:
 
 
 def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
-    """Yield what a rule is bound to; what is the same for all is asked once: there can be thousands."""
+    """Yield the bindings of a rule. There can be thousands, so shared facts are computed once."""
     rule_id, tensor, point, hook = rule.id, str(rule.ref), rule.point, hook_of(rule)
     if rule.target == "tensors":
         for pattern in rule.patterns:
@@ -148,27 +151,28 @@ def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
 def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
-        yield "all parameters it matches have `requires_grad` off: it acts once it is on"
-    if isinstance(rule, LossRule):
-        yield from doubts(rule, matched)
+        yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
         return
     if isinstance(rule, LossRule):
+        if len(matched) == 1:
+            name = printable(matched[0].name)
+            yield f"{name} alone meets no other gradient: name all modules with the same input tensor"
         yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"
         inplace = [thing for thing in matched if isinstance(thing, Module) and thing.inplace]
         if inplace:
             yield (
-                f"works in place{examples(inplace)}: the gradient is that of the tensor before the "
-                "module, with what earlier consumers of it contribute"
+                f"works in place{examples(inplace)}: the gradient belongs to the tensor before the "
+                "module, and includes the contributions of its earlier consumers"
             )
     if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
-        yield "acts in every forward, evaluation included; `when: train` limits it to training"
+        yield "acts in every forward call, also in evaluation; `when: train` limits it to training"
 
 
 def _apart(matched: Sequence[Thing]) -> Iterator[str]:
-    """Say which modules lie in others that a rule on what they take together matches, too."""
+    """Yield the matched modules that lie inside other matched modules: their gradients never meet."""
     names = {thing.name for thing in matched}
     for name in sorted(names):
         around = name
@@ -176,8 +180,8 @@ def _apart(matched: Sequence[Thing]) -> Iterator[str]:
             around = around.rpartition(".")[0]
             if around in names:
                 yield (
-                    f"{printable(name)} is a part of {printable(around)}, and gets a view of its own of what that takes: what "
-                    "the two send back does not meet; leave one of them out by `exclude`"
+                    f"{printable(name)} is a part of {printable(around)}, and each has its own view of the input: "
+                    "their gradients do not meet; leave one of them out by `exclude`"
                 )
                 break
 
@@ -216,8 +220,8 @@ def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
     sparse = [param for param in params if param.sparse]
     if sparse and isinstance(rule, LossRule):
         yield (
-            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: those of single losses cannot be "
-            "told apart there; leave them out by `exclude`"
+            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: the gradients of single losses "
+            "cannot be told apart there; leave them out by `exclude`"
         )
     elif sparse and not rule.keeps_zero:
         yield (
@@ -235,7 +239,7 @@ def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Ite
         )
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
-            "gradients pass no hook and none has a whole norm; shard the model with "
+            "gradients pass no hook and have no whole norm; shard the model with "
             f"torch.distributed.fsdp.fully_shard instead, under which {how}"
         )
         return
@@ -266,7 +270,7 @@ def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Ite
 
 
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
-    """Return why a rule cannot act on what it matches; `bind` raises them."""
+    """Return why a rule cannot act on its matches; `bind` raises these texts."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     scripted = [
         thing for thing in matched if isinstance(thing, Module) and calls_no_hook(thing, manifest)
@@ -277,7 +281,7 @@ def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[
 def _unseen(scripted: Sequence[Module]) -> Iterator[str]:
     if scripted:
         yield (
-            f"torch.jit runs {len(scripted)} of the modules it matches{examples(scripted)}, and calls no hook there: name the "
+            f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "
             "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
-            "parameters (`params`) act there, too"
+            "parameters (`params`) do act there"
         )

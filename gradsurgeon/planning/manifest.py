@@ -12,16 +12,16 @@ from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon import _live
 
-# Wrappers put one segment between their own name and that of the module they wrap. The segment is
-# dropped only where its owner really is such a wrapper: a model may call a child `module`. They are
-# told by name so that planning needs no torch, and subclasses count.
+# Wrappers put one segment between their own name and the name of the wrapped module. The segment is
+# dropped only if its owner is such a wrapper: a model may call a child `module`. Names identify the
+# wrappers and their subclasses, so planning needs no torch.
 _WRAPPERS = {
     "DistributedDataParallel": {"module"},
     "DataParallel": {"module"},
     "FullyShardedDataParallel": {"_fsdp_wrapped_module"},
     "OptimizedModule": {"_orig_mod"},
     "ActivationWrapper": {"_checkpoint_wrapped_module"},
-    # Fabric holds what it wraps twice, with and without the wrapper of its strategy.
+    # Fabric holds the wrapped module twice, with and without the wrapper of its strategy.
     "_FabricModule": {"_forward_module", "_original_module"},
 }
 _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
@@ -31,7 +31,7 @@ Fact = Literal[
 ]
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
-# What a file may say; a model may say more. On longer names a regular expression could take long.
+# Limits for files, not for models. On longer names a regular expression could take long.
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 NameList = Annotated[tuple[Name, ...], FailFast()]
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
@@ -43,7 +43,7 @@ class Param:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: Name  # canonical, the first one in the order of ``named_parameters``
-    aliases: NameList  # its other canonical names, where the tensor is tied
+    aliases: NameList  # its other canonical names, if the tensor is tied
     shape: Shape | None  # none while a lazy module has not seen its first input
     dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
     requires_grad: StrictBool
@@ -58,7 +58,7 @@ class Param:
 
     @property
     def shape_is_not_told(self) -> bool:
-        """Whether the source of the names has no shapes; a lazy module has none yet either."""
+        """Whether the source of the names has no shapes. A lazy parameter lacks its shape for another reason."""
         return self.shape is None and not self.module_type
 
     @property
@@ -87,7 +87,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """Where a parameter lives: ``owner._parameters[key]``, under a canonical name."""
+    """The place of a parameter: ``owner._parameters[key]``, under a canonical name."""
 
     name: str
     owner: Any
@@ -98,16 +98,16 @@ class ParameterSlot:
 class Manifest:
     """All parameters and modules of a model, in the order of ``named_parameters``.
 
-    Names that come from a file of weights have no class names (``module_type`` is empty), and where
-    the weights themselves are missing no dtype (an empty text) and no shape.
+    Names from a file of weights have no class names (``module_type`` is empty). If the weights
+    themselves are missing, they have neither dtype (an empty text) nor shape.
 
     Attributes:
         origin: class name of the root, or the file of weights.
         params: the parameters.
         modules: the modules, the root first.
-        model_type: class names of the root, most derived first: what `model:` in a rule goes by.
-        notes: what a reader of a plan must know about the names themselves.
-        compiled: the model, or a part of it, is compiled already; a file of names does not tell.
+        model_type: class names of the root, most derived first, for `model:` in a rule.
+        notes: facts about the names that a reader of a plan must know.
+        compiled: the model, or a part of it, is compiled already; always false for a file of names.
     """
 
     origin: str
@@ -122,16 +122,16 @@ class Manifest:
         """Number of elements over all parameters."""
         return sum(param.numel for param in self.params)
 
-    # Facts about all names are asked for by each rule: there may be thousands of both.
+    # Each rule asks for these facts about all names, and there may be thousands of both.
 
     @cached_property
     def flat_params(self) -> tuple[Param, ...]:
-        """The parameters that the older FSDP keeps flat."""
+        """The parameters that FullyShardedDataParallel keeps flat."""
         return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
 
     @cached_property
     def untold(self) -> frozenset[Fact]:
-        """What the source of the names does not tell of some parameter or module."""
+        """The facts that the source of the names lacks for some parameter or module."""
         params = self.params
         roots = [one for one in self.modules if one.name == ROOT]
         facts: dict[Fact, bool] = {
@@ -148,9 +148,9 @@ _SCRIPTED = "ScriptModule"
 
 
 def is_scripted(kind: Collection[str]) -> bool:
-    """Tell whether `torch.jit` calls modules of a class, so that none of their hooks runs.
+    """Tell whether `torch.jit` calls modules of a class, and runs none of their hooks.
 
-    It leaves the hooks of what `torch.jit.trace` returns alone, unless that is a part of a scripted module.
+    Hooks on the result of `torch.jit.trace` do run, unless it is a part of a scripted module.
 
     Args:
         kind: the names of the class and of its bases.
@@ -201,9 +201,9 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def slots(model: Any) -> Iterator[ParameterSlot]:
-    """Yield every place that holds a parameter, tied ones under each of their names."""
+    """Yield every place that holds a parameter; a tied parameter has several."""
     for path, module in walk(model):
-        # `named_parameters` shows a tied parameter once, under whichever name comes first.
+        # `named_parameters` shows a tied parameter once, under its first name.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
                 yield ParameterSlot(f"{path}.{key}" if path else key, module, key)
@@ -235,7 +235,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def named_modules(model: Any) -> dict[str, Any]:
-    """Return every module under each of its canonical names; wrappers give way to what they wrap."""
+    """Return every module under each of its canonical names; a wrapped module replaces its wrapper."""
     return {path or ROOT: module for path, module in walk(model)}
 
 
@@ -249,7 +249,7 @@ def _modules(model: Any) -> Iterator[Module]:
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
-    """Return the ids of the modules whose parameters `fully_shard` has in its care."""
+    """Return the ids of the modules whose parameters `fully_shard` manages."""
     ids: set[int] = set()
     for _, module in tree:
         if "FSDPModule" in class_names(module):
@@ -258,7 +258,7 @@ def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
 
 
 def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
-    # The flat parameters of the older FSDP carry a word; with `use_orig_params` so do views of them.
+    # FullyShardedDataParallel marks its flat parameters, and with `use_orig_params` the views of them.
     if getattr(tensor, "_fsdp_flattened", False):
         return "FullyShardedDataParallel"
     if "DTensor" not in class_names(tensor):

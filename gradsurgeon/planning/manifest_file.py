@@ -1,27 +1,58 @@
-"""`params.json`: the names of a model as a file, so that rules can be planned without it.
+"""The names of a model as a file, so that rules can be planned without the model.
 
-The format is stable: version, origin, hash of what the names are, parameters and modules. What holds
-of few models is written for them only: ``sparse`` and ``sharding`` of a parameter, ``aliases`` and
-``inplace`` of a module. Files of weights name parameters as well, though they tell less: see `read`.
+`params.json` is ours: version, origin, a hash of the content, parameters and modules. The format is stable.
+Few models need the keys ``sparse`` and ``sharding`` of a parameter, and ``aliases`` and ``inplace`` of a
+module: the others leave them out.
+
+Files of weights name parameters too: the header of a ``.safetensors``, or an index of several such files.
+The tensors are never read. Such a file has names, shapes and dtypes in no useful order. It has neither
+classes of modules nor which tensors train, are tied, or are buffers.
+
+Any of these files may come from a stranger: sizes are bounded, and pydantic checks the content.
 """
 
 import errno
 import hashlib
 import json
 import os
-import pathlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
-from gradsurgeon.errors import ManifestError
-from gradsurgeon.planning import strict_json, weights
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param
+from gradsurgeon.actions import described
+from gradsurgeon.errors import ManifestError, Place, Problem
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
+from gradsurgeon.schema import Built
 from gradsurgeon.store.files import replacing
 
 VERSION = 1
+# A model of 100,000 tensors needs 40 MB.
+MAX_BYTES = 100_000_000
+# One byte of JSON can become many bytes of memory: this many values need half a gigabyte.
+_MAX_VALUES = 6_000_000
+_MAX_PROBLEMS = 100
+_KINDS = "names come from params.json, *.safetensors, or *.index.json beside the weights"
+_WRITE_AGAIN = "write the file again: `gradsurgeon params`"
+
+_LEAD = 8  # bytes of a safetensors file that hold the length of its header
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+}
+# Tensors of whole numbers or bits have no gradient.
+_WITHOUT_GRADIENT = ("I", "U", "BOOL")
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +62,47 @@ class _File:
     version: Literal[1]
     origin: Name
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
-    # No hand writes such a file: the first item that is wrong says enough.
+    # A program writes these lists: their first wrong item says enough.
     params: Annotated[tuple[Param, ...], FailFast()]
     modules: Annotated[tuple[Module, ...], FailFast()]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor in the header of a safetensors file."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    dtype: Annotated[str, Field(max_length=40)]
+    shape: Shape
+    data_offsets: Any = None
+
+
+def _beside(shard: str) -> str:
+    if shard in ("", ".", "..") or not {"/", "\\", ":", "\0"}.isdisjoint(shard):
+        raise ValueError("no plain name of a file: only files beside the index are read")
+    return shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weight_map: dict[Name, Annotated[str, AfterValidator(_beside)]]
+
+
+class _Header(NamedTuple):
+    params: dict[str, Param]  # the tensors that can have a gradient
+    left_out: list[str]  # the names of the other tensors
+
+
 def to_dict(manifest: Manifest) -> dict[str, Any]:
     content = {
-        "params": [_param(param) for param in manifest.params],
-        "modules": [_module(module) for module in manifest.modules],
+        key: TypeAdapter(kind).dump_python(
+            things, mode="json", by_alias=True, exclude_defaults=True
+        )
+        for key, kind, things in (
+            ("params", tuple[Param, ...], manifest.params),
+            ("modules", tuple[Module, ...], manifest.modules),
+        )
     }
     return {
         "version": VERSION,
@@ -47,6 +110,12 @@ def to_dict(manifest: Manifest) -> dict[str, Any]:
         "hash": digest(content),
         **content,
     }
+
+
+def digest(content: dict[str, Any]) -> str:
+    """Return the hash of parameters and modules; it does not depend on layout or order of keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def dumps(manifest: Manifest) -> str:
@@ -61,8 +130,8 @@ def dumps(manifest: Manifest) -> str:
 
 
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
-    """Write a file, unless one of another kind is there, which nobody has asked to replace."""
-    place = pathlib.Path(path)
+    """Write a manifest, but never over a file of another kind."""
+    place = Path(path)
     if place.is_file() and place.stat().st_size and not _is_manifest(place):
         kept = "a file of another kind is there and stays: move it away, or write to another"
         raise FileExistsError(errno.EEXIST, kept, os.fspath(path))
@@ -70,71 +139,204 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
         file.write(dumps(manifest))
 
 
-def _is_manifest(path: pathlib.Path) -> bool:
+def _is_manifest(path: Path) -> bool:
     try:
-        data = strict_json.read(path)
+        data = read_json(path)
     except ManifestError:
         return False
     return isinstance(data, dict) and data.keys() >= {field.name for field in fields(_File)}
-
-
-def digest(content: dict[str, Any]) -> str:
-    """Return the hash of parameters and modules; it does not depend on layout or order of keys."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _param(param: Param) -> dict[str, Any]:
-    return {
-        "name": param.name,
-        "aliases": list(param.aliases),
-        "shape": None if param.shape is None else list(param.shape),
-        "dtype": param.dtype,
-        "requires_grad": param.requires_grad,
-        "module_type": list(param.module_type),
-        **({"sparse": True} if param.sparse else {}),
-        **({"sharding": param.sharding} if param.sharding else {}),
-    }
-
-
-def _module(module: Module) -> dict[str, Any]:
-    return {
-        "name": module.name,
-        "type": list(module.module_type),
-        **({"aliases": list(module.aliases)} if module.aliases else {}),
-        **({"inplace": True} if module.inplace else {}),
-    }
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
     """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards."""
     file = os.fspath(path)
     if file.endswith(".safetensors"):
-        return weights.from_safetensors(file)
-    data = strict_json.read(file)
+        return _manifest(file, _header(file))
+    data = read_json(file)
     if isinstance(data, dict) and "weight_map" in data:
-        return weights.from_index(data, file)
+        return _from_index(data, file)
     return from_dict(data, file)
 
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
-    """Return the manifest that `to_dict` has written; a hash that is not that of its content is a note."""
+    """Return the manifest that `to_dict` has written; a wrong hash becomes a note of the manifest."""
     version = data.get("version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > VERSION:  # it may mean other things by the same words
+    if isinstance(version, int) and version > VERSION:  # its words may have other meanings
         message = f"this is version {version} of the format, this gradsurgeon reads {VERSION}"
-        strict_json.refuse(file, message, "upgrade gradsurgeon")
-    top = strict_json.checked(_File, data, file)
+        _refuse(file, message, "upgrade gradsurgeon")
+    top = _checked(_File, data, file)
     for noun, things in (("parameter", top.params), ("module", top.modules)):
         names = Counter(name for thing in things for name in thing.names)
         if twice := [name for name, count in names.items() if count > 1]:
-            message = f"the {noun} `{twice[0][:60]}` stands twice"
-            strict_json.refuse(file, message, strict_json.WRITE_AGAIN)
+            _refuse(file, f"the {noun} `{twice[0][:60]}` is listed twice", _WRITE_AGAIN)
     root = next((one.module_type for one in top.modules if one.name == ROOT), ())
     manifest = Manifest(top.origin, top.params, top.modules, root)
     if to_dict(manifest)["hash"] == top.hash:
         return manifest
     note = (
-        f"{file} was edited by hand, or merged: its hash is not that of its content; write it again "
+        f"{file} was edited by hand, or merged: its hash does not fit its content; write it again "
         "with `gradsurgeon params`"
     )
     return replace(manifest, notes=(note,))
+
+
+def _from_index(data: object, file: str) -> Manifest:
+    """Return the names in an index, with shapes from the shards that lie beside it."""
+    names_in: dict[str, list[str]] = {}
+    for name, shard in _checked(_Index, data, file).weight_map.items():
+        names_in.setdefault(shard, []).append(name)
+    found = _Header({}, [])
+    missing: list[str] = []
+    for shard, names in names_in.items():
+        path = Path(file).parent / shard
+        # Reading a pickle would run it.
+        if path.suffix != ".safetensors" or not path.exists():
+            missing.append(shard)
+            found.params.update((name, _param(name, None, "")) for name in names)
+            continue
+        header = _header(os.fspath(path))
+        known = header.params.keys() | set(header.left_out)
+        if strange := [name for name in names if name not in known]:
+            message = f"{shard} holds no tensor `{strange[0][:60]}`"
+            _refuse(file, message, "index and shards are of two models")
+        found.params.update((name, header.params[name]) for name in names if name in header.params)
+        found.left_out.extend(header.left_out)
+    if not missing:
+        return _manifest(file, found)
+    note = (
+        f"{len(missing)} of {len(names_in)} files of weights are missing, or hold pickles (such as "
+        f"{missing[0]}): shapes and dtypes of their parameters are unknown, and count as 0 elements"
+    )
+    return _manifest(file, found, note)
+
+
+def _header(file: str) -> _Header:
+    """Return what the header of a safetensors file says."""
+    entries = _parsed(_header_text(file), file)
+    if not isinstance(entries, dict):
+        _refuse(file, "its header is no JSON object: this is no safetensors file")
+    entries.pop("__metadata__", None)
+    found = _Header({}, [])
+    for name, tensor in _checked(dict[Name, _Tensor], entries, file).items():
+        if tensor.dtype.startswith(_WITHOUT_GRADIENT):
+            found.left_out.append(name)
+        else:
+            dtype = _DTYPES.get(tensor.dtype, tensor.dtype.lower())
+            found.params[name] = _param(name, tensor.shape, dtype)
+    return found
+
+
+def _header_text(file: str) -> bytes:
+    path = Path(file)
+    try:
+        if path.exists() and not path.is_file():
+            _refuse(file, "is no regular file", "name a file", "unreadable-file")
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            lead = stream.read(_LEAD)
+            length = int.from_bytes(lead, "little")
+            if lead == b"version ":
+                _refuse(file, "this is a pointer of Git LFS", "git lfs pull")
+            if len(lead) < _LEAD or length > size - _LEAD:
+                message = (
+                    "no safetensors file, or one that is cut off: its header does not fit in it"
+                )
+                _refuse(file, message, "save or download it again")
+            return stream.read(min(length, MAX_BYTES + 1))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        _unreadable(file, error)
+
+
+def _param(name: str, shape: tuple[int, ...] | None, dtype: str) -> Param:
+    return Param(name, (), shape, dtype, requires_grad=True, module_type=())
+
+
+def _manifest(file: str, found: _Header, *notes: str) -> Manifest:
+    names = sorted(found.params, key=_in_order)
+    own = [
+        f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
+        "tied, and it lacks modules without parameters"
+    ]
+    if found.left_out:
+        count = len(found.left_out)
+        own.append(f"{count} tensors of whole numbers are left out (such as {found.left_out[0]})")
+    return Manifest(
+        origin=file,
+        params=tuple(found.params[name] for name in names),
+        modules=tuple(_modules(names)),
+        notes=(*own, *notes),
+    )
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts ``h.2`` before ``h.10``, which restores the order of layers."""
+    steps = name.split(".")
+    return [(not step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in steps]
+
+
+def _modules(names: Iterable[str]) -> Iterable[Module]:
+    """Return the root and every prefix of the names, each before the modules inside it."""
+    paths = {ROOT: None}
+    for name in names:
+        parts = name.split(".")
+        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+    return [Module(path, (), ()) for path in paths if path]
+
+
+def read_json(path: str | os.PathLike[str]) -> object:
+    """Return the data of a JSON file, or raise `ManifestError`."""
+    file = os.fspath(path)
+    try:
+        with Path(file).open("rb") as stream:
+            # A bounded read, because the path may be a device.
+            raw = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        _unreadable(file, error)
+    return _parsed(raw, file)
+
+
+def _parsed(raw: bytes, file: str) -> object:
+    if len(raw) > MAX_BYTES:
+        _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
+        _refuse(file, f"more than {_MAX_VALUES:,} values are not read", _KINDS)
+    try:
+        return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
+    except ValueError as error:
+        _refuse(file, f"not JSON: {error}", _KINDS)
+
+
+def _checked(kind: type[_Value], value: object, file: str) -> _Value:
+    try:
+        valid: _Value = TypeAdapter(kind).validate_python(value)
+    except ValidationError as errors:
+        if (count := errors.error_count()) > _MAX_PROBLEMS:
+            _refuse(file, f"{count} problems: this is no file of names", _KINDS)
+        source = Built(None, file=file)
+        raise ManifestError(
+            [_problem(source, error) for error in errors.errors(include_url=False)]
+        ) from None
+    return valid
+
+
+def _problem(source: Built, error: Any) -> Problem:
+    path = tuple(step[:60] if isinstance(step, str) else step for step in error["loc"])
+    kind, hint = error["type"], _WRITE_AGAIN
+    if kind == "missing":
+        path, message = path[:-1], f"missing key `{path[-1]}`"
+    elif kind == "unexpected_keyword_argument":
+        message = f"unknown key `{path[-1]}`"
+    else:
+        message, hint = error["msg"].replace("Input should be", "expected", 1), ""
+        message = message.replace("valid tuple", "list")
+        message = f"{message[:1].lower()}{message[1:]}, found {described(error['input'])}"
+    return Problem(source.place(path), "bad-manifest", message, hint)
+
+
+def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
+    raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])
+
+
+def _unreadable(file: str, error: Exception) -> NoReturn:
+    cause = getattr(error, "strerror", None) or str(error)
+    _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")

@@ -1,4 +1,4 @@
-"""Patterns and conditions of a rule -> the parameters or modules it selects, and what is doubtful."""
+"""Patterns and conditions of a rule -> the parameters or modules it selects, with doubts about them."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,73 +11,58 @@ from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 Thing = Param | Module
 _EXAMPLES = 3
 _MAX_DOUBTS = 20  # on one rule
-_FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names that are looked at for all hints
+_FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all hints
 
 
 class NameIndex:
-    """All names of one kind of thing, aliases included, and what each of them stands for."""
+    """The names of all parameters, or of all modules, with aliases, and the thing behind each name."""
 
     def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
         self.noun = noun
-        # To look for what was meant takes the longer the more names there are.
+        # Each hint compares its pattern with all names.
         self._hints = max(_FEW, _COMPARED // (len(things) + 1))
         self._of = owner
         self.names = [name for thing in things for name in thing.names if name != ROOT]
-        self._owner = [thing for thing in things for name in thing.names if name != ROOT]
-        self._at = {name: index for index, name in enumerate(self.names)}
-        self._root = [thing for thing in things if thing.name == ROOT]
+        self._named = {name: thing for thing in things for name in thing.names}
         self._search = NameSearch(self.names)
         self._things = things
         self._place = {thing.name: place for place, thing in enumerate(things)}
 
     def hits(self, pattern: Pattern) -> dict[str, Thing]:
-        if pattern.text == ROOT:
-            return dict.fromkeys([ROOT], self._root[0]) if self._root else {}
+        """Return the matched things by the name that matched. Only the name "." matches the root."""
         if pattern.is_literal:
-            places = [self._at[pattern.text]] if pattern.text in self._at else []
+            names = [pattern.text] if pattern.text in self._named else []
         else:
-            places = self._search.matching(pattern)
-        return {self.names[index]: self._owner[index] for index in places}
+            names = [self.names[place] for place in self._search.matching(pattern)]
+        return {name: self._named[name] for name in names}
 
     def hint(self, pattern: Pattern) -> str:
-        """Return what was probably meant by a pattern; in a big model only of the first that ask."""
+        """Return the likely meaning of a pattern without a match; a big model has few hints to give."""
         self._hints -= 1
         if self._hints < 0:
-            return "what is said of the first patterns that match nothing may help here too"
+            return "the hint about the first patterns that match nothing may help here too"
         return suggest(pattern.text, self.names)
 
-    def match(self, rule: Rule) -> tuple[list[Thing], list[str]]:
-        """Return what a rule selects, in model order, and what is doubtful about it."""
-        doubts: list[str] = []
+    def select(self, rule: Rule, doubts: list[str] | None = None) -> list[Thing]:
+        """Return the things that a rule selects, in model order, and append doubts to ``doubts``."""
         chosen: set[str] = set()
         patterns = rule.patterns  # compiled at each call
         for pattern in patterns:
             hits = self.hits(pattern)
-            if not hits and len(patterns) > 1:
+            if doubts is not None and not hits and len(patterns) > 1:
                 doubts.append(f"pattern {quoted(pattern)} matches nothing; {self.hint(pattern)}")
             chosen.update(thing.name for thing in hits.values())
-        for text in rule.exclude:
-            pattern = compile_pattern(text)
+        for pattern in map(compile_pattern, rule.exclude):
             hits = self.hits(pattern)
             dropped = {thing.name for thing in hits.values()} & chosen
-            if not dropped:
-                doubts.append(f"exclude {quoted(pattern)} takes nothing out of the match")
-            doubts += self._also_taken(pattern, hits, dropped)
+            if doubts is not None:
+                if not dropped:
+                    doubts.append(f"exclude {quoted(pattern)} removes nothing from the match")
+                doubts += self._also_taken(pattern, hits, dropped)
             chosen -= dropped
-        if len(doubts) > _MAX_DOUBTS:
+        if doubts is not None and len(doubts) > _MAX_DOUBTS:
             doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
-        return self._kept(rule, chosen), doubts
-
-    def select(self, rule: Rule) -> list[Thing]:
-        chosen: set[str] = set()
-        for pattern in rule.patterns:
-            chosen.update(thing.name for thing in self.hits(pattern).values())
-        for text in rule.exclude:
-            chosen.difference_update(t.name for t in self.hits(compile_pattern(text)).values())
-        return self._kept(rule, chosen)
-
-    def _kept(self, rule: Rule, chosen: set[str]) -> list[Thing]:
-        # Not by going through all names: each of many rules may match few of many.
+        # Each of many rules may match few of many names, so only the matches are looked at.
         things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
         if rule.where == Where():
             return things
@@ -91,9 +76,10 @@ class NameIndex:
             if others:
                 shown = printable(", ".join(others))
                 what = "tensor" if isinstance(thing, Param) else "module"
-                yield f"exclude {quoted(pattern)} also takes out {shown}: the same {what}"
+                yield f"exclude {quoted(pattern)} also removes {shown}: the same {what}"
 
     def no_match(self, rule: Rule) -> str:
+        """Return why a rule selects nothing."""
         matched = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
         if not matched:
             patterns = rule.patterns
@@ -105,7 +91,7 @@ class NameIndex:
         reasons = Counter(filter(None, (failed(rule.where, thing) for thing in matched)))
         plural = f"{len(matched)} {self.noun}s match"
         if not reasons:
-            return f"{plural}, but `exclude` takes all of them out"
+            return f"{plural}, but `exclude` removes all of them"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
         classes = ""
         if reasons["module_type"]:
@@ -116,7 +102,7 @@ class NameIndex:
 
 
 def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
-    """Return the names of each kind of thing, by what a rule calls the kind."""
+    """Return the index of each target that has names before training: parameters and modules."""
     return {
         "params": NameIndex("parameter", manifest.params, owner),
         "modules": NameIndex("module", manifest.modules, owner),
@@ -124,7 +110,7 @@ def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, Name
 
 
 def failed(where: Where, thing: Thing) -> str:
-    """Return the first condition that is not met; empty where all are."""
+    """Return the first condition that a thing fails; empty if it meets all."""
     if where.module_type is not None:
         pattern = compile_pattern(where.module_type)
         if not any(pattern.matches(name) for name in thing.module_type):
@@ -147,7 +133,7 @@ def _failed_param(where: Where, param: Param) -> str:
 
 
 def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
-    """Return the first names in parentheses, each with its owner where there are several."""
+    """Return the first names in parentheses, each behind its owner if owners are given."""
     if not things:
         return ""
     names = [thing.name for thing in things[:_EXAMPLES]]

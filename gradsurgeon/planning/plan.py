@@ -1,4 +1,4 @@
-"""The plan: which rule acts on which tensor, when, and what carries it there."""
+"""The plan: which rule acts on which tensor, when, and through which hook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOOKS: dict[Moment, str] = {
 }
 
 _MAX_CHAINS = 100
-# Rows of a notebook's table: what is shown without being asked, and at most.
+# Rows of a notebook's table: shown at once, and at most.
 _UNFOLDED, _MAX_ROWS = 12, 300
 
 
@@ -32,13 +32,13 @@ class Binding:
 
     Attributes:
         rule: id of the rule.
-        name: canonical name of the parameter or module; of a tag the pattern, as its names are not
-            known before the script uses them.
-        aliases: its other names, where it is tied or shared.
+        name: canonical name of the parameter or module; for a tag the pattern, because the script
+            chooses names only later.
+        aliases: its other names, if it is tied or shared.
         tensor: which tensor of it: ``grad``, ``output.grad``, ``input[0]``.
         point: the moment at which the rule acts.
-        hook: what carries it there.
-        numel: number of elements of a parameter, 0 of the rest.
+        hook: the hook that runs the rule.
+        numel: number of elements of a parameter, 0 for modules and tags.
         dormant: the parameter is frozen now; the rule acts once it is not.
     """
 
@@ -60,10 +60,10 @@ class Plan:
         rules: the rules, in file order.
         manifest: the names they were bound to.
         bindings: every rule on everything it matched, rule by rule.
-        rule_warnings: per rule id, what is doubtful about its match.
-        warnings: what is doubtful about rules together.
-        title: what the model is called among several, empty where its class name will do.
-        elsewhere: per rule id that matches nothing on this rank, which ranks have what it matches.
+        rule_warnings: per rule id, doubts about its match.
+        warnings: doubts about rules together.
+        title: name of the model among several, empty if its class name is enough.
+        elsewhere: per rule id without a match on this rank, the ranks with a match.
     """
 
     rules: RuleSet
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def subject(self) -> str:
-        """What the model is called."""
+        """The name of the model."""
         return self.title or self.manifest.origin
 
     @cached_property
@@ -197,7 +197,7 @@ def _rules(plan: Plan) -> Iterator[str]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
         dormant = sum(binding.dormant for binding in bound)
-        # Not `frozen`: that would be taken for the work of a rule with the action `freeze`.
+        # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
         frozen = f" ({dormant} without requires_grad)" if dormant else ""
         steps = rule.steps
         last = "" if steps.to is None else steps.to - 1  # a range names its last number everywhere
@@ -218,7 +218,7 @@ def _rules(plan: Plan) -> Iterator[str]:
 
 
 def _losses(plan: Plan) -> Iterator[str]:
-    """Yield which losses meet where, and what becomes of them."""
+    """Yield the losses of each rule, where they meet, and the outcome."""
     rows = []
     for rule in plan.rules.rules:
         names = [binding.name for binding in plan.of(rule.id)]
@@ -249,13 +249,13 @@ def _chains(plan: Plan) -> Iterator[str]:
     if len(groups) > _MAX_CHAINS:
         rest = sum(map(len, islice(groups.values(), _MAX_CHAINS, None)))
         more = count(len(groups) - _MAX_CHAINS, "more chain")
-        yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` has all of them"
+        yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` lists all"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
 
 
 def _bindings(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield what each rule is bound to, with runs of equal layers folded."""
+    """Yield the matches of each rule, with runs of equal layers folded."""
     aliases = {binding.name: binding.aliases for binding in plan.bindings}
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)

@@ -13,7 +13,7 @@ NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
 _MAX_PIECES = 6  # of a list of numbers with gaps
 
-_Row = tuple[tuple[str, ...], ...]  # for each place of a number, all numbers that stand there
+_Row = tuple[tuple[str, ...], ...]  # for each position of a number, all its values
 
 
 def count(number: int, noun: str) -> str:
@@ -41,16 +41,16 @@ def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
 
 
 def tied_to(names: Iterable[str], aliases: Mapping[str, Sequence[str]]) -> str:
-    """Return what is said behind names that have others, with a blank before it."""
+    """Return the note about tied names, with a blank before it; empty without ties."""
     tied = [alias for name in names for alias in aliases.get(name, ())]
     ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
     return f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
 
 
 def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return texts that stand for all names, each with the names that it stands for.
+    """Return short texts for all names, each with its names.
 
-    A text stands for no name that is not there: ``{0..1}.{0..1}`` is four names, never two.
+    A text covers existing names only: ``{0..1}.{0..1}`` is four names, never two.
 
     >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
     {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}

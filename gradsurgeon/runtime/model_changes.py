@@ -236,7 +236,7 @@ class ModelChanges:
             if rule.target not in indexes or not self._plan.of(rule.id):
                 continue
             index, names = indexes[rule.target], new[rule.target]
-            gained = [thing for thing in index.match(rule)[0] if names.issuperset(thing.names)]
+            gained = [thing for thing in index.select(rule) if names.issuperset(thing.names)]
             if gained:
                 text = (
                     f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "

@@ -1,4 +1,4 @@
-"""One document, a file or plain Python data, and what is wrong with it; its includes are left aside."""
+"""The problems of one document, a file or plain Python data, without its includes."""
 
 import pathlib
 from collections import Counter
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
+from gradsurgeon.actions import Flaw, Rule, check_rule, described
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 from gradsurgeon.source import Document, Path
 
 _TOP_LEVEL = ("version", "requires", "include", "rules")
-MAX_PROBLEMS = 100  # of one severity: nobody reads on, and a job must not end in megabytes of them
-_MAX_HINTS = 50  # on unknown keys: to look for what was meant takes time
+MAX_PROBLEMS = 100  # of one severity: no reader needs more, and the log of a job stays short
+_MAX_HINTS = 50  # on unknown keys: each search takes time
 
 
 @dataclass(frozen=True)
 class Built:
-    """Rules given as plain Python data: the place of a value is its path."""
+    """Rules as plain Python data: the place of a value is its path."""
 
     data: object
     file: str = "<dict>"
@@ -36,7 +36,7 @@ class Built:
     missing_place = place
 
 
-# Plain data that knows where each of its values was written.
+# Plain data with the place of each value.
 Located: TypeAlias = Document | Built
 
 
@@ -122,8 +122,8 @@ def duplicate_ids(
         place = source.place(("rules", index, "id"))
         where = first.setdefault(rule_id, place)
         if where is not place:
-            message = f"the id `{rule_id[:60]}` stands twice, first at {where}"
-            hint = "reviews and diffs go by the id: rename one of the two rules"
+            message = f"the id `{rule_id[:60]}` is used twice, first at {where}"
+            hint = "reviews and diffs identify rules by id: rename one of the two rules"
             yield Problem(place, "duplicate-rule-id", message, hint)
 
 
@@ -133,7 +133,7 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
         message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
-    rule, flaws = check_rule(entry, known_actions)
+    rule, flaws = check_rule(entry)
     return rule, [_problem(source, at, flaw) for flaw in flaws]
 
 
@@ -147,28 +147,28 @@ def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
 
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems in the order of the file, without those that only echo another."""
+    """Return the problems in the order of the file, without mere echoes of other problems."""
     errors = [problem for problem in problems if problem.severity == "error"]
     wrong = {problem.place for problem in errors}
     misread = {problem.place for problem in errors if problem.check.startswith("yaml-")}
 
     def echoes(problem: Problem) -> bool:
-        # That YAML 1.1 reads a word differently is no news where the word is wrong anyway; nor is
-        # the type of a value that YAML did not read as it was meant.
+        # A warning about YAML 1.1 is noise on a wrong word. So is the wrong type of a value with a
+        # YAML problem of its own.
         if problem.severity == "warning":
             return problem.place in wrong
         return problem.place in misread and not problem.check.startswith("yaml-")
 
-    # Two aliases of one mapping have its problems twice.
+    # Two aliases of one mapping repeat its problems.
     kept = [problem for problem in dict.fromkeys(problems) if not echoes(problem)]
     return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))
 
 
 def bounded(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the first problems of each severity, in order, and behind them how many more there are."""
+    """Return the first problems of each severity, in order, and then the number of further problems."""
     seen: Counter[str] = Counter()
     kept: list[Problem] = []
-    first: dict[str, Problem] = {}  # of those that are left out
+    first: dict[str, Problem] = {}  # the first omitted problem of each severity
     for problem in problems:
         seen[problem.severity] += 1
         if seen[problem.severity] <= MAX_PROBLEMS:

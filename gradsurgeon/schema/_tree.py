@@ -24,21 +24,21 @@ from gradsurgeon.schema._document import (
     top_level,
 )
 
-# In all: a hostile tree is read within seconds.
+# A limit for the whole tree, so a hostile tree is read within seconds.
 MAX_FILES = 32
 
 
 class Files(Protocol):
-    """A tree of files in which `include` finds its own: those of a commit do not read the disk."""
+    """A tree of files for `include`: on disk, or in a commit of git."""
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document that stands in ``folder`` the way an entry would name it."""
+        """Return a document in ``folder`` in the form that an entry of `include` has."""
 
     def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
-        """Return the file that a relative entry of a file in ``folder`` names, or raise `IncludeError`."""
+        """Return the file of a relative entry in a file in ``folder``, or raise `IncludeError`."""
 
     def read(self, target: packs.Included) -> Located:
-        """Read what `find` has found, or raise `RuleFileError`."""
+        """Read a file that `find` returned, or raise `RuleFileError`."""
 
 
 class _Disk:
@@ -58,14 +58,14 @@ DISK: Files = _Disk()
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Validated rules in order: those of included files first, then those of the file itself.
+    """Validated rules in order: the rules of included files first, then the rules of the file itself.
 
     Attributes:
         rules: the rules.
-        warnings: what is doubtful about the files.
+        warnings: doubts about the files.
         file: name of the file that was loaded.
-        text: its text, empty where there is none.
-        files: name and text of that file and of every file that it includes, packs too.
+        text: its text, empty for rules from Python.
+        files: name and text of that file and of every included file and pack.
     """
 
     rules: tuple[Rule, ...]
@@ -73,22 +73,22 @@ class RuleSet:
     file: str = "<python>"
     text: str = ""
     files: tuple[tuple[str, str], ...] = ()
-    # By id of a rule the file that holds it, whichever that is, and its index there.
+    # The file of each rule by id, and the index of the rule there.
     _written: Mapping[str, tuple[Located, int]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    # By the name of an included file the entry of `include` that names it.
+    # The entry of `include` for each included file by name.
     _entries: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
 
     def place(self, rule_id: str, *path: str | int) -> Place:
-        """Return where a rule is written, or an option of it, such as ``"expect", "params"``."""
+        """Return the place of a rule, or of an option of it, such as ``"expect", "params"``."""
         if rule_id not in self._written:
             return Place(self.file, 0, 0)
         source, index = self._written[rule_id]
         return source.place(("rules", index, *(path or ("id",))))
 
     def place_to_correct(self, rule_id: str, *path: str | int) -> Place:
-        """Return the place of an option; of a pack, which nobody can change, where it is included."""
+        """Return the place of an option. For a pack, which users cannot change, it is the `include`."""
         place = self.place(rule_id, *path)
         while place.file.startswith(packs.PREFIX) and place.file in self._entries:
             place = self._entries[place.file]
@@ -96,9 +96,9 @@ class RuleSet:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text; of the hashes of all texts, one per line, where it includes others.
+        """Hash of the text. With included files it is the hash of the hashes of all texts, one per line.
 
-        Rules that were built in Python have no text: it is that of the rules themselves then.
+        Rules from Python have no text: their hash comes from the rules themselves.
         """
         if not self.text:
             return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
@@ -129,16 +129,16 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
 
 
 class Inspection(NamedTuple):
-    """A rule file with its includes, and all that is wrong with them."""
+    """A rule file with its includes, and all their problems."""
 
-    rules: RuleSet | None  # none where there are errors
+    rules: RuleSet | None  # ``None`` if there are errors
     problems: tuple[Problem, ...]  # file by file
     sources: tuple[Located, ...]  # in the same order, packs too
 
 
 def inspect(source: Located, files: Files = DISK) -> Inspection:
     tree = _Tree(source, files)
-    # Those of a file before those of what it includes.
+    # The problems of a file come before the problems of its included files.
     problems = tuple(bounded([problem for group in tree.problems for problem in group]))
     rules = None
     if not any(problem.severity == "error" for problem in problems):
@@ -171,7 +171,7 @@ class _Tree:
     def _add_file(
         self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
     ) -> None:
-        # `trail` are the files by which it was reached, itself included.
+        # `trail` is the chain of includes to this file, with the file itself.
         group: list[Problem] = []
         self.problems.append(group)
         self.sources.append(source)
@@ -179,7 +179,7 @@ class _Tree:
         if not isinstance(data, dict):
             group += no_mapping(source)
             return
-        # A file for another version may mean other things by the same words: nothing else counts.
+        # In a file for another version the same words may have other meanings, so the rest is not checked.
         if refused := refusal(source, data):
             group.append(refused)
             return
@@ -201,7 +201,7 @@ class _Tree:
         wrong = 0
         for index, entry in enumerate(given):
             if wrong > MAX_PROBLEMS:
-                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not looked at"
+                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not checked"
                 yield Problem(source.place(("rules", index)), "too-large", message)
                 break
             rule, flaws = rule_at(source, index, entry)
@@ -220,10 +220,10 @@ class _Tree:
         folder: pathlib.Path | None,
         trail: tuple[packs.Included, ...],
     ) -> Iterator[Problem]:
-        # Counted whether they lead to a file or not: to look for what was meant takes time, too.
+        # Entries without a file count too, because their hints take time.
         self._followed += 1
         if self._followed > MAX_FILES:
-            if self._followed == MAX_FILES + 1:  # to be said once
+            if self._followed == MAX_FILES + 1:  # one message is enough
                 message = f"more than {MAX_FILES} entries in all"
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
@@ -249,7 +249,7 @@ class _Tree:
         if target.path in paths:
             circle = [one.name for one in trail[paths.index(target.path) :]]
             chain = " -> ".join([*circle, circle[0]])
-            message = f"the includes go round in a circle: {chain}"
+            message = f"the includes form a circle: {chain}"
             raise packs.IncludeError(message, "remove one of these entries")
         if first := self._reached.get(target.path):
             message = f"{target.name} is included twice, first at {first}"

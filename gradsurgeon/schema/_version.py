@@ -1,4 +1,4 @@
-"""What this gradsurgeon is, and whether that is what a rule file requires."""
+"""The version of this gradsurgeon, and the check of `requires`."""
 
 import re
 from operator import eq, ge, gt, le, lt, ne
@@ -11,7 +11,7 @@ _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
 
 
 def meets(version: str, requirement: str) -> bool | None:
-    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` where that is none."""
+    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` for any other text."""
 
     def release(text: str) -> tuple[int, ...]:
         numbers = [int(part) for part in text.split(".")]

@@ -241,7 +241,7 @@ class TestPlan:
             "modules": [],
             "elements": 4,
             "warnings": [
-                "all parameters it matches have `requires_grad` off: it acts once it is on",
+                "all matched parameters have `requires_grad` off: the rule acts once it is on",
                 "zero is not freeze: weight decay and momentum still move the weight",
             ],
         }

@@ -96,7 +96,7 @@ class TestPlan:
             },
             "warnings": [
                 "no-bias (at backward) comes before norms (at accumulated) on 2 parameters "
-                "(e.g. 0.bias), although it stands later in the file"
+                "(e.g. 0.bias), although it is later in the file"
             ],
         }
         assert done.stderr.splitlines() == [

@@ -12,7 +12,7 @@ from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon.planning import outside_graphs
+from gradsurgeon.planning.plan_warnings import outside_graphs
 
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [

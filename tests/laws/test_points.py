@@ -652,7 +652,7 @@ def test_frozen_parameters_act_once_thawed() -> None:
     zero = {"id": "zero", "action": "zero", "at": "backward", "params": "body.*"}
     with gradsurgeon.apply(model, {"version": 1, "rules": [zero]}) as session:
         assert (
-            "all parameters it matches have `requires_grad` off"
+            "all matched parameters have `requires_grad` off"
             in session.plan.rule_warnings["zero"][0]
         )
         for _ in range(2):

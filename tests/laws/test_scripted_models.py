@@ -194,12 +194,12 @@ def test_a_part_goes_on_without_the_model_and_the_session_ends_with_it() -> None
 # --- rules on modules ----------------------------------------------------------------------------------
 
 UNSEEN: list[tuple[str, str | list[str], str]] = [
-    ("part scripted", "inner", "1 of the modules it matches (inner)"),
-    ("part scripted", "*", "3 of the modules it matches (inner, inner.lin, inner.norm)"),
-    ("part traced", ["inner", "inner.lin"], "1 of the modules it matches (inner.lin)"),
-    ("all scripted", ".", "1 of the modules it matches (.)"),
-    ("all traced", "last", "1 of the modules it matches (last)"),
-    ("traced in scripted", "inner", "1 of the modules it matches (inner)"),
+    ("part scripted", "inner", "1 of the matched modules (inner)"),
+    ("part scripted", "*", "3 of the matched modules (inner, inner.lin, inner.norm)"),
+    ("part traced", ["inner", "inner.lin"], "1 of the matched modules (inner.lin)"),
+    ("all scripted", ".", "1 of the matched modules (.)"),
+    ("all traced", "last", "1 of the matched modules (last)"),
+    ("traced in scripted", "inner", "1 of the matched modules (inner)"),
 ]
 
 
@@ -216,7 +216,7 @@ def test_a_rule_is_refused_where_no_hook_is_called(
         )
     text = str(caught.value)
     assert f"torch.jit runs {named}, and calls no hook there: name the module around them" in text
-    assert "rules on parameters (`params`) act there, too" in text
+    assert "rules on parameters (`params`) do act there" in text
     assert trace(model) == before
 
 

@@ -120,7 +120,7 @@ class TestRoundTrip:
         file.write_text(json.dumps(GOOD).replace("[3, 4]", "[3, 5]"), encoding="utf-8")
         found = manifest_file.read(file)
         (note,) = found.notes
-        assert note.startswith(f"{file} was edited by hand, or merged: its hash is not that of")
+        assert note.startswith(f"{file} was edited by hand, or merged: its hash does not fit")
         assert found.params[0].shape == (3, 5)
         rules = 'version: 1\nrules:\n  - {id: a, action: norm-log, params: "*"}\n'
         assert gradsurgeon.plan(found, rules).warnings == (note,)
@@ -157,9 +157,9 @@ class TestStrict:
     def test_names_are_unique_aliases_included(self, file: pathlib.Path) -> None:
         data = json.loads(json.dumps(GOOD))
         data["params"][1]["aliases"] = ["tied", "fc.weight"]
-        assert refused(data, file) == [("", "the parameter `fc.weight` stands twice")]
+        assert refused(data, file) == [("", "the parameter `fc.weight` is listed twice")]
         assert refused({**GOOD, "modules": GOOD["modules"] * 2}, file) == [
-            ("", "the module `.` stands twice")
+            ("", "the module `.` is listed twice")
         ]
 
     @pytest.mark.parametrize(
@@ -315,7 +315,8 @@ class TestWeights:
             bind(found, rule)
         (complaint,) = caught.value.complaints
         assert (
-            f"rule r0: `{condition}` cannot be decided: {found.origin} does not tell" in complaint
+            f"rule r0: `{condition}` cannot be decided: {found.origin} lacks these facts"
+            in complaint
         )
 
     def test_conditions_on_shapes_and_dtypes_hold(self, found: Manifest) -> None:
@@ -402,7 +403,7 @@ class TestIndex:
         ]
         plan = bind(found, 'action: zero, params: "b.*"')
         assert [one.name for one in plan.bindings] == ["b.weight"]
-        assert any("1 of 2 files of weights are not there" in text for text in plan.warnings)
+        assert any("1 of 2 files of weights are missing" in text for text in plan.warnings)
         for where in ("ndim: 1", "numel: {min: 1}", 'dtype: "float32"'):
             with pytest.raises(gradsurgeon.BindError, match="cannot be decided"):
                 bind(found, f'action: zero, params: "b.*", where: {{{where}}}')

@@ -130,7 +130,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("{-1..2}", "{-1..2} is not a range", ""),
     ("{..2}", "{..2} is not a range", ""),
     ("{5..1}", "the range {5..1} is reversed", "write {1..5}"),
-    ("{0..2,7}", "the range 0..2 stands in a list", "write a list of patterns"),
+    ("{0..2,7}", "the range 0..2 is in a list", "write a list of patterns"),
     ("{0.." + "9" * 19 + "}", "at most 18 digits", ""),
     ("{a,bb}" * 7, "more than 64 combinations", "write a list of patterns"),
     ("re:[", "not a regular expression: unterminated character set at character 4", ""),

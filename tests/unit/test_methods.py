@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import GradSurgeonError
-from gradsurgeon.actions._method_flaws import OPTIONS
-from gradsurgeon.actions._methods import METHODS, Size, Weigher
+from gradsurgeon.actions._methods import METHODS, OPTIONS, Size, Weigher
 from gradsurgeon.actions.combine import Combine
 from gradsurgeon.actions.conflict import Conflict
 from gradsurgeon.cli import explain, schema

@@ -97,7 +97,7 @@ def test_excluding_one_alias_excludes_the_parameter_with_a_notice() -> None:
     plan = bind(Tied(), rule(exclude="head.*"))
     assert names(plan) == ["body.weight", "body.bias"]
     assert plan.rule_warnings["it"][0] == (
-        'exclude "head.*" also takes out emb.weight: the same tensor'
+        'exclude "head.*" also removes emb.weight: the same tensor'
     )
 
 
@@ -185,7 +185,7 @@ def test_all_complaints_come_at_once() -> None:
         "36 parameters match (h.0.attn.weight, h.0.mlp.weight, h.0.norm.weight, ...), but `where` "
         "keeps none of them: `ndim` (36)"
     )
-    assert found[2].endswith("12 parameters match, but `exclude` takes all of them out")
+    assert found[2].endswith("12 parameters match, but `exclude` removes all of them")
     assert found[3].endswith(
         "expected 59 parameters, matched 60 (h.0.attn.weight, h.0.attn.bias, h.0.mlp.weight, ...); "
         "correct the pattern or the `expect`"
@@ -215,10 +215,10 @@ def test_doubts_are_warnings() -> None:
         rule(id="exclude", params="head.*", exclude="body.*"),
     )
     assert plan.rule_warnings["frozen"][0] == (
-        "all parameters it matches have `requires_grad` off: it acts once it is on"
+        "all matched parameters have `requires_grad` off: the rule acts once it is on"
     )
     assert plan.rule_warnings["item"][0].startswith('pattern "nope.*" matches nothing; ')
-    assert plan.rule_warnings["exclude"][0] == 'exclude "body.*" takes nothing out of the match'
+    assert plan.rule_warnings["exclude"][0] == 'exclude "body.*" removes nothing from the match'
     assert [binding.dormant for binding in plan.of("frozen")] == [True, True]
 
 
@@ -260,7 +260,7 @@ def test_the_plan_as_a_table() -> None:
         "to know",
         "  cut: zero is not freeze: weight decay and momentum still move the weight",
         "  cut (at backward) comes before norms (at accumulated) on 4 parameters (e.g. h.0.attn.bias), "
-        "although it stands later in the file",
+        "although it is later in the file",
         "  cut and bound both change 2 parameters (e.g. h.0.attn.bias); effective order: "
         "cut (at backward), then bound (at step)",
     ]

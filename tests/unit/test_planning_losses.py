@@ -215,18 +215,20 @@ class TestPlan:
     def test_the_call_is_told_on_parameters_and_the_ranks_on_modules(self) -> None:
         found = plan(combine(), on_heads()).rule_warnings
         assert 'gradsurgeon.backward({"seg": ..., "depth": ...})' in found["surgery"][-1]
-        assert found["heads"][-1] == "each rank goes by its own gradients"
+        assert found["heads"][-1] == "each rank uses its own gradients"
 
     def test_a_module_alone_is_doubtful(self) -> None:
         found = plan(on_heads(), on_heads("alone", modules="trunk.0")).rule_warnings
-        assert found["alone"][0].startswith("trunk.0 alone has nothing to meet")
+        assert found["alone"][0].startswith("trunk.0 alone meets no other gradient")
         assert not any("alone" in one for one in found["heads"])
 
     def test_frozen_parameters_are_the_usual_warning(self) -> None:
         model = Heads()
         model.trunk.requires_grad_(requires_grad=False)
         found = plan(combine(), model=model).rule_warnings["surgery"]
-        assert "all parameters it matches have `requires_grad` off: it acts once it is on" in found
+        assert (
+            "all matched parameters have `requires_grad` off: the rule acts once it is on" in found
+        )
 
     def test_it_acts_before_all_others_wherever_it_stands(self) -> None:
         early = {"id": "early", "action": "clamp", "params": "trunk.*", "at": "backward", "max": 1}
@@ -270,5 +272,5 @@ def test_modules_that_lie_in_one_another_are_told_apart() -> None:
     model = nn.ModuleDict({"b": nn.Sequential(nn.Linear(2, 2)), "c": nn.Linear(2, 2)})
     rule = {"id": "heads", "action": "conflict", "modules": "*", "tensor": "input.grad"}
     warnings = gradsurgeon.plan(model, {"version": 1, "rules": [rule]}).rule_warnings["heads"]
-    (said,) = [text for text in warnings if "does not meet" in text]
-    assert said.startswith("b.0 is a part of b, and gets a view of its own")
+    (said,) = [text for text in warnings if "do not meet" in text]
+    assert said.startswith("b.0 is a part of b, and each has its own view")

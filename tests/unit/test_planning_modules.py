@@ -85,7 +85,10 @@ def test_tags_bind_when_the_script_uses_them() -> None:
         ("hidden*", "grad", "tag"),
         ("y", "grad", "tag"),
     ]
-    assert plan.rule_warnings["it"][-1] == "binds when the script tags a tensor so"
+    assert (
+        plan.rule_warnings["it"][-1]
+        == "takes effect when the script tags a tensor with such a name"
+    )
 
 
 def test_what_a_reader_must_know_of_module_rules() -> None:
@@ -95,13 +98,13 @@ def test_what_a_reader_must_know_of_module_rules() -> None:
         rule(id="share", modules="body.1", tensor="input.grad"),
     )
     assert plan.rule_warnings["values"] == (
-        "acts in every forward, evaluation included; `when: train` limits it to training",
+        "acts in every forward call, also in evaluation; `when: train` limits it to training",
     )
     assert plan.rule_warnings["training"] == ()
     assert plan.rule_warnings["share"] == (
         "the view that separates this module's share can regroup a sum in its last bit",
-        "works in place (body.1): the gradient is that of the tensor before the module, with what "
-        "earlier consumers of it contribute",
+        "works in place (body.1): the gradient belongs to the tensor before the module, and "
+        "includes the contributions of its earlier consumers",
     )
     assert plan.warnings == (
         "values and training both change 1 module (e.g. head); effective order: "

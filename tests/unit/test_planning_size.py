@@ -51,7 +51,7 @@ def test_pairs_that_need_no_word_take_no_time() -> None:
 def test_a_long_list_of_chains_is_folded_and_says_so() -> None:
     names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(150)]
     text = str(bound(model(*names), *(scale(i, name) for i, name in enumerate(names))))
-    assert "  and 50 more chains, of 50 tensors: `plan --format json` has all of them" in text
+    assert "  and 50 more chains, of 50 tensors: `plan --format json` lists all" in text
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
             bound(manifest, *(scale(number, name) for number, name in enumerate(wrong[:3_000])))
     assert rule[20] == "and 19980 more doubts of this kind"
     assert len(caught.value.complaints) == 102
-    assert caught.value.complaints[-1].endswith("the rules from here on are not looked at")
+    assert caught.value.complaints[-1].endswith("the rules from here on are not checked")
     with pytest.raises(BindError, match=r'"lyers\.2\.weigth" or 97 more patterns; closest names'):
         bound(model("layers.1.weight"), scale(0, wrong[:100]))
 
@@ -76,7 +76,7 @@ def test_an_index_of_many_shards_is_read_at_once(tmp_path: pathlib.Path) -> None
     with within(6):
         manifest = manifest_file.read(file)
     assert [param.name for param in manifest.params[:2]] == ["e0.weight", "e1.weight"]
-    assert "20000 of 20000 files of weights are not there" in manifest.notes[-1]
+    assert "20000 of 20000 files of weights are missing" in manifest.notes[-1]
 
 
 def test_classes_are_named_where_none_is_meant() -> None:

@@ -116,7 +116,7 @@ class TestCommits:
     ) -> None:
         repository.commit(**{"r.yaml": text("r", "s.yaml"), "s.yaml": text("s", "r.yaml")})
         assert problem("HEAD:r.yaml")[1] == (
-            "the includes go round in a circle: HEAD:r.yaml -> HEAD:s.yaml -> HEAD:r.yaml"
+            "the includes form a circle: HEAD:r.yaml -> HEAD:s.yaml -> HEAD:r.yaml"
         )
 
     @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ class TestCommits:
             ("prt.yaml", "there is no file `prt.yaml`"),
             ("link.yaml", "is a symbolic link"),
             ("linked/deep.yaml", "there is no file `linked/deep.yaml`"),
-            ("r.yaml", "the includes go round in a circle"),
+            ("r.yaml", "the includes form a circle"),
             ("binary.yaml", "it holds NUL bytes"),
         ],
     )

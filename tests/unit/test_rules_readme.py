@@ -163,7 +163,8 @@ def test_every_check_is_in_the_reference() -> None:
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:
-    from gradsurgeon.actions import POINTS, TARGETS
+    from gradsurgeon.actions import TARGETS
+    from gradsurgeon.actions._base import POINTS
 
     assert [words(row[0])[0] for row in table("`at` | is")] == list(POINTS)
     assert [words(row[0])[0] for row in table("key | names")] == list(TARGETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import gradsurgeon
 from gradsurgeon import schema, source
 from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
 from gradsurgeon.errors import Problem, RuleFileError
+from gradsurgeon.schema._version import meets
 
 ZERO = {"id": "one", "action": "zero", "params": "*"}
 
@@ -124,7 +126,7 @@ class TestPlainData:
             (
                 "<dict> rules[1].id",
                 "duplicate-rule-id",
-                "the id `one` stands twice, first at <dict> rules[0].id",
+                "the id `one` is used twice, first at <dict> rules[0].id",
             ),
         ]
 
@@ -167,6 +169,24 @@ class TestPlainData:
             f"<dict> rules[0].where.{key}" for key in ("id", "action", "params", "where")
         ]
 
+    @pytest.mark.parametrize("action", sorted(ACTIONS))
+    def test_two_options_of_any_type_are_refused_or_make_a_rule(self, action: str) -> None:
+        base = {"id": "it", "action": action, "params": "*", "method": "upgrad"}
+        keys = [info.alias or name for name, info in ACTIONS[action].model_fields.items()]
+        values: tuple[object, ...] = ([["seg"]], {"seg": 0})
+        rules = [
+            {**base, first: one, second: other}
+            for first, second in combinations(keys, 2)
+            for one, other in product(values, repeat=2)
+        ]
+        for rule in rules:
+            found = schema.inspect(schema.Built({"version": 1, "rules": [rule]}))
+            assert found.rules is None or found.rules.rules
+
+    @pytest.mark.parametrize("key", ["action", "Action", "actio", "type"])
+    def test_an_action_without_a_name_is_refused(self, key: str) -> None:
+        assert refused({"version": 1, "rules": [{"id": "it", key: None}]})
+
 
 class TestBuiltInPython:
     def test_a_list_of_rules_loads(self) -> None:
@@ -186,7 +206,7 @@ class TestBuiltInPython:
             (
                 "<python> rules[1].id",
                 "duplicate-rule-id",
-                "the id `one` stands twice, first at <python> rules[0].id",
+                "the id `one` is used twice, first at <python> rules[0].id",
             )
         ]
 
@@ -243,7 +263,7 @@ class TestRequires:
         ],
     )
     def test_comparisons(self, requirement: str, met: bool | None) -> None:
-        assert schema.meets("0.1.0", requirement) is met
+        assert meets("0.1.0", requirement) is met
 
     def test_an_unmet_requirement_stops_everything_else(self) -> None:
         text = 'requires: ">=99"\nversion: [2]\nrulez: 3\nrules:\n- {id: no}\n- {id: no}\n'

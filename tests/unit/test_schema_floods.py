@@ -68,7 +68,7 @@ def test_one_rule_is_not_looked_at_for_ever() -> None:
     problems = problems_of(f"{HEAD}- {{id: a, action: zero, params: [{patterns}]}}\n")
     (large,) = [one for one in problems if one.check == "too-large"]
     assert len(problems) == 51
-    assert large.message == "over 50 problems in one rule: the rest of it is not looked at"
+    assert large.message == "over 50 problems in one rule: the rest of it is not checked"
 
 
 def test_ids_are_words_not_books() -> None:

@@ -184,7 +184,7 @@ class TestTree:
         (here / "link.yaml").symlink_to(".git/config")
         (here / "top.yaml").write_text(text("one", include=[entry]))
         (found,) = refused("top.yaml")
-        assert f"`{entry}` lies in `.git`, of which nothing is under review" in found
+        assert f"`{entry}` is in `.git`, whose files are not reviewed" in found
 
     def test_an_absolute_path_is_refused_even_where_it_leads_inside(
         self, here: pathlib.Path
@@ -329,7 +329,7 @@ class TestPublished:
         with (rules / "one.yaml").open("a") as stream:
             stream.write("# a word\n")
         with pytest.raises(
-            RuleFileError, match=r"gradsurgeon:one@2 is not what was published: one"
+            RuleFileError, match=r"gradsurgeon:one@2 differs from the published version: one"
         ):
             self.load("one@2")
         assert self.load("one@1") == ["one-1"]

@@ -378,7 +378,7 @@ def test_a_text_over_several_lines_is_as_wide_as_its_first() -> None:
         ("5", "remove the quotes: 5 is a number"),
         ("1_000", "write 1000"),
         (" 5 ", "write 5"),
-        ("0,5", "write 0.5: decimals stand behind a dot"),
+        ("0,5", "write 0.5: decimals follow a dot"),
         (".inf", "remove the quotes: .inf is a number"),
         ("yes", ""),
         ("9" * 5_000, ""),
