@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import RecordedSeries, merged
@@ -30,12 +31,14 @@ class Logged(NamedTuple):
 class RecordQueries(ABC):
     """`history` and `latest` of whatever can make a `Lookup` of its records."""
 
-    # What draws them lies above, in `gradsurgeon.report`, which puts itself here when it is imported.
-    _draw: ClassVar[Callable[..., Figure]]
-
     @abstractmethod
     def _lookup(self) -> Lookup:
         """Return the records by name; of a session, after waiting for the device."""
+
+    def _draw(self, kind: str, **options: object) -> Figure:
+        # `gradsurgeon.report` lies above records, and is only needed once a caller draws.
+        figure: Figure = import_module("gradsurgeon.report.pictures").draw(self, kind, **options)
+        return figure
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None

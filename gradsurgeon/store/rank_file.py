@@ -11,7 +11,7 @@ import sqlite3
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries, each on its own, never keep a writer without WAL waiting, and bound the memory.
-_BATCH_BYTES, _BATCH_ROWS = 4 * 2**20, 8192
+_BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
@@ -212,6 +212,10 @@ class StoredSeries:
             yield from self.rows(number, number + 1)
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        return chain.from_iterable(self.batches(start, stop))
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[list[Stored]]:
+        """Yield the rows in lists of at most 1 MB."""
         bits = layout.absent_size(self._width)
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
@@ -223,10 +227,10 @@ class StoredSeries:
                 self._low + min(end, first + self._batch) - 1,
                 kinds=(int, _FLOAT * self._width, bits),
             )
-            for row in rows:
-                if int.from_bytes(row[2], "little") >> self._width:  # a column that is not there
-                    raise self._file.damaged()
-                yield row
+            if any(int.from_bytes(row[2], "little") >> self._width for row in rows):
+                raise self._file.damaged()  # a column that is not there
+            if rows:
+                yield rows
 
     def of(self, name: str) -> list[tuple[int, float]]:
         starts = range(0, len(self), self._batch)

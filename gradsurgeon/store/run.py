@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
-from gradsurgeon.store.selection import Selection
-from gradsurgeon.store.tables import arrow_table, data_frame
+from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,7 +119,7 @@ class Run(RecordQueries):
             RecordError: no rule has recorded what is to be drawn.
             GradSurgeonError: matplotlib is missing.
         """
-        return self._draw(self, kind, name=name, rule=rule)
+        return self._draw(kind, name=name, rule=rule)
 
     def __iter__(self) -> Iterator[StoredSeries]:
         """Yield every series of every rank."""
@@ -148,7 +148,7 @@ class Run(RecordQueries):
 
         These are `step` (int64), `rank` (int32), `rule`, `point`, `stat`, `name` (categories) and `value`
         (float32). A tensor without a gradient has no line in that step; NaN and infinity are values. All
-        lines have to fit into memory: 60 bytes each while the table is made, 22 afterwards.
+        lines have to fit into memory: 64 bytes each while the table is made, 22 afterwards.
 
         Args:
             name: only tensors whose canonical name matches this pattern, which is one of rule files.
@@ -160,7 +160,10 @@ class Run(RecordQueries):
             RecordError: nothing recorded fits.
             ValueError: the pattern is malformed.
         """
-        return data_frame(Selection(name, stat, rule).recorded(self))
+        library("pandas", "pandas", "to_pandas")
+        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
+
+        return tables.data_frame(self._chosen(Selection(name, stat, rule)))
 
     def to_arrow(
         self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
@@ -177,7 +180,16 @@ class Run(RecordQueries):
             RecordError: nothing recorded fits.
             ValueError: the pattern is malformed.
         """
-        return arrow_table(Selection(name, stat, rule).recorded(self))
+        library("pyarrow", "arrow", "to_arrow")
+        library("numpy", "arrow", "to_arrow")
+        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
+
+        return tables.arrow_table(self._chosen(Selection(name, stat, rule)))
+
+    def _chosen(self, selection: Selection) -> Chosen:
+        if chosen := selection.of_series(self):
+            return chosen
+        raise nothing_fits(self, self.path)
 
     def _lookup(self) -> Lookup:
         stats = {rule: set(planned) for rule, planned in self.stats.items()}
