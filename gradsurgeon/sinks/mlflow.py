@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
 # What a server takes at once, and of which letters a name is made.
 _MOST = 1000

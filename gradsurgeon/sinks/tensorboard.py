@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
 
 class TensorBoard(Client):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
 _STEP = "gradsurgeon/step"
 _BLOCK = bytes(4096)

@@ -7,7 +7,7 @@ which is not the same as a value of NaN.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
@@ -104,8 +104,6 @@ class Records:
         self._order: deque[Series] = deque()
         self._bytes = 0
         self.dropped = 0
-        # Called with the step when the first row makes room.
-        self.on_drop: Callable[[int], None] | None = None
 
     def add(
         self,
@@ -128,8 +126,6 @@ class Records:
             _, dropped, _ = self._order.popleft().rows.popleft()
             self._bytes -= _ROW_BYTES + len(dropped)
             self.dropped += 1
-            if self.dropped == 1 and self.on_drop is not None:
-                self.on_drop(step)
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[Series]:
         return [

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import RLock
@@ -43,7 +43,7 @@ class RunWriter:
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
         self.failed = ""
-        self.on_failure: Callable[[str], None] | None = None
+        self._is_told = False
         self._claim = claim(path, rank)
         self.path = self._claim.folder
         self._connection = self._open(run_json)
@@ -137,6 +137,13 @@ class RunWriter:
                 with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
                     file.write(content)
 
+    def news(self) -> list[str]:
+        """Return once why nothing is written any more."""
+        if self._is_told or not self.failed:
+            return []
+        self._is_told = True
+        return [self.failed]
+
     def due(self) -> bool:
         """Return whether a second has passed since the last commit."""
         return self._clock.due() and not self.closed
@@ -146,7 +153,7 @@ class RunWriter:
         return self._clock.ends_step() and not self.closed
 
     def commit(self) -> None:
-        """Write what waits. Raises nothing of its own, only what `on_failure` raises."""
+        """Write what waits. Raises nothing: see `news`."""
         with self._lock:
             if self.closed:
                 return
@@ -209,8 +216,6 @@ class RunWriter:
         )
         self._batch = Batch()
         self._release()
-        if self.on_failure is not None:
-            self.on_failure(self.failed)
 
     def _release(self) -> None:
         with suppress(sqlite3.Error):
