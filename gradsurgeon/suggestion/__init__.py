@@ -1,4 +1,4 @@
-"""From the records of a healthy run to rules whose thresholds would have bitten in a share of its steps."""
+"""Rules from the records of a healthy run. Each threshold would have bitten in a share of its steps. Needs numpy."""
 
 from gradsurgeon.suggestion.rule_file import MARK
 from gradsurgeon.suggestion.suggest import Suggestion, suggest

@@ -12,21 +12,21 @@ from gradsurgeon.suggestion.recorded import Behaviour
 _T = TypeVar("_T")
 _Measured: TypeAlias = list[tuple[Sequence[float], _T]]
 
-# In a group the largest median is at most so many times the smallest one; so it is with spread and drift.
+# Within a group the largest median is at most four times the smallest; the same for spread and drift.
 _MOST = tuple(map(math.log, (4.0, 3.0, 1.3)))
 NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def template_of(name: str) -> str:
-    """Return a name with a star for each number."""
+    """Return a name with a star in place of each number."""
     return NUMBER.sub("*", name)
 
 
 def groups_of(behaviours: Sequence[Behaviour], most: int) -> list[list[str]]:
     """Return groups of names, in the order of the first of each.
 
-    Names that differ in numbers only belong together, unless some of them behave differently. What is found
-    so is joined with what else behaves like it. Where that leaves more than ``most`` groups, they get wider.
+    Names that differ in numbers only belong together, unless some of them behave differently. Parts that
+    behave alike are joined. If more than ``most`` groups remain, a group may span more.
     """
     if not behaviours:
         return []
@@ -54,7 +54,7 @@ def _middle(part: Sequence[Behaviour]) -> Sequence[float]:
 def _alike(
     items: Sequence[_T], measures: Callable[[_T], Sequence[float]], widening: int
 ) -> list[list[_T]]:
-    """Cut at the widest gaps, of one measure after the other, until no part spans more than it may."""
+    """Cut at the widest gaps, one measure after the other, until no part spans more than allowed."""
     parts = [[(measures(item), item) for item in items]]
     for number, most in enumerate(_MOST):
         parts = [cut for part in parts for cut in _cut(part, number, widening * most)]

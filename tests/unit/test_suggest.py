@@ -24,8 +24,7 @@ from gradsurgeon.suggestion.groups import groups_of
 from gradsurgeon.suggestion.patterns import patterns_of
 from gradsurgeon.suggestion.recorded import Behaviour, group_norms, skipped_steps, sources
 from gradsurgeon.suggestion.rule_file import rule_id
-from gradsurgeon.suggestion.spike_statistic import let_through
-from gradsurgeon.suggestion.thresholds import threshold
+from gradsurgeon.suggestion.thresholds import let_through, threshold
 
 STEPS = 2000
 
