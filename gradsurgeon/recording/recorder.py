@@ -75,7 +75,7 @@ class Recorder:
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         if event_log is not None:
-            event_log.sink = self.event
+            event_log.listen(self.event)
         if self._outlets:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.

@@ -140,6 +140,7 @@ def group_norms(
             group.skipped += int((~took_place).sum())
     for group, part in zip(found, parts, strict=True):
         group.norms, group.every = np.concatenate([group.norms, *part]), _every(gaps)
+        part.clear()
     return found
 
 
