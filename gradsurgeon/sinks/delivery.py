@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -15,10 +14,11 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.sinks.summary import Measured, Parts, Summary, summary, weight
-from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.memory import Key
+from gradsurgeon.store.outlet import Outlet
 
 _PREFIX = "gradsurgeon"
+_ASIDE = "; training does not depend on it"
 # The session wakes the thread every two seconds.
 _INTERVAL = 2.0
 # Python runs one thread at a time, so the thread may take this share of the time, and some seconds in advance.
@@ -32,7 +32,7 @@ _PATIENCE = 10.0
 _TOP_EVERY = 100
 
 
-class Delivery:
+class Delivery(Outlet):
     """Brings rows and events to one sink. The training's thread only puts them into the queue.
 
     Nothing is sent before `begin`: the session may be refused, or has yet to take over from another session.
@@ -46,23 +46,18 @@ class Delivery:
     def __init__(
         self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
     ) -> None:
+        super().__init__(_INTERVAL)
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
-        self.failed = ""
-        self._problems: list[str] = []
-        self._told = 0
         self._sink = sink
         self._shared = open_sinks.enter(sink, self)
         self._title = title
         self._texts = dict(texts or {})
-        self._pid = os.getpid()
-        self._clock = CommitClock(_INTERVAL)
         # Guards the queue.
         self._lock = threading.Condition()
         self._rows: deque[Measured] = deque()
         self._events: deque[Event] = deque()
         self._bytes = self._sending = 0
-        self._closed = False
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
@@ -83,11 +78,6 @@ class Delivery:
             self._thread.start()
         except RuntimeError as error:  # there are too many threads
             self._fail(error)
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is sent any more: closed, failed, or in a child process, which has no such thread."""
-        return self._closed or bool(self.failed) or os.getpid() != self._pid
 
     def add(
         self,
@@ -118,48 +108,24 @@ class Delivery:
                 # The next step brings another row, but an event never comes again.
                 dropped, oldest = ("rows", self._rows) if self._rows else ("events", self._events)
                 self._bytes -= _size(oldest.popleft())
-                self._note(f"{self.name} cannot keep up: the oldest {dropped} are left out")
+                self._note(f"{self.name} cannot keep up: the oldest {dropped} are left out{_ASIDE}")
 
     @property
     def _waiting(self) -> int:
         return len(self._rows) + len(self._events)
 
-    def due(self) -> bool:
-        """Return whether it is time to wake the thread, or to ask for `news`."""
-        return self._clock.due() and (not self.closed or self._has_news)
-
-    def ends_step(self) -> bool:
-        """Mark the end of a step. Return whether its rows would be too old at the end of the next step."""
-        return self._clock.ends_step() and (not self.closed or self._has_news)
-
-    @property
-    def _has_news(self) -> bool:
-        return self._told < len(self._problems) and os.getpid() == self._pid
-
-    def news(self) -> list[str]:
-        """Return each problem once: that the sink has failed, or cannot keep up."""
-        if not self._has_news:
-            return []
-        told, self._told = self._told, len(self._problems)
-        return self._problems[told:]
-
-    def _note(self, problem: str) -> None:
-        text = f"{problem}; training does not depend on it"
-        if text not in self._problems:
-            self._problems.append(text)
-
     def commit(self) -> None:
         """Wake the thread."""
-        if os.getpid() == self._pid:  # elsewhere a thread of the parent may hold the lock
-            self._clock.restart()
+        if not self._inherited:  # in a child a thread of the parent may hold the lock for ever
+            self._committed = time.monotonic()
             with self._lock:
                 self._lock.notify()
 
     def end(self) -> None:
         """Let the thread send the rest. Nothing more is taken."""
-        if os.getpid() == self._pid:
+        if not self._inherited:
             with self._lock:
-                self._closed = True
+                self._ended = True
                 self._lock.notify()
 
     def close(self, begin: float | None = None) -> None:
@@ -168,7 +134,7 @@ class Delivery:
         Args:
             begin: when the wait for several sinks together began, on the clock of `time.monotonic`.
         """
-        if os.getpid() != self._pid:
+        if self._inherited:
             return
         self.end()
         waited = 0.0 if begin is None else time.monotonic() - begin
@@ -179,7 +145,7 @@ class Delivery:
                 f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
                 f"{self._waiting + self._sending:,} rows"
             )
-            self._note(self.failed)
+            self._note(f"{self.failed}{_ASIDE}")
 
     def discard(self) -> None:
         """End without a word: the session did not begin. The sink stays open for the next session."""
@@ -199,7 +165,7 @@ class Delivery:
         self._shared.failed = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self.failed = f"{self.name} has failed: {printable(reason)}"
-        self._note(self.failed)
+        self._note(f"{self.failed}{_ASIDE}")
         self._empty()
 
     def _work(self) -> None:
@@ -229,9 +195,9 @@ class Delivery:
     def _next(self) -> tuple[list[Measured], list[Event], bool]:
         """Wait for work; return the rows and events to send, and whether more may come."""
         with self._lock:
-            while not (self._waiting or self._closed):
+            while not (self._waiting or self._ended):
                 self._lock.wait()
-            waiting, events, more = list(self._rows), list(self._events), not self._closed
+            waiting, events, more = list(self._rows), list(self._events), not self._ended
             self._sending = self._waiting
             self._empty()
         rows = []
@@ -246,7 +212,7 @@ class Delivery:
 
     def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
         """Yield what is sent of some rows. If they are too many, the worst of a few steps stands for them."""
-        least = _LEAST_ROWS if not self._closed else _LEAST_AT_THE_END
+        least = _LEAST_ROWS if not self._ended else _LEAST_AT_THE_END
         left = _ADVANCE + _SHARE * (time.monotonic() - self._began) - self._spent
         most = max(least, int(left * self._sent / self._spent))
         many = max(1, math.ceil(len(rows) / most))

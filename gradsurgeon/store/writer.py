@@ -19,18 +19,18 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import claim, unwritable
-from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
 from gradsurgeon.store.files import replacing, replacing_bytes
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
+from gradsurgeon.store.outlet import Outlet
 
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
 _MOST_WAITING = 128 * 2**20
 
 
-class RunWriter:
+class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
     def __init__(
@@ -40,20 +40,16 @@ class RunWriter:
         rank: int = 0,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
-        self.failed = ""
-        self._is_told = False
         self._claim = claim(path, rank)
         self.path = self._claim.folder
         self._connection = self._open(run_json)
         self._identity = self._file_identity()
         self._series: dict[Key, WrittenSeries] = {}
         self._batch = Batch()
-        self._pid = os.getpid()
         self._lock = RLock()
-        self._closed = False
-        self._clock = CommitClock(_INTERVAL)
 
     def _open(self, run_json: str) -> sqlite3.Connection:
         with ExitStack() as undo:
@@ -70,12 +66,6 @@ class RunWriter:
                 raise unwritable(self.path, error) from None
             undo.pop_all()
         return connection
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is written any more: closed, failed, or in a child process."""
-        # A forked data loader inherits the writer, but the file belongs to the parent.
-        return self._closed or bool(self.failed) or os.getpid() != self._pid
 
     def add(
         self,
@@ -137,27 +127,12 @@ class RunWriter:
                 with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
                     file.write(content)
 
-    def news(self) -> list[str]:
-        """Return why nothing is written any more, once."""
-        if self._is_told or not self.failed:
-            return []
-        self._is_told = True
-        return [self.failed]
-
-    def due(self) -> bool:
-        """Return whether a second has passed since the last commit."""
-        return self._clock.due() and not self.closed
-
-    def ends_step(self) -> bool:
-        """Mark the end of a step. Return whether its rows would be too old at the end of the next step."""
-        return self._clock.ends_step() and not self.closed
-
     def commit(self) -> None:
         """Write the waiting rows and events. Raises nothing: see `news`."""
         with self._lock:
             if self.closed:
                 return
-            self._clock.restart()
+            self._committed = time.monotonic()
             if not self._batch:
                 return
             try:
@@ -178,7 +153,7 @@ class RunWriter:
             self._batch.meta["closed"] = repr(time.time())
             self.commit()
             if not self.closed:
-                self._closed = True
+                self._ended = True
                 # Without a log a finished run is one plain file per rank, readable from anywhere.
                 # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
@@ -190,7 +165,7 @@ class RunWriter:
         with self._lock:
             if self.closed:
                 return
-            self._closed = True
+            self._ended = True
             with suppress(sqlite3.Error):
                 self._connection.close()
             if self.rank == 0:
@@ -214,6 +189,7 @@ class RunWriter:
             f"records are no longer written to {printable(str(self._claim.database))}: "
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
+        self._note(self.failed)
         self._batch = Batch()
         self._release()
 
