@@ -286,7 +286,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    text, meta = b"", None
+    meta: object = None
     try:
         text = path.read_bytes()
         meta = json.loads(text)
@@ -298,10 +298,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         pass  # refused below
     form = meta.get("format") if isinstance(meta, dict) else None
-    if not isinstance(form, int):
+    if not isinstance(meta, dict) or not isinstance(form, int):
         begins = f"begins with `{printable(text[:40].decode(errors='replace'))}`"
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`, it "
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
             f"{begins if text else 'is empty'}; restore it, or record the run again"
         )
     if form > FORMAT:

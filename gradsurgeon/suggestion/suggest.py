@@ -141,21 +141,22 @@ def _threshold(norms: GroupNorms, share: float, rule: str) -> Threshold | str:
         # Nothing makes up for the steps between. A statistic that forgets as much from one record to the next
         # would bite up to ten times too rarely, and norms filled in between make a slope of a jump.
         return (
-            "not stationary, and the statistic of a `spike-trap` moves in every step, of which one in "
+            "not stationary, and the statistic of a `spike-trap` moves in every step, but only one step in "
             f"{norms.every:,} was recorded: record again without `every: {norms.every}` in `{rule}`"
         )
     if found.drift and found.steps < least_steps(share) - WARMUP:
-        return f"not stationary, and a norm above 0 in {count(found.steps + WARMUP, 'step')} only: record more"
+        positive = count(found.steps + WARMUP, "step")
+        return f"not stationary, and the norm is above 0 in only {positive}: record more"
     if found.value is not None:
         return found
     if found.drift:
         return (
-            f"not stationary, and no `spike-trap` bites in {percent(share)} of the steps and tells large norms from "
-            f"others, the closest one bites in {found.bitten}: ask for another --bites"
+            f"not stationary, and no `spike-trap` that tells large norms from others bites in {percent(share)} of the "
+            f"steps (closest: {found.bitten}): try another --bites"
         )
     return (
-        f"no threshold bites in {percent(share)} of the steps, the closest one in {found.bitten}: norms that are "
-        "alike have mostly been clipped already"
+        f"no threshold bites in {percent(share)} of the steps (closest: {found.bitten}): the norms are alike, "
+        "probably because they were clipped already"
     )
 
 
@@ -163,8 +164,8 @@ def _why_too_few(norms: GroupNorms, share: float) -> str:
     steps, least = len(norms.norms), least_steps(share)
     if steps < least:
         return (
-            f"{count(steps, 'step')} say nothing of a share of {percent(share)}: it takes {least:,}, and "
-            f"{math.ceil(ENOUGH_BITES / share):,} to count on it; record more, or ask for a larger --bites"
+            f"{count(steps, 'step')} are too few for a share of {percent(share)}: it takes {least:,}, and "
+            f"{math.ceil(ENOUGH_BITES / share):,} for a threshold to count on; record more, or pass a larger --bites"
         )
     silent = (norms.norms == 0).sum() >= steps * (1 - share) - 1
     return "the norm is hardly ever above 0" if silent else ""
@@ -175,12 +176,13 @@ def _doubts(found: Threshold, share: float) -> Iterator[str]:
         (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (
             f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
-            f"bitten in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
+            f"bitten in {in_second} of the second half, and the quantile of the second half, {second:.4g}, in "
+            f"{in_first} of the first half"
         )
     asked = share * found.steps
     if asked < ENOUGH_BITES:
         enough = math.ceil(ENOUGH_BITES / share)
-        yield f"too few steps: by chance alone it may bite twice as often, or half as often; {enough:,} would do"
+        yield f"too few steps: by chance alone it may bite half as often or twice as often; {enough:,} steps would do"
 
 
 def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
@@ -198,11 +200,11 @@ def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
             earlier = chain[: chain.index(key.rule)]
             before |= {rule for rule in edits if rule in earlier}
     here = {rule for rule in before if points.get(rule) == key.point}
-    told = "edited before it was measured, by"
+    told = "the gradient was edited before it was measured, by"
     if here:
-        yield f"{told} {_listed(here)}: put `{key.rule}` above that and record again, `--observe` does not help"
+        yield f"{told} {_listed(here)}: put `{key.rule}` above it and record again, because `--observe` does not help"
     if before - here and run.meta.get("mode") != "observe":
-        yield f"{told} {_listed(before - here)}: record with `--observe` to see what comes in"
+        yield f"{told} {_listed(before - here)}: record with `--observe` to measure unedited gradients"
 
 
 def _listed(rules: Iterable[str]) -> str:
