@@ -122,7 +122,7 @@ class Delivery(Outlet):
                 self._lock.notify()
 
     def end(self) -> None:
-        """Let the thread send the rest. Nothing more is taken."""
+        """Take nothing more. The thread sends the rest."""
         if not self._inherited:
             with self._lock:
                 self._ended = True
@@ -211,7 +211,7 @@ class Delivery(Outlet):
         return rows, events, more
 
     def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
-        """Yield what is sent of some rows. If they are too many, the worst of a few steps stands for them."""
+        """Yield the summaries to send. If there are too many rows, the worst of a few steps represents them."""
         least = _LEAST_ROWS if not self._ended else _LEAST_AT_THE_END
         left = _ADVANCE + _SHARE * (time.monotonic() - self._began) - self._spent
         most = max(least, int(left * self._sent / self._spent))

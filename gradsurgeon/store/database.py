@@ -169,7 +169,7 @@ def _on_network(path: Path) -> bool:
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         _, escaped, type_, *_ = line.split(" ")
         point = escaped.replace("\\040", " ").rstrip("/")
-        # Of two mounts on the same point the later one hides the earlier.
+        # A later mount on the same point hides the earlier one.
         if real.startswith(f"{point}/") and len(point) >= len(nearest):
             nearest, kind = point, type_
     return _NETWORK.fullmatch(kind) is not None

@@ -117,11 +117,13 @@ def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
         return arrow.record_batch([columns[column] for column in COLUMNS], schema)
 
     waiting: list[Block] = []
+    lines = 0
     for block in form.blocks():
         waiting.append(block)
-        if sum(len(one["value"]) for one in waiting) >= _BATCH:
+        lines += len(block["value"])
+        if lines >= _BATCH:
             yield batch(waiting)
-            waiting = []
+            waiting, lines = [], 0
     if waiting:
         yield batch(waiting)
 

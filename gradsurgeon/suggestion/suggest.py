@@ -1,7 +1,7 @@
 """The stages of a suggestion: norms, groups, patterns, thresholds, and the text of a rule file."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
@@ -55,7 +55,7 @@ def suggest(run: Run, share: float) -> Suggestion:
         raise RecordError(f"{where}: {reason}")
     known, skipped = _known(run, used.values()), skipped_steps(run)
     rules: dict[str, SuggestedRule] = {}
-    without: dict[str, str] = {}
+    without: dict[str, list[str]] = {}  # groups that get no rule, by reason
     silent: list[str] = []
     for series, names in used.items():
         alive = behaviours(series, names)
@@ -69,30 +69,23 @@ def suggest(run: Run, share: float) -> Suggestion:
                 members = (
                     f" ({len(group)} parameters, such as {group[0]})" if len(group) > 1 else ""
                 )
-                without[f"{', '.join(patterns)}{members}"] = "; ".join((found, *edited))
+                groups_without = without.setdefault("; ".join((found, *edited)), [])
+                groups_without.append(f"{', '.join(patterns)}{members}")
                 continue
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
             doubts = (*_doubts(found, share), *edited)
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
+    reasons = [f"{', '.join(named)}: {reason}" for reason, named in without.items()]
     if not rules:
-        if not without:
+        if not reasons:
             raise RecordError(f"{where}: no parameter has finite norms of two steps")
-        listed = "\n".join(f"  {text}" for text in _by_reason(without))
+        listed = "\n".join(f"  {text}" for text in reasons)
         raise RecordError(f"{where}: no group of parameters gets a rule\n{listed}")
-    missing = [f"no rule for {text}" for text in _by_reason(without)]
+    missing = [f"no rule for {text}" for text in reasons]
     notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []
     return _written(run, share, list(rules.values()), missing, notes)
-
-
-def _by_reason(without: Mapping[str, str]) -> Iterator[str]:
-    """Yield each reason once, after the groups that have it."""
-    groups: dict[str, list[str]] = {}
-    for group, reason in without.items():
-        groups.setdefault(reason, []).append(group)
-    for reason, concerned in groups.items():
-        yield f"{', '.join(concerned)}: {reason}"
 
 
 def _written(

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradsurgeon.suggestion.recorded import Floats
 
-# Of ten bites expected, half as many or twice as many come by chance.
+# With ten expected bites, half as many or twice as many come by chance.
 ENOUGH_BITES = 10
 BETA, WARMUP = 0.97, 25
 # With fewer norms the statistic has hardly left its warm-up.
