@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _export(opened: Run, arguments: argparse.Namespace) -> None:
     selection = Selection(arguments.name, arguments.stat, arguments.rule)
-    chosen = selection.of_series(opened)
-    events = selection.of_events(opened.events) if arguments.format == "jsonl" else []
+    chosen = selection.series(opened)
+    events = selection.events(opened.events) if arguments.format == "jsonl" else []
     if not chosen and not events:
         raise nothing_fits(opened, opened.path)
     if arguments.format == "parquet":

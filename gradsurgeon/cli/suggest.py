@@ -1,13 +1,9 @@
 """``gradsurgeon suggest``: from the records of a healthy run to a rule file. Never imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradsurgeon._libraries import library
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.errors import GradSurgeonError, RecordError, printable
@@ -15,9 +11,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.store.files import check_replaceable, replacing
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
-
-if TYPE_CHECKING:
-    from gradsurgeon.suggestion import Suggestion
+from gradsurgeon.suggestion import MARK, Suggestion, suggest
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,11 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise RecordError(
                 f"{printable(str(folder))}: is no run itself; name one of the runs inside: {', '.join(inside)}"
             )
-        library("numpy", "report", "suggest")
-        from gradsurgeon.suggestion import MARK, suggest  # noqa: PLC0415 # needs numpy
-
         if output is not None:
-            check_replaceable(Path(output), lambda path: _begins_with(path, MARK), "suggestion")
+            check_replaceable(Path(output), _is_suggestion, "suggestion")
         with open_run(folder) as opened:
             suggestion = suggest(opened, arguments.bites)
         _write(suggestion, output)
@@ -55,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(suggestion.findings))
 
 
-def _begins_with(path: Path, mark: str) -> bool:
+def _is_suggestion(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(mark)) == mark.encode()
+        return file.read(len(MARK)) == MARK.encode()
 
 
 def _write(suggestion: Suggestion, output: str | None) -> None:

@@ -187,7 +187,7 @@ class Run(RecordQueries):
         return tables.arrow_table(self._chosen(Selection(name, stat, rule)))
 
     def _chosen(self, selection: Selection) -> Chosen:
-        if chosen := selection.of_series(self):
+        if chosen := selection.series(self):
             return chosen
         raise nothing_fits(self, self.path)
 

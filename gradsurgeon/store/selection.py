@@ -24,7 +24,7 @@ class Selection(NamedTuple):
     stat: str | None = None
     rule: str | None = None
 
-    def of_series(self, every: Iterable[StoredSeries]) -> Chosen:
+    def series(self, every: Iterable[StoredSeries]) -> Chosen:
         """Return the selected columns of some series. Raises `PatternError` if the pattern is malformed."""
         pattern = self._pattern()
         fitting = [
@@ -34,7 +34,7 @@ class Selection(NamedTuple):
         ]
         return [(series, columns) for series, columns in fitting if columns]
 
-    def of_events(self, every: Iterable[Event]) -> list[Event]:
+    def events(self, every: Iterable[Event]) -> list[Event]:
         """Return the events that fit by rule and name. An event has no statistic."""
         pattern = self._pattern()
         return [

@@ -13,8 +13,6 @@ from gradsurgeon.store.memory import Key
 from gradsurgeon.suggestion.recorded import GroupNorms
 from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold
 
-# A suggestion begins with this. No other file is written over.
-MARK = "# Suggested by `gradsurgeon suggest`"
 _LONGEST_ID, _WIDTH = 60, 100
 
 

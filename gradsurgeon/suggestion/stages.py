@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
@@ -18,7 +17,8 @@ from gradsurgeon.suggestion.recorded import (
     skipped_steps,
     sources,
 )
-from gradsurgeon.suggestion.rule_file import MARK, SuggestedRule, percent, rule_id
+from gradsurgeon.suggestion.result import MARK, Suggestion
+from gradsurgeon.suggestion.rule_file import SuggestedRule, percent, rule_id
 from gradsurgeon.suggestion.thresholds import (
     ENOUGH_BITES,
     WARMUP,
@@ -31,20 +31,7 @@ from gradsurgeon.suggestion.thresholds import (
 _MOST_RULES = 24
 
 
-class Suggestion(NamedTuple):
-    """A rule file, its summary in a few words, and the findings that a reader must not overlook."""
-
-    text: str
-    summary: str
-    findings: list[str]
-
-
 def suggest(run: Run, share: float) -> Suggestion:
-    """Return rules whose thresholds would have bitten in a share of the steps of a run.
-
-    Raises:
-        RecordError: the run has no norms of parameters, or too few.
-    """
     where = printable(str(run.path))
     used = sources(run)
     if not used:
