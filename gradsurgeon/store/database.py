@@ -106,7 +106,10 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())
     connection.executemany(
         "INSERT INTO events (time, kind, rule, step, rank, name, message) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (_event(time, event) for time, event in batch.events),
+        [
+            (time, e.kind, e.rule, e.step, e.rank, layout.clean(e.name), layout.clean(e.message))
+            for time, e in batch.events
+        ],
     )
     connection.executemany("INSERT OR REPLACE INTO statuses VALUES (?, ?)", batch.statuses.items())
     _write_meta(connection, batch.meta)
@@ -114,11 +117,6 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
     connection.execute("COMMIT")
     for written, number in zip(series, chunks, strict=True):
         written.chunks = number
-
-
-def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:
-    name, message = layout.clean(event.name), layout.clean(event.message)
-    return time, event.kind, event.rule, event.step, event.rank, name, message
 
 
 def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:

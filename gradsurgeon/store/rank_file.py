@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
@@ -172,9 +172,7 @@ class RankFile:
 def _are_of(values: Sequence[object], kind: type | int) -> bool:
     if isinstance(kind, type):
         return set(map(type, values)) <= {kind}
-    return set(map(type, values)) <= {bytes} and set(map(len, cast("Sequence[bytes]", values))) <= {
-        kind
-    }
+    return all(type(value) is bytes and len(value) == kind for value in values)
 
 
 class StoredSeries:

@@ -27,12 +27,13 @@ class Selection(NamedTuple):
     def series(self, every: Iterable[StoredSeries]) -> Chosen:
         """Return the selected columns of some series. Raises `PatternError` if the pattern is malformed."""
         pattern = self._pattern()
-        fitting = [
-            (series, _matching(pattern, series.key.names))
-            for series in every
-            if self.rule in (None, series.key.rule) and self.stat in (None, series.key.stat)
-        ]
-        return [(series, columns) for series, columns in fitting if columns]
+        found: list[tuple[StoredSeries, Sequence[int]]] = []
+        for series in every:
+            rule, stat, _, names = series.key
+            if self.rule in (None, rule) and self.stat in (None, stat):
+                columns = range(len(names)) if pattern is None else select([pattern], names)
+                found += [(series, columns)] if columns else []
+        return found
 
     def events(self, every: Iterable[Event]) -> list[Event]:
         """Return the events that fit by rule and name. An event has no statistic."""
@@ -46,10 +47,6 @@ class Selection(NamedTuple):
 
     def _pattern(self) -> Pattern | None:
         return None if self.name is None else compile_pattern(self.name)
-
-
-def _matching(pattern: Pattern | None, names: Sequence[str]) -> Sequence[int]:
-    return range(len(names)) if pattern is None else select([pattern], names)
 
 
 def nothing_fits(every: Iterable[StoredSeries], path: Path) -> RecordError:
