@@ -196,7 +196,7 @@ class Session(RecordQueries):
             GradSurgeonError: matplotlib is missing.
         """
         options = {"step": step, "call": call, "sample": sample or None, "image": image}
-        return self._draw(self, kind, name=name, rule=rule, **options)
+        return self._draw(kind, name=name, rule=rule, **options)
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import IO
 
 from gradsurgeon._expressions import PatternError
+from gradsurgeon._libraries import library
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import GradSurgeonError, RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.store.files import check_replaceable, replacing, replacing_bytes
 from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
-from gradsurgeon.store.long_form import COLUMNS
-from gradsurgeon.store.parquet import is_export, parquet_library, write_parquet
 from gradsurgeon.store.run import Run, open_run
-from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
+from gradsurgeon.store.selection import COLUMNS, Chosen, Selection, nothing_fits
 
 # What a spreadsheet takes for a formula, and the sign that says it is none.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
@@ -47,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _export(opened: Run, arguments: argparse.Namespace) -> None:
     selection = Selection(arguments.name, arguments.stat, arguments.rule)
     chosen = selection.series(opened)
-    events = selection.events(opened) if arguments.format == "jsonl" else []
+    events = selection.events(opened.events) if arguments.format == "jsonl" else []
     if not chosen and not events:
-        raise nothing_fits(opened)
+        raise nothing_fits(opened, opened.path)
     if arguments.format == "parquet":
         _parquet(arguments.output, chosen)
     elif arguments.output is None:
@@ -66,10 +65,13 @@ def _parquet(output: str | None, chosen: Chosen) -> None:
         raise RecordError(
             "`--format parquet` needs `-o FILE`: parquet is no text for standard output"
         )
-    parquet_library()  # before a file is begun
-    check_replaceable(Path(output), is_export, "export")
+    library("numpy", "arrow", "the format parquet")
+    from gradsurgeon.store import tables  # noqa: PLC0415 # text is exported without numpy
+
+    tables.parquet_library()  # before a file is begun
+    check_replaceable(Path(output), tables.is_export, "export")
     with replacing_bytes(Path(output)) as file:
-        write_parquet(file, chosen)
+        tables.write_parquet(file, chosen)
 
 
 def _is_text_export(path: Path) -> bool:

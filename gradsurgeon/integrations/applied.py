@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.sinks.client import patterns_of
-from gradsurgeon.sinks.parts import Parts
-from gradsurgeon.sinks.summary import Measured, summary
+from gradsurgeon.sinks.sink import patterns_of
+from gradsurgeon.sinks.summary import Measured, Parts, summary
 from gradsurgeon.store.layout import is_absent
 from gradsurgeon.store.memory import Series
 

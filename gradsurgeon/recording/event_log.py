@@ -1,15 +1,15 @@
-"""The event log: what happened, and what each rule has done.
+"""The event log: the events of a session, and the status of each rule.
 
-Each event is told once, in one of three ways:
+The user hears of each event once, in one of three ways:
 
-* as an exception, where a trap stops the training;
-* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a
-  parameter that is gone, a set-up that cannot honour a rule, and a trap with ``then: warn``;
-* to the logger ``gradsurgeon``: a trap that lets the training go on and a skipped step at WARNING,
-  which Python prints to stderr where nobody has configured logging; all else at INFO.
+* as an exception, if a trap stops the training;
+* as a `GradSurgeonWarning`, if the caller should change something: a rule that never fired, a
+  parameter that is gone, a set-up that cannot honour a rule, a trap with ``then: warn``;
+* by the logger ``gradsurgeon``: at WARNING a skipped step, and a trap that lets the training go on. Python
+  prints these to stderr if logging is not configured. All other events are at INFO.
 
-What happens again and again, a trap or a step that the scaler skips, is told in full the first time,
-and then counted and told in a line: the 10th, the 100th, the 1,000th time.
+An event that repeats, such as a trap or a step that the scaler skips, is logged in full the first time. Then
+the log counts, and has one line at the 10th, the 100th, the 1,000th time.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from gradsurgeon.events import TRIPS, Event, EventKind, RuleStatus, is_trip
 from gradsurgeon.recording.device_queue import DeviceQueue
 
 _LOGGER = logging.getLogger("gradsurgeon")
-# A trap with `then: warn` can trip in every step of a long run. So many of what repeats others are kept,
-# and as many innocent ones, of which no more are written to a run.
+# A trap with `then: warn` can trip in every step of a long run. The log keeps so many repetitions, and as many
+# innocent ones. A run directory gets no more innocent ones either.
 _MOST_EVENTS = 10_000
 _INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
-# What can happen in every step, with how it is logged; a trap and the step that it skips are one thing.
+# Kinds that can occur in every step: the topic, and the level of the log. A trap and the step that it skips are one topic.
 _REPEATED = {
     **{kind: (kind, logging.WARNING) for kind in TRIPS},
     "skipped-step": ("trap", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
-# One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
+# One step can pass without a gradient for innocent reasons. Three in a row deserve a warning.
 _QUIET_STEPS = 3
-# Flags wait on the device until so many of them are worth a transfer.
+# So many flags on the device are worth a transfer.
 _FLAGS_PER_TRANSFER = 256
 
 _NOT_THE_SCRIPT = (
     *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
-    weakref.__file__,  # which tells that a model is gone
-    contextlib.__file__,  # through which what is left of a session is closed
+    weakref.__file__,  # calls us when a model is gone
+    contextlib.__file__,  # calls us when a session is closed
 )
 
 
 def _level_of_the_script() -> int:
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    # In a thread of autograd no line of the script is there.
+    # A thread of autograd has no frame of the script.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
         level, frame = level + 1, frame.f_back
     return level
@@ -71,14 +71,14 @@ def _level_of_the_script() -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """What one rule has done; ``counters`` hold what devices have altered and the host does not know."""
+    """The counts of one rule. ``counters`` hold changes that devices have counted and the host has not read."""
 
     matched: int
     fired: int = 0
     altered: int = 0
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
-    # As long as it has not fired: the steps in which it was due, the last of them, and why it did not fire.
+    # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
     quiet_step: int = -1
     cause: str = ""
@@ -95,7 +95,7 @@ class Tally:
 
 
 class EventLog:
-    """Events in order, and one tally per rule. Several threads may write to it."""
+    """Events in order, and a tally per rule. Several threads may write to it."""
 
     def __init__(
         self,
@@ -103,15 +103,14 @@ class EventLog:
         matched: Sequence[int],
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        # Is called with each event that is noted.
-        self.sink: Callable[[Event], None] | None = None
-        # So is this one, which is the script's, and may raise.
+        self._listener: Callable[[Event], None] | None = None
+        # The script's own function, which may raise.
         self._on_event = on_event
         self._raised: list[BaseException] = []
         if on_event is not None:
-            # Nothing may ever ask, where the script ends without another step.
+            # If the script ends without another step, nothing else would raise them.
             weakref.finalize(self, _log_raised, self._raised)
-        # Numbered, to be put in order: the first of each kind, and what repeats it, by whether innocent.
+        # The first event of each kind, and its repetitions by whether they are innocent. Numbers give the order.
         self._numbers = count()
         self._first: dict[tuple[str, str, str], tuple[int, Event]] = {}
         self._later: dict[bool, deque[tuple[int, Event]]] = {
@@ -123,14 +122,18 @@ class EventLog:
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
         }
-        # Of tags nobody knows beforehand whether there are any.
+        # A rule on tags may match nothing: whether there are tags is unknown beforehand.
         self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
         self._noticed: set[tuple[str, str]] = set()
-        # How often something has happened, and in which step last.
+        # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(self._read)
-        # Never held while something else is called: the recorder has a lock of its own, and calls back.
+        # Never held during a call of another object: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Call a function with every event from now on."""
+        self._listener = listener
 
     @property
     def events(self) -> list[Event]:
@@ -149,7 +152,7 @@ class EventLog:
         warn: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Note an event, and tell of it; quietly where something else, such as an exception, tells of it."""
+        """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         text, level = message, logging.INFO
         if kind in _REPEATED:
@@ -164,11 +167,11 @@ class EventLog:
             _log(logging.INFO if quiet else level, lines)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
-        """Return what to tell of something that happens again and again, empty for nothing."""
+        """Return the text to report of an event that may repeat, empty for none."""
         with self._lock:
             times, last = self._repeated.get(topic, (0, None))
             if last == step:
-                return ""  # The same has been told in other words.
+                return ""  # another event of this step has reported it
             times += 1
             self._repeated[topic] = times, step
         if times == 1:
@@ -196,27 +199,29 @@ class EventLog:
             full = not is_first and len(later) == later.maxlen
             if not is_first:
                 later.append(numbered)
-        if self.sink is not None and not (innocent and full):
-            self.sink(event)
+        if self._listener is not None and not (innocent and full):
+            self._listener(event)
         if self._on_event is not None:
             self._call_back(self._on_event, event)
         if full:
-            text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
+            text = (
+                f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
+            )
             self.notice_once("events", text, step=event.step)
 
     def _call_back(self, on_event: Callable[[Event], object], event: Event) -> None:
-        """Let the script see an event; what it raises waits until the step can be left as it is.
+        """Call the script's function. An exception waits for a place where it can be raised.
 
-        Here ranks may be about to meet, and gradients may be hidden.
+        At this place ranks may be about to meet, and gradients may be hidden.
         """
         try:
             on_event(event)
-        except BaseException as error:  # noqa: BLE001 # it is raised, at the next place where that can be
+        except BaseException as error:  # noqa: BLE001 # raised at the next possible place
             with self._lock:
                 self._raised.append(error)
 
     def raised(self) -> BaseException | None:
-        """Return what `on_event` has raised since this was asked last; of several the first, the others are logged."""
+        """Return the exception of `on_event` since the last call. Of several the first is returned, and the others are logged."""
         if not self._raised:
             return None
         with self._lock:
@@ -229,7 +234,7 @@ class EventLog:
             raise error
 
     def log_raised(self) -> None:
-        """Show what `on_event` has raised where something else is being raised."""
+        """Log the exceptions of `on_event` while another exception is being raised."""
         with self._lock:
             _log_raised(self._raised)
 
@@ -254,35 +259,30 @@ class EventLog:
             if not tally.fired:
                 self.silent.discard(rule)
             tally.fired += count
-            # Each optimizer counts its own steps, and what one has reached stays reached.
+            # Each optimizer counts its own steps. The largest count stays.
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that altered something, on a device without reading it."""
+        """Count firings that changed something. A count on a device is not read."""
         tally = self._tallies[rule]
         if not isinstance(count, Tensor) or _torch.is_host(count):
-            self._add(tally, int(count))
-        elif not _torch.is_capturing():  # Every replay would begin to count from zero.
-            # What is made in inference mode, where validation may come first, is no use outside.
+            self._add(tally, count)
+        elif not _torch.is_capturing():  # every replay would count from zero
+            # A validation may come first, and a counter made in inference mode is no use outside.
             with self._lock, torch.inference_mode(mode=False), torch.no_grad():
                 if (counter := tally.counters.get(count.device)) is None:
                     counter = torch.zeros((), dtype=torch.int64, device=count.device)
                     tally.counters[count.device] = counter
                 counter.add_(count)
 
-    def _add_counter(self, tally: Tally, counter: Tensor) -> None:
-        self._add(tally, int(counter))
-
-    def _add(self, tally: Tally, count: int) -> None:
+    def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
-            tally.altered += count
+            tally.altered += int(count)
 
     def emit_if(
         self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
     ) -> None:
-        """Note an event if ``flag`` is set, once that can be read without waiting."""
-        if _torch.is_capturing():
-            return  # The flag has no value yet, and belongs to the graph.
+        """Record an event if ``flag`` is set, once the flag can be read without waiting."""
 
         def note(value: Tensor) -> None:
             if value:
@@ -291,9 +291,9 @@ class EventLog:
         self.when_read(flag, note)
 
     def when_read(self, values: Tensor, act: Callable[[Tensor], None]) -> None:
-        """Call ``act`` with numbers, float32 on the host, once they can be read without waiting."""
+        """Call ``act`` with the values, float32 on the host, once they can be read without waiting."""
         if _torch.is_capturing():
-            return  # They have no value yet, and belong to the graph.
+            return  # they have no value yet, and belong to the graph
         if _torch.is_host(values):
             act(values)
             return
@@ -307,63 +307,59 @@ class EventLog:
             act(values)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Note what devices know. Without waiting, what they have told so far; the rest comes later."""
+        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
         if _torch.is_capturing():
-            return  # What is on the device has no value then.
-        # Counters travel with the flags, and begin anew.
+            return  # tensors on the device have no value yet
+        # Counters travel with the flags, and start again at zero.
         for tally in self._tallies.values():
             with self._lock:
                 counters, tally.counters = tally.counters, {}
             for counter in counters.values():
-                self._flags.put(partial(self._add_counter, tally), counter)
+                self._flags.put(partial(self._add, tally), counter)
         if wait:
             self._flags.settle()
         else:
             self._flags.send()
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
-        """Say early that a rule does not fire; only the end tells whether it never did.
+        """Report early that a rule does not fire. Only the end shows whether it never did.
 
-        Several optimizers come to a step of the same number, which counts once.
+        Several optimizers may reach a step of the same number, which counts once.
         """
         tally = self._tallies[rule]
         with self._lock:
             if tally.fired or step <= tally.quiet_step:
                 return
             tally.quiet, tally.quiet_step = tally.quiet + 1, step
-            news = tally.quiet == _QUIET_STEPS and self._has_to_fire(rule)
+            news = tally.quiet == _QUIET_STEPS and rule not in self._optional
         if news:
             tally.cause = cause()
             text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
             self.emit("notice", text, rule=rule, step=step, warn=True)
 
     def note_cause(self, rule: str, cause: str) -> None:
-        """Keep why a rule does not fire, for the end."""
+        """Keep the reason why a rule does not fire for the end."""
         self._tallies[rule].cause = cause
 
     def cause(self, rule: str) -> str:
-        """Return why a rule has not fired, empty if that has not been asked, or if it has fired."""
+        """Return why a rule has not fired, empty if that is unknown or if the rule has fired."""
         tally = self._tallies[rule]
         return "" if tally.fired else tally.cause
 
     def never_fired(self) -> list[tuple[str, int, str]]:
-        """Return the rules that bound to something and never fired, in how many steps they were due, and the cause.
+        """Return each rule that matched something and never fired, the number of steps in which it was due, and the cause.
 
-        The cause is empty for a rule that was due in too few steps to ask.
+        The cause is empty if the rule was due in too few steps to ask for it.
         """
         tallies = self._tallies.items()
         return [
             (rule, tally.quiet, tally.cause)
             for rule, tally in tallies
-            if tally.matched and not tally.fired and self._has_to_fire(rule)
+            if tally.matched and not tally.fired and rule not in self._optional
         ]
 
-    def _has_to_fire(self, rule: str) -> bool:
-        """Tell whether it is worth a word that a rule never fires: not if nothing may ever have its tag."""
-        return rule not in self._optional
-
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        """Return what each rule has done. Without waiting, what devices have counted is a moment old."""
+        """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""
         self.settle(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
 
@@ -374,9 +370,9 @@ def _log_raised(errors: list[BaseException]) -> None:
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
-    """Log; what a handler or a filter of the script raises goes to stderr, as from handlers of Python itself.
+    """Log. If a handler or a filter of the script raises, print the traceback to stderr, as Python's handlers do.
 
-    A server of logs that is gone is no reason to leave a step that a rule has decided about half done.
+    A log server that is gone must not leave a step half done.
     """
     try:
         _LOGGER.log(level, "%s", text, exc_info=error)
@@ -387,5 +383,5 @@ def _log(level: int, text: str, error: BaseException | None = None) -> None:
 
 
 def _with_rule(message: str, rule: str) -> str:
-    # The message of a trap, which is raised as well, names the rule by itself.
+    # The message of a trap is also that of an exception, and names the rule itself.
     return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"

@@ -1,4 +1,4 @@
-"""What a run directory holds of captured tensors: numbers and small maps, since they may be gigabytes themselves."""
+"""Previews of captured tensors for the run directory: numbers and small maps. The tensors may be gigabytes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Kept = Mapping[CaptureKey, Tensor]
 _TENSORS, _BINS = 24, 60
 _CHANNELS, _SIDE = 16, 48
 _SAMPLES, _CAM_SIDE = 4, 64
-# Of all maps of a rank together, one for each pixel.
+# All maps of a rank together, at one byte per pixel.
 _BYTES = 400_000
 _TOP, _NONFINITE = 254, 255
-_IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of several
-# So many elements at a time become float64: they stay in the cache.
+_IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
+# So many elements at a time become float64, so that they stay in the cache.
 _CHUNK = 2**18
 _LONGEST_REASON = 200
 
 
 @torch.no_grad()
 def previews(rules: Mapping[str, Rule], of: Callable[[str], Kept]) -> list[dict[str, Any]]:
-    """Return, for `store.captures`, what is small of the tensors that rules have kept. Waits for the device.
+    """Return previews of the tensors that rules have kept, for `store.captures`. Waits for the device.
 
-    It needs no other rank. A tensor that cannot be shown has a note that says why.
+    No other rank takes part. A tensor that cannot be shown has a note with the reason.
     """
     refs = {id_: rule.ref for id_, rule in rules.items() if rule.target != "params"}
     partners = dict(gradient_pairs(refs))
@@ -60,7 +60,7 @@ def _of_rule(rule: str, kept: Kept, gradients: Kept, room: int) -> dict[str, Any
         for kind, maps in drawings.items():
             size = 0 if maps is None else math.prod(maps["shape"])
             if size > room:
-                entry["note"] = "its maps are left out: those of other tensors take the room"
+                entry["note"] = "its maps are left out: the maps of other tensors take the room"
             elif maps is not None:
                 room -= size
                 entry[kind] = maps
@@ -71,7 +71,7 @@ def _of_rule(rule: str, kept: Kept, gradients: Kept, room: int) -> dict[str, Any
 def _attempt(draw: Callable[..., dict[str, Any] | None], *arguments: Any) -> dict[str, Any] | None:
     try:
         return draw(*arguments)
-    except Exception:  # noqa: BLE001 # tensors of any kind come here; the others are shown
+    except Exception:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
         return None
 
 
@@ -83,13 +83,13 @@ def _entry(key: CaptureKey, tensor: Tensor) -> dict[str, Any]:
         return {**entry, "note": note, "shape": list(tensor.shape)}
     try:
         return {**entry, **_numbers(tensor)}
-    except Exception as error:  # noqa: BLE001 # tensors of any kind come here; the others are shown
+    except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
         reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
         return {**entry, "note": f"cannot be shown: {printable(reason)}"}
 
 
 def _numbers(tensor: Tensor) -> dict[str, Any]:
-    """Return shape, range, mean and histogram of the finite elements, and how many are not."""
+    """Return shape, range, mean and histogram of the finite elements, and the number of non-finite elements."""
     elements = _elements(tensor)
     count, total, low, high = 0, 0.0, math.inf, -math.inf
     for part in _finite(elements):
@@ -103,7 +103,7 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
         "note": _note(tensor),
     }
     if count:
-        # Numbers near the end of the range of float64 have a sum beyond it.
+        # The sum of numbers near the end of the range of float64 overflows.
         mean = total / count if math.isfinite(total) else None
         counts = _histogram(elements, low, high, count)
         found |= {"low": low, "high": high, "mean": mean, "counts": counts}
@@ -127,7 +127,7 @@ def _note(tensor: Tensor) -> str:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Return all elements in one dimension and in any order, without a copy where that can be."""
+    """Return all elements in one dimension and in any order, without a copy if possible."""
     if tensor.layout is not torch.strided:
         tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -146,13 +146,13 @@ def _dequantized(tensor: Tensor) -> Tensor:
 
 
 def _doubles(tensor: Tensor) -> Tensor:
-    # Other devices need not know float64.
+    # Other devices may lack float64.
     here = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
     return here.to(torch.complex128).abs() if here.is_complex() else here.double()
 
 
 def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
-    """Return the first channels of the first sample, of what has the shape of feature maps."""
+    """Return the first channels of the first sample, ``None`` unless the tensor has the shape of feature maps."""
     shape = tensor.shape
     if len(shape) not in (_IMAGE, _IMAGES) or 0 in shape or 1 in shape[-2:]:
         return None
@@ -163,7 +163,7 @@ def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
 
 
 def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:
-    """Return the Grad-CAM of the first samples, of the newest step in which the module ran once."""
+    """Return the Grad-CAM of the first samples in the newest step in which the module ran once."""
     steps = {key[1] for key in values if key[0] == name}
     steps &= {key[1] for key in gradients if key[0] == name}
     for step in sorted(steps, reverse=True):
@@ -172,20 +172,20 @@ def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:
             for kept in (values, gradients)
         )
         if len(maps) == len(slopes) == 1 and not _dist.any_sharded([*maps, *slopes]):
-            # One after the other: `grad_cam` makes float64 of all that it is given.
+            # One sample at a time: `grad_cam` converts all its arguments to float64.
             samples = zip(
                 *(torch.split(one[:_SAMPLES], 1) for one in (*maps, *slopes)), strict=True
             )
             heat = torch.cat([grad_cam(*pair) for pair in samples])
-            # The gradient of a loss is small for what is sure, and only proportions tell something.
+            # The gradient of the loss is small for a confident sample, so only proportions mean anything.
             tops = heat.nan_to_num(posinf=0.0).amax(dim=(1, 2), keepdim=True)
             return {"step": step, **_codes(heat / tops.where(tops > 0, 1.0), _CAM_SIDE)}
     return None
 
 
 def _codes(maps: Tensor, side: int) -> dict[str, Any]:
-    """Return maps of shape (C, H, W) with no side longer than given: averages, from 0 for the least to 254."""
-    # What is much larger is thinned out first, so that little is moved from the device.
+    """Return averaged maps of shape (C, H, W), with no side longer than given, as codes from 0 (lowest) to 254."""
+    # Much larger maps are thinned out first, so that little leaves the device.
     stride = max(1, max(maps.shape[1:]) // (4 * side))
     numbers = _doubles(maps[:, ::stride, ::stride].cpu())
     factor = min(1.0, side / max(numbers.shape[1:]))

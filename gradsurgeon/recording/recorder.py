@@ -84,20 +84,17 @@ class Recorder:
         # Rows of tensors that ranks share.
         self.shared = SharedRows(self._tell_of_shared)
         if event_log is not None:
-            event_log.sink = self.event
-            if writer is None:
-                records.on_drop = lambda step: event_log.notice_once("records", _DROPPED, step=step)
-            for outlet in self._outlets:
-                outlet.on_failure = self._failed
+            event_log.listen(self.event)
         if self._outlets:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
-    def _failed(self, text: str) -> None:
-        self.lost.append(text)
-        if self._event_log is not None:
-            self._event_log.emit("notice", text, step=self._step(), warn=True)
+    def _tell_failures(self) -> None:
+        for text in [text for outlet in self._outlets for text in outlet.news()]:
+            self.lost.append(text)
+            if self._event_log is not None:
+                self._event_log.emit("notice", text, step=self._step(), warn=True)
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
@@ -179,12 +176,14 @@ class Recorder:
             self._exchange()
         for outlet in outlets:
             outlet.event(event)
+        self._tell_failures()
 
     def close(self) -> None:
         # It may take seconds, and Ctrl-C is no reason to leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
+            stack.callback(self._tell_failures)
             if self.writer is not None:
                 stack.callback(self.writer.close)
             self._gather()
@@ -200,6 +199,7 @@ class Recorder:
             # What they fail at is an event, which the run has.
             for sink in self._sinks:
                 sink.close(begin)
+            self._tell_failures()
 
     def _write_previews(self) -> None:
         """Write what is small of the tensors that rules have kept; a failure becomes a notice."""
@@ -239,6 +239,7 @@ class Recorder:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
+        self._tell_failures()
         if wait:
             self._write_state()
 
@@ -281,6 +282,8 @@ class Recorder:
         for store in (self.records, *self._open):
             for row, values, absent in packed:
                 store.add(row.key, row.step, values, absent, replace=row.replace)
+        if self.records.dropped and self._event_log is not None and self.writer is None:
+            self._event_log.notice_once("records", _DROPPED, step=rows[-1][0].step)
 
 
 @dataclass(frozen=True, slots=True)

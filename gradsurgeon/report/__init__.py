@@ -1,14 +1,9 @@
 """What a run looked like, as text for a person. No torch: a run read from disk is drawn alike."""
 
-from gradsurgeon.report import pictures
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.sources import describe, from_run, summary, title_of
-from gradsurgeon.store import RecordQueries
 from gradsurgeon.tensors.saliency import grad_cam
-
-# A session and a run lie below what draws them; whoever has one has come by the public functions, which import this.
-RecordQueries._draw = staticmethod(pictures.draw)  # noqa: SLF001 # theirs, not their callers'
 
 __all__ = [
     "Report",

@@ -1,12 +1,12 @@
 """Trackers that get the aggregates of a run while it goes on: `gradsurgeon.apply(model, rules, sinks=[...])`.
 
-What is sent is little, whatever the model: hundreds of curves are of no use to anybody, and cost more than the
-training. Per step and rule these are the norm of all tensors together, the ten largest, the median, how many are
-not finite, and a histogram; of tensors by name only those that a sink was asked for. Events are texts, and that of a
-trap has the diagnosis. A sink works on a thread of its own. One that fails, blocks or cannot keep up is told as an
+A sink gets few numbers, however large the model is: hundreds of curves help nobody, and cost more than the
+training. Per step and rule it gets the norm of all tensors together, the ten largest norms, the median, the number of
+non-finite norms, and a histogram. Single tensors have curves if the sink names them. Events are texts, and the text
+of a trap has the diagnosis. Each sink works on a thread of its own. If it fails, blocks or cannot keep up, that is an
 event, and training goes on.
 
-The clients are imported when a sink is made: nothing here needs torch, or any of them.
+A sink imports its client when it is made. This package needs neither torch nor a client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["MLflow", "Sink", "TensorBoard", "WandB"]
 
 
 def __getattr__(name: str) -> object:
-    # `gradsurgeon run`, which only wants to know what there is, starts fast.
+    # `gradsurgeon run` only asks which sinks there are, and has to start fast.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{name.lower()}"), name)

@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
-# What a server takes at once, and of which letters a name is made.
+# A server accepts so many metrics at once, and no other characters in a name.
 _MOST = 1000
 _OTHERS = re.compile(r"[^\w\-. /]")
 
 
 class MLflow(Client):
-    """Logs metrics and texts to a run of MLflow: the one that is active, or else a new one.
+    """Logs metrics and texts to a run of MLflow: the active run, or else a new run.
 
-    It has no histograms of its own; texts are artifacts of the run.
+    MLflow has no histograms. Texts are artifacts of the run.
 
     Args:
-        tracking_uri: the server or the database, as ``mlflow.set_tracking_uri`` takes it; without it the one in use.
-        experiment: the name of the experiment that a new run belongs to; it is made if need be.
+        tracking_uri: the server or the database, as for ``mlflow.set_tracking_uri``; by default the current one.
+        experiment: the name of the experiment that a new run belongs to; it is created if need be.
         run_id: a run to log to.
-        names: patterns, as in rule files, of tensors that get a curve each besides.
+        names: patterns, as in rule files, of further tensors that get a curve each.
 
     Raises:
         GradSurgeonError: the package mlflow is missing.
@@ -42,12 +42,12 @@ class MLflow(Client):
         super().__init__(names)
         self._mlflow: Any = library("mlflow", "mlflow", "the sink MLflow")
         self._tracking_uri, self._experiment = tracking_uri, experiment or "Default"
-        # Of this thread, which is not the one on which a sink works.
+        # MLflow has an active run per thread, and the sink works on another thread.
         active = self._mlflow.active_run() if tracking_uri is None else None
         self._run_id = active.info.run_id if run_id is None and active is not None else run_id
         self._is_ours = self._run_id is None
         self._waiting: list[Any] = []
-        # How many texts there are of a name and a step.
+        # The number of texts per name and step.
         self._texts: Counter[str] = Counter()
         self._open_first()
 
@@ -71,14 +71,14 @@ class MLflow(Client):
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        """Do nothing: a run of MLflow has none."""
+        """Do nothing: MLflow has no histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
         path = f"{_name(name)}/step-{step}"
         self._texts[path] += 1
-        # Another text of the same path would take its place.
+        # Another text of the same path would replace it.
         more = f"-{self._texts[path]}" if self._texts[path] > 1 else ""
-        client = self._client
+        client = self._client  # opened first: it may make the run
         client.log_text(self._run_id, text, f"{path}{more}.txt")
 
     def flush(self) -> None:
@@ -91,7 +91,7 @@ class MLflow(Client):
         self._end("FINISHED")
 
     def close_at_exit(self, error: BaseException | None) -> None:
-        """End it with the status that an exception which ends the process gives the run."""
+        """End the run. An exception that ends the process decides the status."""
         stopped = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
         self._end("FINISHED" if error is None else stopped)
 

@@ -1,4 +1,4 @@
-"""Sinks that are open, and stay so from session to session until the process ends."""
+"""Sinks that are open. They stay so from session to session, until the process ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from itertools import chain, count
 
 from gradsurgeon.sinks.sink import Sink
@@ -15,58 +16,59 @@ _LOGGER = logging.getLogger("gradsurgeon")
 
 
 class OpenSink:
-    """What the sessions share that have the same sink.
+    """A sink that several sessions may use, each with a title of its own.
 
     Attributes:
-        failed: a session has told that it fails.
+        lock: held by the session that calls the sink.
+        failed: a session has reported that the sink fails.
+        titles: the title of each session in the names of its curves, ``None`` before it begins.
     """
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink  # while it lives, no other object has its number
         self.lock = threading.Lock()
         self.failed = False
-        self.users = 0
         self.pid = os.getpid()
-        self._titles: set[str] = set()
+        self.titles: weakref.WeakKeyDictionary[object, str | None] = weakref.WeakKeyDictionary()
 
-    def take_title(self, wanted: str) -> str:
-        """Return what a model is called in the names of its curves: by no name that another one has now."""
+    def take_title(self, session: object, wanted: str) -> str:
+        """Return the wanted title, or ``model-2`` and so on if another session has it now."""
         with _changing:
             names = chain([wanted], (f"model-{number}" for number in count(2)))
-            title = next(name for name in names if name not in self._titles)
-            self._titles.add(title)
+            taken = set(self.titles.values())
+            title = next(name for name in names if name not in taken)
+            self.titles[session] = title
         return title
 
-    def leave(self, title: str | None) -> None:
-        """Note that a session has it no longer, nor the title that it has taken."""
+    def leave(self, session: object) -> None:
+        """Note that a session uses the sink no longer. A second call does nothing."""
         with _changing:
-            self.users -= 1
-            if title is not None:
-                self._titles.discard(title)
+            self.titles.pop(session, None)
 
 
 _open: dict[int, OpenSink] = {}
 _changing = threading.Lock()
 
 
-def enter(sink: Sink) -> OpenSink:
-    """Note that one session more has the sink, until `OpenSink.leave`."""
+def enter(sink: Sink, session: object) -> OpenSink:
+    """Note that a session uses the sink, until it calls `OpenSink.leave`."""
     with _changing:
         found = _open.setdefault(id(sink), OpenSink(sink))
-        found.users += 1
+        found.titles[session] = None
     return found
 
 
 def close_at_end(sink: Sink) -> None:
-    """Close a sink that nobody sends anything to when the process ends."""
-    enter(sink).leave(None)
+    """Close a sink that no session of this process uses when the process ends."""
+    with _changing:
+        _open.setdefault(id(sink), OpenSink(sink))
 
 
 @atexit.register
 def close_all() -> None:
-    """Close the sinks that this process has used, at its end: until then another session may begin."""
+    """Close the sinks that this process has opened and that no session uses. Until then a session may begin."""
     with _changing:
-        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.users]
+        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
         for one in ended:
             del _open[id(one.sink)]
     for one in ended:
@@ -80,13 +82,10 @@ def close_all() -> None:
         except Exception as error:
             if not one.failed:
                 _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
-            else:  # which has been told
+            else:  # an event has reported it
                 _LOGGER.info("the sink %s could not be closed: %s", type(one.sink).__name__, error)
 
 
 def _uncaught() -> BaseException | None:
-    """Return the exception that ends the process. What a notebook has shown of a cell has ended nothing."""
-    if hasattr(sys, "ps1"):
-        return None
-    error: BaseException | None = getattr(sys, "last_value", None)
-    return error
+    """Return the exception that ends the process. In a notebook an exception ends only a cell."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

@@ -1,4 +1,4 @@
-"""Sinks by their names, as the command line takes them: ``tensorboard:runs/today``."""
+"""Sinks by name, as on the command line: ``tensorboard:runs/today``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 if TYPE_CHECKING:
     from gradsurgeon.sinks.sink import Sink
 
-# Each with the class, and with what its place is.
+# The class of each kind, and the kind of its place.
 _KINDS = {
     "tensorboard": ("TensorBoard", "DIR"),
     "wandb": ("WandB", "PROJECT"),
@@ -22,7 +22,7 @@ FORMS = tuple(f"{kind}:{place}" for kind, (_, place) in _KINDS.items())
 
 
 def why_no_sink(text: str) -> str:
-    """Return why a text names no sink, nothing if it does."""
+    """Return why a text names no sink, empty if it names one."""
     kind, _, place = text.partition(":")
     forms = ", ".join(FORMS)
     if kind not in _KINDS:
@@ -36,13 +36,13 @@ def why_no_sink(text: str) -> str:
 
 
 def absolute(text: str) -> str:
-    """Return the same place for a script that changes its working directory."""
+    """Return the text with an absolute directory, as the script may change its working directory."""
     kind, _, place = text.partition(":")
     return f"{kind}:{Path(place).absolute()}" if _KINDS[kind][1] == "DIR" else text
 
 
 def at_place(text: str) -> Sink:
-    """Make the sink that a text such as ``tensorboard:runs/today`` names.
+    """Return the sink that a text such as ``tensorboard:runs/today`` names.
 
     Raises:
         GradSurgeonError: there is no such sink, or its client is missing.

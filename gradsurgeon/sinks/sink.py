@@ -1,48 +1,99 @@
-"""What a tracker has to take."""
+"""What a sink has to do, and what the sinks of this package share."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 _METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
+# Launchers of several ranks tell each process its rank in these, before there is a process group.
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 class Sink(Protocol):
-    """Where the aggregates of a run go: those of this package, or a class of your own with these methods.
+    """Where the aggregates of a run go: a sink of this package, or a class of your own with these methods.
 
-    All calls come from one thread at a time, which is not that of the training. What a method raises ends the
-    sink, and is told as an event.
+    One thread at a time calls them, and it is not the training's thread. An exception in a method ends the
+    sink, and becomes an event.
     """
 
     @property
     def names(self) -> Sequence[str]:
-        """Patterns, as in rule files, of tensors that get a curve each besides; nothing for none."""
+        """Patterns, as in rule files, of tensors that get a curve each; empty for none."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of one update, NaN and infinity among them, by name: ``gradsurgeon/norms/total``."""
+        """Take numbers of one update, NaN and infinity included, by name: ``gradsurgeon/norms/total``."""
 
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
-        """Take how many values lie between each of the edges, of which there is one more, and the next."""
+        """Take the number of values between each edge and the next. There is one more edge than counts."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Take a text of several lines: the rules, an event, the diagnosis of a trap."""
 
     def flush(self) -> None:
-        """Let everything that was taken be seen; called after each batch."""
+        """Make everything visible that was taken. Called after each batch."""
 
     def close(self) -> None:
-        """End it: called when the process ends, so that session after session can have it; or call it yourself.
+        """Close the sink. Called when the process ends, so that sessions can share a sink; or call it yourself.
 
-        A class that also has a method ``close_at_exit(error)`` gets that called when the process ends, in place
-        of this one, with the exception that has ended it, or ``None``.
+        If the class also has a method ``close_at_exit(error)``, the end of the process calls that instead,
+        with the exception that has ended the process, or ``None``.
         """
 
 
+class Client:
+    """The client of a tracker. The first rank opens it at once, so that a mistake shows early.
+
+    The other ranks open it when they use it. Only the first rank sends, and a run of another rank would be empty.
+
+    Args:
+        names: patterns, as in rule files, of tensors that get a curve each; a text is one pattern.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = patterns_of(names)
+        self._opened: Any = None
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _open_first(self) -> None:
+        """Open the client on the first rank. A sink calls this last when it is made."""
+        if _is_first_rank():
+            self._opened = self._open()
+
+    @property
+    def _client(self) -> Any:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the sink {type(self).__name__} cannot be sent to another process, as it has a connection or a file "
+            'open: make it in that process. In Lightning, strategy="ddp" needs none to be sent, where '
+            '"ddp_spawn" does'
+        )
+
+
+def patterns_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return patterns as a tuple. A text is one pattern, and not one for each of its letters."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _is_first_rank() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+
+
 def check_sinks(sinks: object) -> None:
-    """Raise a `TypeError` that says what is wrong unless it is a list of sinks."""
+    """Raise a `TypeError` that names the mistake unless it is a list of sinks."""
     if isinstance(sinks, str) or not isinstance(sinks, Sequence):
         raise TypeError(
             f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"

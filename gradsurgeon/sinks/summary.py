@@ -1,12 +1,12 @@
-"""What a row of measurements comes down to: few numbers, however many tensors there are. No torch."""
+"""Few numbers from a row of measurements, however many tensors it has. No torch."""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import nlargest
-from operator import itemgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from gradsurgeon.statistics import STATISTICS
 from gradsurgeon.store.memory import Key
 
 TOP = 10
-# Of fewer tensors each is a curve: losses, or the layers of a small model.
+# Up to so many tensors each have a curve: losses, or the layers of a small model.
 _FEW = 10
 # Bins of the histogram of decimal logarithms, in a decade.
 _PER_DECADE = 4
@@ -22,20 +22,20 @@ NORM = "l2"
 
 
 class Histogram(NamedTuple):
-    """How many values lie between each of the edges and the next."""
+    """The number of values between each edge and the next."""
 
     edges: list[float]
     counts: list[int]
 
 
 class Summary(NamedTuple):
-    """What is sent of one row.
+    """What a sink gets of one row.
 
     Attributes:
         step: number of the update.
         scalars: numbers by name.
-        rule: that has measured it.
-        histogram: of the decimal logarithms of the norms, ``None`` where there are none.
+        rule: the rule that has measured the row.
+        histogram: the decimal logarithms of the norms, ``None`` if there are no norms.
         top: the tensors with the largest norms, the largest first.
     """
 
@@ -53,55 +53,113 @@ class Measured(NamedTuple):
     step: int
     values: bytes
     absent: frozenset[int]
-    # Another row of the same step may stand in its place.
+    # A later row of the same step may replace it.
     replace: bool = False
 
     def pairs(self) -> list[tuple[str, float]]:
-        values = array("f", self.values)
-        pairs = zip(self.key.names, values, strict=True)
-        if not self.absent:
-            return list(pairs)
+        pairs = zip(self.key.names, array("f", self.values), strict=True)
         return [pair for column, pair in enumerate(pairs) if column not in self.absent]
 
 
-def joined(rows: Sequence[Measured]) -> Measured:
-    """Return rows of one rule, statistic and step as one."""
-    names = tuple(name for row in rows for name in row.key.names)
-    absent, start = set[int](), 0
+class Parts:
+    """The series of one rule and statistic. Each of several optimizers has a series of its own.
+
+    Optimizers that take turns count their steps separately. Series whose rows have the same step are one norm
+    together; otherwise a sum would mix steps, and each series has a name of its own.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._current: set[tuple[str, ...]] = set()
+        # The rows of the newest step: another pass replaces them, and another optimizer adds to them.
+        self._newest: dict[tuple[str, ...], Measured] = {}
+
+    def add(self, row: Measured) -> list[Measured]:
+        """Take a row. If it begins a new step, return the rows of the step before."""
+        is_over = any(one.step != row.step for one in self._newest.values())
+        over = self.finish() if is_over else []
+        self._newest[row.key.names] = row
+        self.meet(row.key.names)
+        return over
+
+    def finish(self) -> list[Measured]:
+        """Return the rows of the newest step."""
+        rows, self._newest = list(self._newest.values()), {}
+        return self.named(rows) if rows else []
+
+    def meet(self, names: tuple[str, ...]) -> None:
+        """Note that a series goes on. An older series that shares a tensor with it does not go on."""
+        if names in self._current:
+            return
+        tensors = set(names)
+        self._current = {one for one in self._current if tensors.isdisjoint(one)} | {names}
+        self._numbers.setdefault(names, len(self._numbers) + 1)
+
+    def are_current(self, names: tuple[str, ...]) -> bool:
+        return names in self._current
+
+    def named(self, rows: Sequence[Measured]) -> list[Measured]:
+        """Return the rows of one step as one row if no series is missing, else each under a name of its own."""
+        if len(self._current) > len(rows) or len({row.step for row in rows}) > 1:
+            return [self._part(row) for row in rows]
+        return [rows[0] if len(rows) == 1 else _joined(rows)]
+
+    def _part(self, row: Measured) -> Measured:
+        rule = f"{row.key.rule}/part-{self._numbers[row.key.names]}"
+        return row._replace(key=row.key._replace(rule=rule))
+
+
+def _joined(rows: Sequence[Measured]) -> Measured:
+    absent, names = set[int](), list[str]()
     for row in rows:
-        absent |= {start + column for column in row.absent}
-        start += len(row.key.names)
-    key = rows[0].key._replace(names=names)
-    values = b"".join(row.values for row in rows)
-    return Measured(key, rows[0].step, values, frozenset(absent))
+        absent |= {len(names) + column for column in row.absent}
+        names += row.key.names
+    key = rows[0].key._replace(names=tuple(names))
+    return Measured(key, rows[0].step, b"".join(row.values for row in rows), frozenset(absent))
 
 
 def weight(row: Measured) -> float:
-    """Return by what the row of several steps is chosen that stands for all: the worst, or else the newest."""
-    if not _is_of_gradients(row.key.stat):
-        return float(row.step)
+    """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
     total = math.hypot(*array("f", row.values))
-    if not math.isfinite(total):
-        return math.inf
-    return total if row.key.stat == NORM else float(row.step)
+    if row.key.stat not in STATISTICS or (math.isfinite(total) and row.key.stat != NORM):
+        return float(row.step)
+    return total if math.isfinite(total) else math.inf
 
 
 def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
-    """Return what is sent of a row, ``None`` if nothing was measured; ``chosen`` tensors have a curve each."""
-    pairs = row.pairs()
+    """Return what a sink gets of a row, ``None`` if nothing was measured. ``chosen`` tensors have a curve each."""
+    rule, stat, _, names = row.key
+    of_gradients = stat in STATISTICS
+    # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
+    pairs = [pair for pair in row.pairs() if of_gradients or not math.isnan(pair[1])]
     if not pairs:
         return None
-    rule, stat, _, names = row.key
-    if not _is_of_gradients(stat):
-        return _between_losses(row, pairs, chosen)
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
-    if stat != NORM or len(names) == 1:
-        return _of_others(row, pairs, scalars)
     finite = [value for _, value in pairs if math.isfinite(value)]
-    total = math.hypot(*(value for _, value in pairs))
-    top = tuple(nlargest(TOP, pairs, key=_size))
+    if stat == NORM and len(names) > 1:
+        scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+        return _of_norms(row, pairs, finite, scalars)
+    few = len(names) <= _FEW
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if few or name in chosen}
+    if of_gradients and not few:
+        scalars[f"{rule}/{stat}/not finite"] = float(len(pairs) - len(finite))
+    if finite and (not few if of_gradients else len(names) > 1):
+        if not of_gradients:
+            scalars[f"{rule}/{stat}/mean"] = fmean(finite)
+        scalars |= {f"{rule}/{stat}/largest": max(finite), f"{rule}/{stat}/least": min(finite)}
+    return Summary(row.step, scalars)
+
+
+def _of_norms(
+    row: Measured,
+    pairs: Sequence[tuple[str, float]],
+    finite: Sequence[float],
+    scalars: dict[str, float],
+) -> Summary:
+    rule = row.key.rule
+    # NaN is equal to nothing, and comes first.
+    top = tuple(nlargest(TOP, pairs, key=lambda one: math.inf if math.isnan(one[1]) else one[1]))
     scalars |= {
-        f"{rule}/total": total,
+        f"{rule}/total": math.hypot(*(value for _, value in pairs)),
         f"{rule}/not finite": float(len(pairs) - len(finite)),
         **{f"{rule}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
     }
@@ -110,57 +168,10 @@ def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
     return Summary(row.step, scalars, rule, _histogram(finite), top)
 
 
-def _size(pair: tuple[str, float]) -> float:
-    # What is NaN comes first, and is equal to nothing.
-    return math.inf if math.isnan(pair[1]) else pair[1]
-
-
-def _of_others(row: Measured, pairs: list[tuple[str, float]], scalars: dict[str, float]) -> Summary:
-    rule, stat, _, names = row.key
-    if len(names) <= _FEW:
-        scalars |= {f"{rule}/{name}/{stat}": value for name, value in pairs}
-    else:
-        values = list(map(itemgetter(1), pairs))
-        finite = [value for value in values if math.isfinite(value)]
-        scalars[f"{rule}/{stat}/not finite"] = float(len(values) - len(finite))
-        if finite:
-            scalars[f"{rule}/{stat}/largest"] = max(finite)
-            scalars[f"{rule}/{stat}/least"] = min(finite)
-    return Summary(row.step, scalars)
-
-
-def _is_of_gradients(stat: str) -> bool:
-    """Tell a number of one gradient each, in which NaN is news, from those that rules on several losses record."""
-    return stat in STATISTICS
-
-
-def _between_losses(
-    row: Measured, pairs: Sequence[tuple[str, float]], chosen: Collection[str]
-) -> Summary | None:
-    """Return numbers between losses; one that did not reach has none, and there may be hundreds of parts."""
-    rule, stat, _, names = row.key
-    known = [(name, value) for name, value in pairs if not math.isnan(value)]
-    if not known:
+def _histogram(norms: Sequence[float]) -> Histogram | None:
+    bins = Counter(math.floor(math.log10(norm) * _PER_DECADE) for norm in norms if norm > 0)
+    if not bins:
         return None
-    few = len(names) <= _FEW
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in known if few or name in chosen}
-    if len(names) > 1:
-        values = list(map(itemgetter(1), known))
-        scalars |= {
-            f"{rule}/{stat}/mean": fmean(values),
-            f"{rule}/{stat}/largest": max(values),
-            f"{rule}/{stat}/least": min(values),
-        }
-    return Summary(row.step, scalars)
-
-
-def _histogram(norms: list[float]) -> Histogram | None:
-    logs = [math.log10(norm) for norm in norms if norm > 0]
-    if not logs:
-        return None
-    bins = [math.floor(log * _PER_DECADE) for log in logs]
-    low, high = min(bins), max(bins)
-    counts = [0] * (high - low + 1)
-    for number in bins:
-        counts[number - low] += 1
-    return Histogram([edge / _PER_DECADE for edge in range(low, high + 2)], counts)
+    places = range(min(bins), max(bins) + 1)
+    edges = [place / _PER_DECADE for place in (*places, places.stop)]
+    return Histogram(edges, [bins[place] for place in places])

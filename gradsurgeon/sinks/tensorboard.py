@@ -1,4 +1,4 @@
-"""TensorBoard, by the writer that comes with PyTorch."""
+"""TensorBoard, by the writer in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
 
 class TensorBoard(Client):
     """Writes event files that ``tensorboard --logdir DIR`` shows.
 
     Args:
-        directory: where the files go; it may hold other ones.
-        names: patterns, as in rule files, of tensors that get a curve each besides.
+        directory: the directory for the files; it may hold other files.
+        names: patterns, as in rule files, of further tensors that get a curve each.
 
     Raises:
         GradSurgeonError: the package tensorboard is missing.
@@ -56,7 +56,7 @@ class TensorBoard(Client):
         )
 
     def text(self, step: int, name: str, text: str) -> None:
-        # It shows Markdown, in which four spaces keep lines and columns as they are.
+        # TensorBoard renders Markdown. Four spaces keep lines and columns.
         self._client.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsurgeon._libraries import library
-from gradsurgeon.sinks.client import Client
+from gradsurgeon.sinks.sink import Client
 
 _STEP = "gradsurgeon/step"
 _BLOCK = bytes(4096)
@@ -16,13 +16,13 @@ _BLOCK = bytes(4096)
 class WandB(Client):
     """Logs to a run of Weights & Biases.
 
-    Without `run` it makes one of its own: the client counts the calls of a run as steps, and a script that
-    gives steps by hand would lose those that ours have overtaken. Curves are drawn over `gradsurgeon/step`.
+    By default the sink makes a run of its own. The client counts the calls of a run as steps, so a script that
+    passes its own steps would lose the steps that our calls have overtaken. Curves are drawn over `gradsurgeon/step`.
 
     Args:
-        project: the project of the run that is made.
-        run: a run of the script to log to in its place; its steps are then counted by all calls together.
-        names: patterns, as in rule files, of tensors that get a curve each besides.
+        project: the project of the new run.
+        run: a run of the script to log to instead; all calls together then count its steps.
+        names: patterns, as in rule files, of further tensors that get a curve each.
         **options: further arguments of ``wandb.init``.
 
     Raises:
@@ -69,9 +69,9 @@ class WandB(Client):
         self._client.log({_STEP: step, name: page})
 
     def flush(self) -> None:
-        """See whether what is logged can be kept; the client writes and sends by itself.
+        """Check that an offline run can write. The client writes and sends by itself.
 
-        It says nothing of a disk that is full, on which a run without a network loses everything.
+        The client does not report a full disk, on which an offline run loses everything.
 
         Raises:
             OSError: nothing can be written.
@@ -86,4 +86,4 @@ class WandB(Client):
             self._opened.finish()
 
     def close_at_exit(self, _error: BaseException | None) -> None:
-        """Leave it to the client, which knows with what status the process ends."""
+        """Do nothing: the client knows the status with which the process ends."""

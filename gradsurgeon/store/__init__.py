@@ -1,7 +1,7 @@
-"""Where measurements live: in memory, and in run directories. No torch.
+"""Measurements in memory and in run directories. No torch.
 
-What needs SQLite is imported from where it is, `store.writer` and `store.run`: a session that keeps
-its records in memory works on a Python that was built without it.
+Import modules that need SQLite, such as `store.writer` and `store.run`, by their own names: a session that
+keeps its records in memory works on a Python without SQLite.
 """
 
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries

@@ -1,4 +1,4 @@
-"""What a run directory holds of captured tensors, read: numbers and small maps. Needs no torch."""
+"""Reading the captured tensors of a run directory: numbers and small maps. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 64 * 2**20
 
 
 class Maps(BaseModel):
-    """Maps of (count, height, width), a byte per pixel: from 0 for `low` to 254 for `high`, 255 if not finite."""
+    """Maps of shape (count, height, width), a byte per pixel: 0 is `low`, 254 is `high`, 255 is non-finite."""
 
     shape: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
     low: FiniteFloat
@@ -27,12 +27,12 @@ class Maps(BaseModel):
     @model_validator(mode="after")
     def _has_all(self) -> Self:
         if len(b64decode(self.codes, validate=True)) != prod(self.shape):
-            raise ValueError("the codes are not as many as the pixels")
+            raise ValueError("the numbers of codes and pixels differ")
         return self
 
 
 class CapturedTensor(BaseModel):
-    """Of the newest copy of one tensor: the numbers of its finite elements, and maps if it has such a shape."""
+    """The newest copy of one tensor: statistics of its finite elements, and maps if it has the shape of maps."""
 
     name: str
     step: int
@@ -51,7 +51,7 @@ class CapturedTensor(BaseModel):
 
 
 class CapturedByRule(BaseModel):
-    """What a rule has kept: its first tensors, and how many more there are."""
+    """The first tensors that a rule has kept, and the number of further tensors."""
 
     rule: str
     more: NonNegativeInt
@@ -62,9 +62,9 @@ _FILE = TypeAdapter(list[CapturedByRule])
 
 
 def captures(run: Run) -> tuple[list[CapturedByRule], str]:
-    """Return what a run holds of captured tensors, of the lowest rank that has some: of most runs nothing.
+    """Return the captured tensors of the lowest rank that has some, and why they cannot be read.
 
-    The second is why they cannot be read, empty where they can: the rest of the run is as good without them.
+    Most runs have none. A file that cannot be read does not harm the rest of the run.
     """
     for rank in run.ranks:
         path = run.path / captures_name(rank)

@@ -1,4 +1,4 @@
-"""Claiming a run directory for one rank, and telling whether someone is still writing there."""
+"""Claiming a run directory for one rank, and testing whether a process still writes there."""
 
 import os
 import sqlite3
@@ -18,8 +18,8 @@ class Claim:
 
     folder: Path
     database: Path  # empty so far
-    made_folder: bool  # it was not there before
-    lock: sqlite3.Connection | None  # `None` where the file system has no locks
+    made_folder: bool  # it did not exist before
+    lock: sqlite3.Connection | None  # `None` if the file system has no locks
 
     def release(self) -> None:
         if self.lock is not None:
@@ -42,7 +42,7 @@ def _lock_file(database: Path) -> Path:
 
 
 def claim(path: str | os.PathLike[str], rank: int) -> Claim:
-    """Make the directory and the empty file of one rank, unless the directory holds a run already."""
+    """Make the directory and the empty file of one rank. Raise `RecordError` if the directory already holds a run."""
     folder = Path(path)
     database = folder / database_name(rank)
     made_folder = False
@@ -54,8 +54,8 @@ def claim(path: str | os.PathLike[str], rank: int) -> Claim:
                 f"{printable(str(folder))}: already holds a run ({found}), and records are never written over "
                 "or mixed up with those of another; pass another directory, or remove this one"
             )
-        # Whoever makes the file has the rank: this is atomic, on network file systems as well, and
-        # nothing of it can go stale.
+        # The process that makes the file has the rank. This is atomic, even on network file systems, and
+        # cannot go stale.
         os.close(os.open(database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except OSError as error:
         if made_folder:
@@ -74,14 +74,14 @@ def unwritable(folder: Path, error: Exception) -> RecordError:
 
 
 def _found(database: Path, rank: int) -> str:
-    """Return what there is of a run that rank 0 of this one did not begin, empty for nothing."""
+    """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
     folder = database.parent
     if database.exists():
         now = ", which is being recorded right now" if is_live(database) else ""
         return f"{database.name}{now}"
     if not (folder / RUN_FILE).exists():
         return ""
-    # Rank 0 of this very job may have finished: nothing says that ranks wait for each other.
+    # Rank 0 of this very job may have finished: ranks need not wait for each other.
     ours = bool(job.current()) and not job.is_of_another_start(folder)
     if rank and (ours or is_live(folder / database_name(0))):
         return ""
@@ -89,12 +89,12 @@ def _found(database: Path, rank: int) -> str:
 
 
 def _locked(database: Path) -> sqlite3.Connection | None:
-    """Hold the lock file. The kernel lets go of it when the process dies, however it dies."""
+    """Hold the lock file. The kernel releases it when the process dies, however it dies."""
     lock = connect(_lock_file(database), 0)
     try:
         lock.execute("BEGIN EXCLUSIVE")
     except sqlite3.Error:
-        # A file system without locks. The file of the rank is ours all the same.
+        # The file system has no locks. The file of the rank is ours even so.
         lock.close()
         return None
     return lock
@@ -105,7 +105,7 @@ def is_live(database: Path) -> bool:
     if not lock.is_file():
         return False
     try:
-        # Through SQLite, because closing a plain descriptor would drop a lock of this process.
+        # By SQLite, because closing a plain descriptor would drop a lock of this process.
         with closing(connect(lock, 0, "?mode=ro")) as probe:
             probe.execute("SELECT 1 FROM sqlite_master").fetchall()
     except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Writing the SQLite file of one rank: how it is opened, and one transaction of rows."""
+"""Creating the SQLite file of one rank, and writing a batch in one transaction."""
 
 import json
 import os
@@ -15,16 +15,16 @@ from gradsurgeon.events import Event
 from gradsurgeon.store import layout
 from gradsurgeon.store.memory import Key
 
-# WAL needs memory that all processes share, which readers on another machine do not. These file
-# systems do not refuse it: they lose or mix up what is written.
+# WAL needs memory that all processes share, and a reader on another machine shares none. These file
+# systems do not refuse WAL, but lose or mix up rows.
 _NETWORK = re.compile(
     r"9p|afs|beegfs|ceph|cifs|fuse\..*|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs"
     r"|smb3|smbfs|virtiofs"
 )
 _MOUNTS = Path("/proc/self/mounts")
-# A reader of a file without WAL can be in the way for a moment; training must not wait for it.
+# Without WAL a reader can lock the file for a moment. Training must not wait for it.
 _PATIENCE = 0.05
-# Pages of 16 kB: 16 MB of log between two checkpoints, each of which waits for the disk.
+# A checkpoint waits for the disk. With pages of 16 kB there are 16 MB of log between two checkpoints.
 _CHECKPOINT = 1000
 
 StoredRow = tuple[int, int, bytes, bytes | None]
@@ -32,7 +32,7 @@ StoredRow = tuple[int, int, bytes, bytes | None]
 
 @dataclass(slots=True)
 class WrittenSeries:
-    """One series in the file: its id, how many rows it has, and how many chunks are summarised."""
+    """One series in the file: its id, the number of its rows, and the number of summarised chunks."""
 
     id: int
     key: Key
@@ -43,7 +43,7 @@ class WrittenSeries:
 
 @dataclass(slots=True)
 class Batch:
-    """What is to be written in one transaction. Rows are by id, so that a later one replaces."""
+    """The content of one transaction. Rows are stored by id: a later row replaces an earlier one."""
 
     series: list[WrittenSeries] = field(default_factory=list)
     rows: dict[int, StoredRow] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class Batch:
 
 
 def create(path: Path, rank: int) -> sqlite3.Connection:
-    """Open an empty file for writing and lay out its tables, with WAL where that is safe."""
+    """Open an empty file for writing and create its tables, with WAL if that is safe."""
     if not _on_network(path):
-        # Some file systems refuse WAL, and some let it be set and fail with the first write.
+        # Some file systems refuse WAL, and others accept it and fail at the first write.
         with suppress(sqlite3.Error):
             return _laid_out(path, rank, "wal")
         for log in logs(path):
@@ -90,7 +90,7 @@ def _laid_out(path: Path, rank: int, mode: str) -> sqlite3.Connection:
 
 
 def logs(path: Path) -> list[Path]:
-    """Return the files that SQLite may keep beside one that is written."""
+    """Return the files that SQLite may keep beside a file that it writes."""
     return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal")]
 
 
@@ -106,7 +106,10 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())
     connection.executemany(
         "INSERT INTO events (time, kind, rule, step, rank, name, message) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (_event(time, event) for time, event in batch.events),
+        [
+            (time, e.kind, e.rule, e.step, e.rank, layout.clean(e.name), layout.clean(e.message))
+            for time, e in batch.events
+        ],
     )
     connection.executemany("INSERT OR REPLACE INTO statuses VALUES (?, ?)", batch.statuses.items())
     _write_meta(connection, batch.meta)
@@ -116,15 +119,10 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
         written.chunks = number
 
 
-def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:
-    name, message = layout.clean(event.name), layout.clean(event.message)
-    return time, event.kind, event.rule, event.step, event.rank, name, message
-
-
 def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:
-    """Write the summaries of chunks that are complete, and return how many there are then."""
+    """Write the summaries of complete chunks. Return the number of summaries."""
     done = series.chunks
-    # The last row can still be replaced, so that a chunk is complete once there is a row after it.
+    # The last row can still be replaced, so a chunk is complete once a row follows it.
     while series.rows > (done + 1) * layout.CHUNK:
         summary = layout.summarise(_chunk(connection, series.id, done), len(series.key.names))
         connection.execute(
@@ -137,7 +135,7 @@ def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:
 
 def _chunk(connection: sqlite3.Connection, series: int, number: int) -> list[layout.Stored]:
     first = layout.row_id(series, number * layout.CHUNK)
-    # Read back rather than kept: a chunk of 10,000 tensors is 10 MB per statistic.
+    # Read back instead of kept: a chunk of 10,000 tensors is 10 MB per statistic.
     return connection.execute(
         "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ?",
         (first, first + layout.CHUNK - 1),
@@ -145,7 +143,7 @@ def _chunk(connection: sqlite3.Connection, series: int, number: int) -> list[lay
 
 
 def is_busy(error: BaseException) -> bool:
-    """Return whether someone else holds the file for the moment."""
+    """Return whether another process holds the file for the moment."""
     primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -161,7 +159,7 @@ def connect(path: Path, patience: float, options: str = "") -> sqlite3.Connectio
 
 
 def _on_network(path: Path) -> bool:
-    """Return whether a path lies on a network file system, where this machine lists its mounts."""
+    """Return whether a path is on a network file system, as far as this machine lists its mounts."""
     if not _MOUNTS.exists():
         return False
     real = f"{os.path.realpath(path)}/"
@@ -169,7 +167,7 @@ def _on_network(path: Path) -> bool:
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         _, escaped, type_, *_ = line.split(" ")
         point = escaped.replace("\\040", " ").rstrip("/")
-        # Of two on the same point the later one hides the earlier.
+        # A later mount on the same point hides the earlier one.
         if real.startswith(f"{point}/") and len(point) >= len(nearest):
             nearest, kind = point, type_
     return _NETWORK.fullmatch(kind) is not None

@@ -12,9 +12,9 @@ from gradsurgeon.errors import RecordError, printable
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """Open a text file that takes the place of another one once it is complete.
+    """Open a text file that replaces another file once it is complete.
 
-    No reader ever sees a part of it, and what was there before stays where writing fails.
+    No reader ever sees a part of it. If writing fails, the old file stays.
     """
     with _opened(path, "", encoding="utf-8", errors="backslashreplace", newline="") as file:
         yield file
@@ -22,13 +22,13 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 @contextmanager
 def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Do the same with a file of bytes."""
+    """Open a file of bytes that replaces another file once it is complete."""
     with _opened(path, "b") as file:
         yield file
 
 
 def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """Raise `RecordError` where a file must not be written over; one that is empty may be."""
+    """Raise `RecordError` if a file must not be written over. An empty file may be."""
     if path.is_file() and path.stat().st_size and not is_ours(path):
         raise RecordError(
             f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
@@ -37,9 +37,9 @@ def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) ->
 
 @contextmanager
 def _opened(path: Path, kind: str, **options: Any) -> Iterator[IO[Any]]:
-    # A pipe or a device, such as /dev/stdout, cannot be replaced, and a directory says so by itself.
+    # A pipe or a device such as /dev/stdout cannot be replaced. A directory raises by itself.
     at_once = path.exists() and not path.is_file()
-    target = Path(os.path.realpath(path))  # what a link leads to
+    target = Path(os.path.realpath(path))  # through links
     part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
     mode = "w" if at_once else "x"
     with part.open(mode + kind, **options) as file:

@@ -1,7 +1,7 @@
-"""Which start of several ranks a run belongs to: a run directory is for one, and its ranks share it.
+"""The start of several ranks that a run belongs to. The ranks of one start share a run directory.
 
-Ranks cannot ask each other before there is a process group. They know each other by the process that
-started them on their machine, and across machines by what that one has told them of the job.
+Ranks cannot ask each other before there is a process group. On one machine they compare the process that
+started them, and across machines the environment that it gave them.
 """
 
 import json
@@ -13,7 +13,7 @@ from gradsurgeon.store.layout import RUN_FILE
 
 
 def current() -> dict[str, str]:
-    """Return what tells this start of ranks from others, nothing where there are no ranks."""
+    """Return what identifies this start of ranks, nothing if there are no ranks."""
     if "RANK" not in os.environ:
         return {}
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -26,16 +26,16 @@ def current() -> dict[str, str]:
 
 
 def is_taken(folder: Path) -> bool:
-    """Return whether a directory holds a run that is no earlier part of this job."""
+    """Return whether a directory holds a run of another job."""
     ours = current()
     if not ours:
         return (folder / RUN_FILE).exists()
-    # At a later attempt it is this job that is started once more.
+    # A later attempt is a restart of this job.
     return ours["attempt"] == "0" and is_of_another_start(folder)
 
 
 def is_of_another_start(folder: Path) -> bool:
-    """Return whether a directory holds a run of ranks that were started before these."""
+    """Return whether a directory holds a run of an earlier start of ranks."""
     file, ours = folder / RUN_FILE, current()
     if not ours or not file.exists():
         return False

@@ -1,9 +1,9 @@
-"""The form of a run directory: file names, tables, and how values lie in them.
+"""The format of a run directory: file names, tables, and the layout of values.
 
-`run.json` says what was run; each rank has one SQLite file, `state-RANK.pt` to go on from, and
+`run.json` describes the run. Each rank has one SQLite file, `state-RANK.pt` to resume from, and
 `captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
-little-endian float32 over all tensors of its series. Rows lie clustered by series, because their id
-is ``series << 32 | number``: reading one series does not touch the others, and no index is needed.
+little-endian float32 over all tensors of its series. The id of a row is ``series << 32 | number``, so
+rows are clustered by series: reading one series does not touch the others, and needs no index.
 Every `CHUNK` rows have a summary, from which a report draws a million steps without reading them.
 """
 
@@ -16,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 if sys.byteorder != "little":
-    raise ImportError("records lie in files as on little-endian machines, and this is none")
+    raise ImportError(
+        "files hold records in little-endian order, and this machine is not little-endian"
+    )
 
 FORMAT = 1
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
 RUN_FILE = "run.json"
 CHUNK = 256
 SERIES_BITS = 32
-# A row of 500 parameters fills pages of the default 4 kB badly, one of 600 wastes half of them.
+# A row of 500 parameters fills the default pages of 4 kB badly, and a row of 600 wastes half of them.
 PAGE = 16384
 
 TABLES = {
@@ -62,12 +64,12 @@ def state_name(rank: int | str) -> str:
 
 
 def row_id(series: int, number: int) -> int:
-    """Return the id of a row, or of a chunk, of one series."""
+    """Return the id of a row, or of a chunk, in one series."""
     return series << SERIES_BITS | number
 
 
 def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
-    """Return one bit per column that has no value, ``None`` where all have one."""
+    """Return a bit mask of the columns without a value, ``None`` if all columns have one."""
     bits = sum(1 << column for column in absent)
     return bits.to_bytes(absent_size(width), "little") if absent else None
 
@@ -86,11 +88,11 @@ def absent_size(width: int) -> int:
 
 
 class Summary(NamedTuple):
-    """A summary of successive rows as it lies in the file: two steps, and numbers of each column."""
+    """A summary of successive rows as the file has it: two steps, and numbers of each column."""
 
     first: int
     last: int
-    maxima: array[float]  # of finite values, NaN where there is none; so are the minima
+    maxima: array[float]  # of finite values, NaN if there is none; the same for the minima
     minima: array[float]
     nonfinite: array[int]
     present: array[int]
@@ -112,7 +114,7 @@ def summarise(rows: Sequence[Stored], width: int) -> Summary:
         if missing := holes.get(column):
             present = [value for number, value in enumerate(present) if number not in missing]
         summary.present.append(len(present))
-        # The sum tells at once whether all are finite: in double precision it cannot overflow.
+        # A finite sum shows that all are finite: in double precision it cannot overflow.
         finite = present if math.isfinite(sum(present)) else list(filter(math.isfinite, present))
         summary.nonfinite.append(len(present) - len(finite))
         summary.maxima.append(max(finite, default=math.nan))
@@ -121,11 +123,11 @@ def summarise(rows: Sequence[Stored], width: int) -> Summary:
 
 
 def clean(text: str) -> str:
-    """Return a text that SQLite takes: lone surrogates, as from odd file names, as escapes."""
+    """Return a text that SQLite accepts: lone surrogates, as in odd file names, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a mapping inside another one that was read from a file, empty where there is none."""
+    """Return a mapping inside a mapping that was read from a file, empty if there is none."""
     value = meta.get(key)
     return value if isinstance(value, dict) else {}

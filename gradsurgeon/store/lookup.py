@@ -1,6 +1,6 @@
-"""Asking records by the name of a tensor, with errors that say what there is instead.
+"""Records by the name of a tensor, with errors that list what there is instead.
 
-One implementation for a running session and for a run that was read from a directory.
+A running session and a run that was read from a directory share this implementation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import RecordedSeries, merged
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEAREST = 3
-# One step can pass without a gradient for innocent reasons; a value from before three is no news.
+# One step can pass without a gradient for innocent reasons. A value from before three such steps is out of date.
 _QUIET_STEPS = 3
 
 
@@ -28,46 +29,48 @@ class Logged(NamedTuple):
 
 
 class RecordQueries(ABC):
-    """`history` and `latest` of whatever can make a `Lookup` of its records."""
-
-    # What draws them lies above, in `gradsurgeon.report`, which puts itself here when it is imported.
-    _draw: ClassVar[Callable[..., Figure]]
+    """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
 
     @abstractmethod
     def _lookup(self) -> Lookup:
-        """Return the records by name; of a session, after waiting for the device."""
+        """Return the records by name. A session waits for the device first."""
+
+    def _draw(self, kind: str, **options: object) -> Figure:
+        # `gradsurgeon.report` lies above records, and is only needed once a caller draws.
+        figure: Figure = import_module("gradsurgeon.report.pictures").draw(self, kind, **options)
+        return figure
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first; nothing where no gradient has arrived.
+        """Return ``(step, value)`` of one tensor, oldest first, or nothing if no gradient has arrived.
 
-        Of a run of several ranks these are the records of the lowest rank that has some; in a session it
-        waits for the device.
+        In a run of several ranks these are the records of the lowest rank that has some. A session waits for
+        the device.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
+            rule: id of the `norm-log` rule, needed if several rules recorded the statistic.
 
         Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: recorded by no rule, or by several.
+            KeyError: no such name; the nearest names are given.
+            RecordError: no rule, or several rules, recorded it.
         """
         return self._lookup().history(name, stat, rule)
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest value of what `history` returns, without reading the rest.
+        """Return the newest value of `history`, without reading the rest.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
+            rule: id of the `norm-log` rule, needed if several rules recorded the statistic.
 
         Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules, or, in a session, nothing in the last
-                three steps in which there should have been.
+            KeyError: no such name; the nearest names are given.
+            RecordError: nothing was recorded, or several rules recorded it, or a session recorded nothing in the
+                last three steps in which the rule was due.
         """
         return self._lookup().latest(name, stat, rule)
 
@@ -77,9 +80,9 @@ class Lookup:
     known: tuple[str, ...]
     aliases: Mapping[str, str]
     logged: Mapping[str, Logged]  # by rule
-    # Returns the series of one tensor and one statistic, of one rule or of all.
+    # Returns the series of a tensor, a statistic, and a rule or all rules.
     find: Callable[[str, str, str | None], Sequence[RecordedSeries]]
-    # Returns by rule, tensor and step in how many steps after that the rule was due.
+    # Returns, for a rule, a tensor and a step, the number of later steps in which the rule was due.
     due_since: Callable[[str, str, int], int] = lambda *_: 0
 
     def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
@@ -98,7 +101,7 @@ class Lookup:
                 f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
             )
         self._check_age(canonical, stat, series)
-        # Of two series with the same step the later one stands, as in `merged`.
+        # If two series have the same step, the later series wins, as in `merged`.
         return max(reversed(ends), key=lambda end: end[0])[1]
 
     def _canonical(self, name: str) -> str:
@@ -109,7 +112,7 @@ class Lookup:
         raise KeyError(f"no parameter {name!r} in the model; nearest: {', '.join(near) or 'none'}")
 
     def _check_recorded(self, name: str, stat: str, rule: str | None) -> None:
-        """Refuse a question that no rule will ever answer."""
+        """Raise an error if no rule records this statistic of the tensor."""
         logging = {key: logged for key, logged in self.logged.items() if name in logged.names}
         asked = [logging[key] for key in logging if rule in (None, key)]
         if not any(stat in logged.stats for logged in asked):
@@ -120,14 +123,14 @@ class Lookup:
             )
 
     def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
-        """Refuse a value that is old although the rule was due since."""
+        """Raise an error if the last value is old although the rule was due since."""
         newest = max(end for recorded in series for end in recorded.ends())
         rule = series[0].key.rule
         if self.due_since(rule, name, newest) >= _QUIET_STEPS:
             raise RecordError(
-                f"rule {rule}: the last record of {stat} of {name} is of step {newest}, and nothing was "
-                f"measured in the {_QUIET_STEPS} steps in which the rule was due last; history() returns "
-                "what there is"
+                f"rule {rule}: the last record of {stat} of {name} is from step {newest}, and nothing was "
+                f"measured in the last {_QUIET_STEPS} steps in which the rule was due; history() returns "
+                "the earlier records"
             )
 
     def _series(

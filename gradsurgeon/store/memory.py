@@ -1,24 +1,23 @@
 """Measurements in memory: rows of float32 values, one row per step and statistic.
 
-A *series* is what one rule measures with one statistic over one set of tensors that share a counter. A
-row holds one value per tensor; a tensor that had no gradient in that step has no value in the row,
-which is not the same as a value of NaN.
+A *series* holds the values of one rule and one statistic over one set of tensors that share a counter. A
+row has one value per tensor. A tensor without a gradient in that step has no value in the row, which is
+not the same as a value of NaN.
 """
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
-# 500 parameters keep 30,000 steps, which is what a memory-only debugging session looks back on;
-# longer runs have a run directory.
-# Points at which a step can have several records of one tensor: of each pass, or call of a module.
+# At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
+# With 500 parameters this keeps 30,000 steps, enough for a debugging session. Longer runs have a run directory.
 MEMORY_LIMIT = 64 * 2**20
 _FLOAT = struct.Struct("f").unpack_from
-# What Python takes for a row beside its numbers.
+# Python needs so many bytes for a row besides its values.
 _ROW_BYTES = 160
 
 
@@ -39,19 +38,19 @@ class RecordedSeries(Protocol):
         """Return ``(step, value)`` of one tensor, oldest first."""
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last of them, ``None`` where there is none."""
+        """Return the last ``(step, value)`` of one tensor, ``None`` if there is none."""
 
     def ends(self) -> tuple[int, ...]:
-        """Return the steps of the first and of the last row, nothing where there is none."""
+        """Return the steps of the first and of the last row, nothing if there are no rows."""
 
 
 class WholeSeries(RecordedSeries, Protocol):
-    """One series whose rows can be had, all of them."""
+    """One series whose rows can all be read."""
 
     def __len__(self) -> int: ...
 
     def stored(self) -> Iterator[Stored]:
-        """Yield step, values as bytes of float32, and bits of the absent columns, of every row."""
+        """Yield of every row: step, values as bytes of float32, and bits of the absent columns."""
 
 
 class Series:
@@ -64,7 +63,7 @@ class Series:
         return len(self.rows)
 
     def add(self, row: Stored, *, replace: bool) -> bool:
-        """Append a row, or overwrite the last one where it is of the same step; return whether there is one more."""
+        """Append a row, or overwrite the last row if it has the same step. Return whether there is one row more."""
         overwrite = replace and self.ends()[1:] == row[:1]
         if overwrite:
             self.rows.pop()
@@ -75,7 +74,7 @@ class Series:
         return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
 
     def stored(self) -> Iterator[Stored]:
-        # A copy, as another thread may be training meanwhile.
+        # A copy: another thread may be training.
         return iter(list(self.rows))
 
     def of(self, name: str) -> list[tuple[int, float]]:
@@ -95,7 +94,7 @@ class Series:
 
 
 class Records:
-    """All series of one session in memory, bounded: the oldest rows make room for new ones."""
+    """All series of one session in bounded memory: the oldest rows make room for new rows."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
         self._limit = limit_bytes
@@ -104,8 +103,6 @@ class Records:
         self._order: deque[Series] = deque()
         self._bytes = 0
         self.dropped = 0
-        # Called with the step when the first row makes room.
-        self.on_drop: Callable[[int], None] | None = None
 
     def add(
         self,
@@ -116,7 +113,7 @@ class Records:
         *,
         replace: bool = False,
     ) -> None:
-        """Append one row of float32, one per name of the key, or replace the last one of the same step."""
+        """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
@@ -128,8 +125,6 @@ class Records:
             _, dropped, _ = self._order.popleft().rows.popleft()
             self._bytes -= _ROW_BYTES + len(dropped)
             self.dropped += 1
-            if self.dropped == 1 and self.on_drop is not None:
-                self.on_drop(step)
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[Series]:
         return [
@@ -150,9 +145,8 @@ class Records:
 def merged(series: Sequence[RecordedSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
-    A tensor moves on to a new series when another optimizer claims it, or when its module turns out to be
-    called more often than others. Where the point of a rule has one record per step, that of the later
-    series stands.
+    A tensor moves to a new series when another optimizer claims it, or when its module is called more often
+    than other modules. If the point of a rule has one record per step, the later series overrides the earlier.
     """
     if len(series) == 1:
         return series[0].of(name)

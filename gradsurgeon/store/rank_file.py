@@ -1,7 +1,7 @@
 """Reading the SQLite file of one rank, finished, killed, or still being written.
 
-Nothing in a file is trusted: its tables must be ours to the letter (a view or a trigger could run for
-ever), every blob must have the size that its series says, and texts are data.
+The reader trusts nothing in a file. Its tables must be ours to the letter, because a view or a trigger could run for
+ever. Every blob must have the size that its series needs, and texts are data.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sqlite3
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
@@ -29,8 +29,8 @@ _T = TypeVar("_T")
 
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
-# Short queries, each on its own, never keep a writer without WAL waiting, and bound the memory.
-_BATCH_BYTES, _BATCH_ROWS = 4 * 2**20, 8192
+# Short queries bound the memory, and keep no writer without WAL waiting.
+_BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
@@ -38,7 +38,7 @@ _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
 
 
 class Row(NamedTuple):
-    """The values of one step; ``absent`` holds the columns that have none."""
+    """The values of one step. ``absent`` holds the columns that have no value."""
 
     step: int
     values: array[float]
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class StoredEvent(NamedTuple):
-    """An event, the rank in whose file it is and its number there, and seconds since 1970."""
+    """An event, its rank, its number in the file of that rank, and its time in seconds since 1970."""
 
     rank: int
     number: int
@@ -55,7 +55,7 @@ class StoredEvent(NamedTuple):
 
 
 class RankFile:
-    """The records of one rank; ``close`` lets go of the file, and what is dropped does so by itself."""
+    """The records of one rank. ``close`` closes the file, and so does the garbage collector."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class RankFile:
             self._connection = connect(path, _PATIENCE, "?mode=ro")
         except sqlite3.Error as error:
             raise self._unreadable(error) from None
-        # Who drops a run without closing it must not be warned of a database that is still open.
+        # A caller that drops a run without closing it gets no warning of an open database.
         self.close = weakref.finalize(self, self._connection.close)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
@@ -80,13 +80,13 @@ class RankFile:
     def query(
         self, sql: str, *arguments: int, kinds: tuple[type | int, ...] = ()
     ) -> list[tuple[Any, ...]]:
-        """Return rows whose columns are of the given kinds; a number stands for so many bytes."""
+        """Return rows whose columns have the given kinds. A number stands for a blob of so many bytes."""
         try:
             rows = self._connection.execute(sql, arguments).fetchall()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
-            # Python's module does not turn into errors of its own what it cannot decode.
+            # A text that is no UTF-8 raises no error of sqlite3.
             raise self._unreadable(error) from None
-        # By column: asked of each value it would take longer than to read them.
+        # By column: a check of each value would take longer than the query.
         if kinds and not all(map(_are_of, zip(*rows, strict=True), kinds)):
             raise self.damaged()
         return rows
@@ -111,7 +111,7 @@ class RankFile:
 
     @property
     def closed(self) -> float | None:
-        """When the run was closed, in seconds since 1970; ``None`` where it was not."""
+        """When the run was closed, in seconds since 1970, ``None`` if it was not."""
         rows = self.query("SELECT value FROM meta WHERE key = 'closed'", kinds=(str,))
         try:
             return float(rows[0][0]) if rows else None
@@ -126,7 +126,7 @@ class RankFile:
         return "running" if is_live(self.path) else "stopped"
 
     def series(self) -> list[StoredSeries]:
-        """Return all series, in order of creation; a running process adds to them."""
+        """Return all series in order of creation. A running process adds further series."""
         for number, rule, stat, point, text in self.query(
             "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id",
             max(self._series, default=0),
@@ -139,7 +139,7 @@ class RankFile:
         return list(self._series.values())
 
     def events(self, after: int = 0) -> Iterator[StoredEvent]:
-        """Yield the events with a higher number than the given one, in the order of writing."""
+        """Yield the events whose number is higher than ``after``, in the order of writing."""
         while rows := self.query(
             "SELECT id, time, kind, rule, step, rank, name, message FROM events "
             "WHERE id > ? ORDER BY id LIMIT ?",
@@ -161,7 +161,7 @@ class RankFile:
         return statuses
 
     def last_step(self) -> int | None:
-        """Return the last step that anything here is of, ``None`` where there is nothing."""
+        """Return the last step of any record, event or status, ``None`` if there is none."""
         rows = self.query("SELECT max(step) FROM events")
         found = {rows[0][0], *(one.last_step for one in self.statuses().values())}
         for one in self.series():
@@ -172,13 +172,11 @@ class RankFile:
 def _are_of(values: Sequence[object], kind: type | int) -> bool:
     if isinstance(kind, type):
         return set(map(type, values)) <= {kind}
-    return set(map(type, values)) <= {bytes} and set(map(len, cast("Sequence[bytes]", values))) <= {
-        kind
-    }
+    return all(type(value) is bytes and len(value) == kind for value in values)
 
 
 class StoredSeries:
-    """One series in a file; what is asked for is read when it is asked for."""
+    """One series in a file. Every call reads anew."""
 
     def __init__(self, file: RankFile, number: int, key: Key) -> None:
         self.key = key
@@ -207,11 +205,15 @@ class StoredSeries:
             yield Row(step, array("f", values), layout.unpack_absent(absent))
 
     def sample(self, every: int) -> Iterator[Row]:
-        # Looking up each row jumps from one to the next, where `id % every` would read them all.
+        # A look-up per row jumps from one to the next. `id % every` would read them all.
         for number in range(0, len(self), every):
             yield from self.rows(number, number + 1)
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        return chain.from_iterable(self.batches(start, stop))
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[list[Stored]]:
+        """Yield the rows in lists of about 1 MB."""
         bits = layout.absent_size(self._width)
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
@@ -223,17 +225,17 @@ class StoredSeries:
                 self._low + min(end, first + self._batch) - 1,
                 kinds=(int, _FLOAT * self._width, bits),
             )
-            for row in rows:
-                if int.from_bytes(row[2], "little") >> self._width:  # a column that is not there
-                    raise self._file.damaged()
-                yield row
+            if any(int.from_bytes(row[2], "little") >> self._width for row in rows):
+                raise self._file.damaged()  # a column that is not there
+            if rows:
+                yield rows
 
     def of(self, name: str) -> list[tuple[int, float]]:
         starts = range(0, len(self), self._batch)
         return [pair for start in starts for pair in self.between(name, start, start + self._batch)]
 
     def last(self, name: str) -> tuple[int, float] | None:
-        # Most often the last row has it, and those who ask do so again and again.
+        # The last row most often has a value, and callers ask again and again.
         end, size = len(self), 1
         while end:
             start = max(0, end - size)
@@ -244,7 +246,7 @@ class StoredSeries:
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
         column = self.columns[name]
-        # Slicing inside SQLite, so that other columns are never copied.
+        # SQLite slices, so that other columns are never copied.
         rows = self._file.query(
             "SELECT step, substr(floats, ?, 4), coalesce(substr(absent, ?, 1), x'00') FROM rows "
             "WHERE id BETWEEN ? AND ? ORDER BY id",
@@ -262,7 +264,7 @@ class StoredSeries:
         ]
 
     def summaries(self) -> Iterator[Summary]:
-        """Yield a summary of every `CHUNK` rows, and of the rest."""
+        """Yield a summary of every `CHUNK` rows, and one of the remaining rows."""
         done = 0
         floats, counts = _FLOAT * self._width, _COUNT * self._width
         while rows := self._file.query(

@@ -1,4 +1,4 @@
-"""A run directory, read: finished, killed, or still being written. Needs no torch."""
+"""Reading a run directory: finished, killed, or still being written. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
-from gradsurgeon.store.selection import Selection
-from gradsurgeon.store.tables import arrow_table, data_frame
+from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,11 +27,11 @@ _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 
 class Run(RecordQueries):
-    """The records and events of a run. A context manager; reading goes on while it is written.
+    """The records and events of a run, even while it is being written. A context manager.
 
     Attributes:
         path: the directory.
-        meta: what `run.json` says: versions, rules, plan, when it began.
+        meta: the content of `run.json`: versions, rules, plan, when the run began.
         params: canonical names of the parameters, in the order of the model.
         ranks: the ranks that have records.
     """
@@ -52,7 +52,7 @@ class Run(RecordQueries):
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files:
             file.close()
 
@@ -60,23 +60,23 @@ class Run(RecordQueries):
     def files(self) -> tuple[Path, ...]:
         """Every file that belongs to the run."""
         captures = [self.path / captures_name(rank) for rank in self.ranks]
-        there = [path for path in captures if path.is_file()]
-        return (self.path / RUN_FILE, *(file.path for file in self._files), *there)
+        files = (file.path for file in self._files)
+        return (self.path / RUN_FILE, *files, *(path for path in captures if path.is_file()))
 
     @property
     def states(self) -> dict[int, str]:
-        """By rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
+        """The state of each rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
         return {file.rank: file.state for file in self._files}
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far on all ranks, oldest first."""
-        # The sort is stable: at one time, the lower rank comes first.
+        """The events so far of all ranks, oldest first."""
+        # The sort is stable: of events at one time, the lower rank comes first.
         stored = sorted(events_after(self, {}), key=lambda one: one.time)
         return [one.event for one in stored]
 
     def status(self) -> dict[str, RuleStatus]:
-        """Return what each rule has done, over all ranks: firings are added up."""
+        """Return what each rule has done. The firings of all ranks are added up."""
         by_rule: dict[str, list[RuleStatus]] = {rule["id"]: [] for rule in self.rules}
         for file in self._files:
             for rule, status in file.statuses().items():
@@ -85,7 +85,7 @@ class Run(RecordQueries):
 
     @property
     def rules(self) -> list[dict[str, Any]]:
-        """What the plan says of each rule, in file order: at least `id`, `action`, and names."""
+        """The plan of each rule, in file order: at least `id`, `action`, and names."""
         return [
             rule
             for rule in _items(section(self.meta, "plan").get("rules"))
@@ -102,24 +102,24 @@ class Run(RecordQueries):
     ) -> Figure:
         """Draw the norms of the run. Needs matplotlib, and opens no window.
 
-        The pictures are those of `Session.plot`, but for those of tensors, which a run directory does not hold.
+        The pictures are the same as in `Session.plot`, except pictures of tensors, which a run directory does not hold.
 
         Args:
             kind: ``"norms"``, ``"heatmap"``, ``"losses"`` or ``"histogram"``.
             name: a name, or a pattern as in a rule file, or several.
-            rule: id of the `norm-log` rule whose norms are drawn; without it of each tensor those that the
+            rule: id of the `norm-log` rule whose norms are drawn. By default the norms of each tensor that the
                 report shows.
 
         Returns:
-            A figure that a notebook shows as it is; ``figure.savefig("norms.png")`` writes it to a file.
+            A figure, which a notebook shows. ``figure.savefig("norms.png")`` writes it to a file.
 
         Raises:
-            ValueError: no such picture, or an option that it does not take.
+            ValueError: there is no such picture, or it does not take one of the options.
             KeyError: a name or pattern matches nothing that was recorded.
-            RecordError: no rule has recorded what is to be drawn.
+            RecordError: no rule has recorded these numbers.
             GradSurgeonError: matplotlib is missing.
         """
-        return self._draw(self, kind, name=name, rule=rule)
+        return self._draw(kind, name=name, rule=rule)
 
     def __iter__(self) -> Iterator[StoredSeries]:
         """Yield every series of every rank."""
@@ -127,7 +127,7 @@ class Run(RecordQueries):
             yield from file.series()
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
-        """Return the series that measure one tensor, of the lowest rank that recorded it."""
+        """Return the series that measure one tensor, from the lowest rank that recorded it."""
         matches = [
             series
             for series in self
@@ -138,46 +138,58 @@ class Run(RecordQueries):
         return [series for series in matches if series.rank == matches[0].rank]
 
     def lowest(self) -> Iterator[StoredSeries]:
-        """Yield every series but those of tensors that a lower rank has recorded as well."""
+        """Yield every series except those whose tensors were all recorded by a lower rank."""
         return (series for series, _ in of_lowest_ranks(self))
 
     def to_pandas(
         self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
     ) -> pd.DataFrame:
-        """Return one line per recorded value, of all ranks, with the columns of `gradsurgeon export`.
+        """Return one line per recorded value of all ranks, with the columns of `gradsurgeon export`.
 
-        These are `step` (int64), `rank` (int32), `rule`, `point`, `stat`, `name` (categories) and `value`
+        The columns are `step` (int64), `rank` (int32), `rule`, `point`, `stat`, `name` (categories) and `value`
         (float32). A tensor without a gradient has no line in that step; NaN and infinity are values. All
-        lines have to fit into memory: 60 bytes each while the table is made, 22 afterwards.
+        lines must fit into memory: a line takes 64 bytes while the table is made, and 22 afterwards.
 
         Args:
-            name: only tensors whose canonical name matches this pattern, which is one of rule files.
+            name: only tensors whose canonical name matches this pattern, as in a rule file.
             stat: only this statistic.
-            rule: only what the rule with this id recorded.
+            rule: only the records of the rule with this id.
 
         Raises:
             GradSurgeonError: pandas is missing: `pip install 'gradsurgeon[pandas]'`.
             RecordError: nothing recorded fits.
             ValueError: the pattern is malformed.
         """
-        return data_frame(Selection(name, stat, rule).recorded(self))
+        library("pandas", "pandas", "to_pandas")
+        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
+
+        return tables.data_frame(self._chosen(Selection(name, stat, rule)))
 
     def to_arrow(
         self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
     ) -> pa.Table:
-        """Return what `to_pandas` does as a table of Arrow, with 34 bytes a line; texts are dictionary-encoded.
+        """Return the lines of `to_pandas` as a table of Arrow, with 34 bytes a line. Texts are dictionary-encoded.
 
         Args:
-            name: only tensors whose canonical name matches this pattern, which is one of rule files.
+            name: only tensors whose canonical name matches this pattern, as in a rule file.
             stat: only this statistic.
-            rule: only what the rule with this id recorded.
+            rule: only the records of the rule with this id.
 
         Raises:
             GradSurgeonError: pyarrow is missing: `pip install 'gradsurgeon[arrow]'`.
             RecordError: nothing recorded fits.
             ValueError: the pattern is malformed.
         """
-        return arrow_table(Selection(name, stat, rule).recorded(self))
+        library("pyarrow", "arrow", "to_arrow")
+        library("numpy", "arrow", "to_arrow")
+        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
+
+        return tables.arrow_table(self._chosen(Selection(name, stat, rule)))
+
+    def _chosen(self, selection: Selection) -> Chosen:
+        if chosen := selection.series(self):
+            return chosen
+        raise nothing_fits(self, self.path)
 
     def _lookup(self) -> Lookup:
         stats = {rule: set(planned) for rule, planned in self.stats.items()}
@@ -193,7 +205,7 @@ class Run(RecordQueries):
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
-        """By id of each rule that records, the statistics that it was to record."""
+        """The statistics that each recording rule was to record, by rule id."""
         roles = section(self.meta, "roles")
         stats = {rule: _items(section(roles, rule).get("stats")) for rule in roles}
         return {rule: tuple(map(str, recorded)) for rule, recorded in stats.items() if recorded}
@@ -220,26 +232,26 @@ class Run(RecordQueries):
 
 
 def closed_at(run: Run) -> float | None:
-    """Return when the last rank closed the run, in seconds since 1970; ``None`` before that."""
+    """Return when the last rank closed the run, in seconds since 1970, ``None`` before that."""
     times = [file.closed for file in run._files]  # noqa: SLF001 # users have `states`
     closed = [time for time in times if time is not None]
     return max(closed) if len(closed) == len(times) else None
 
 
 def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
-    """Yield the events of each rank in turn, but those that were read before.
+    """Yield the events of each rank in turn, without those that were read before.
 
     Args:
         run: the run.
-        read: by rank the number of the last event that was read.
+        read: the number of the last event that was read, by rank.
     """
     for file in run._files:  # noqa: SLF001 # users have `events`
         yield from file.events(read.get(file.rank, 0))
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
-    """Yield what `Run.lowest` does, each with its columns that a lower rank has recorded as well."""
-    # Modules that run on some ranks only share a series with others.
+    """Yield the series of `Run.lowest`, each with the columns that a lower rank has recorded too."""
+    # A module that runs on some ranks only can share a series with other modules.
     owners: dict[tuple[str, str, str], int] = {}
     for series in run:
         rule, stat, _, names = series.key
@@ -274,6 +286,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
+    meta: object = None
     try:
         text = path.read_bytes()
         meta = json.loads(text)
@@ -283,12 +296,13 @@ def _read_meta(path: Path) -> dict[str, Any]:
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
         ) from None
     except (ValueError, RecursionError):
-        meta = ...
+        pass  # refused below
     form = meta.get("format") if isinstance(meta, dict) else None
-    if not isinstance(form, int):
+    if not isinstance(meta, dict) or not isinstance(form, int):
+        begins = f"begins with `{printable(text[:40].decode(errors='replace'))}`"
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`, "
-            f"but {_found(meta) if text else 'nothing at all'}; restore it, or record the run again"
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
+            f"{begins if text else 'is empty'}; restore it, or record the run again"
         )
     if form > FORMAT:
         raise RecordError(
@@ -296,19 +310,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
             "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
-
-
-def _found(value: object) -> str:
-    """Say in words what was read instead of what a run says of itself."""
-    if isinstance(value, dict):
-        return (
-            "a mapping without one"
-            if "format" not in value
-            else "a `format` that is no whole number"
-        )
-    if isinstance(value, list):
-        return "a list"
-    return "text that is no JSON" if value is ... else "a single value"
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:

@@ -1,51 +1,46 @@
-"""Which part of a run is asked for: by rule, statistic, and pattern of names."""
+"""The part of a run that a caller asks for: by rule, statistic, and pattern of names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import Pattern, compile_pattern, select
 from gradsurgeon.store.rank_file import StoredSeries
 
-if TYPE_CHECKING:
-    from gradsurgeon.store.run import Run
-
-# Series, each with those of its columns that were asked for.
+# The columns of the records in long form, in the order of `gradsurgeon export`.
+COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
+# Series, each with the columns that were asked for.
 Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
 
 
 class Selection(NamedTuple):
-    """What is asked for; ``None`` asks for all."""
+    """A rule, a statistic and a pattern of names. ``None`` selects all."""
 
-    name: str | None = None  # a pattern, as in rule files
+    name: str | None = None
     stat: str | None = None
     rule: str | None = None
 
-    def series(self, run: Run) -> Chosen:
-        """Return what fits, which may be nothing. Raises `PatternError` where the pattern is malformed."""
+    def series(self, every: Iterable[StoredSeries]) -> Chosen:
+        """Return the selected columns of some series. Raises `PatternError` if the pattern is malformed."""
         pattern = self._pattern()
-        fitting = [
-            (series, _matching(pattern, series.key.names))
-            for series in run
-            if self.rule in (None, series.key.rule) and self.stat in (None, series.key.stat)
-        ]
-        return [(series, columns) for series, columns in fitting if columns]
+        found: list[tuple[StoredSeries, Sequence[int]]] = []
+        for series in every:
+            rule, stat, _, names = series.key
+            if self.rule in (None, rule) and self.stat in (None, stat):
+                columns = range(len(names)) if pattern is None else select([pattern], names)
+                found += [(series, columns)] if columns else []
+        return found
 
-    def recorded(self, run: Run) -> Chosen:
-        """Return what fits, as `series` does; raise `RecordError` where nothing does."""
-        if chosen := self.series(run):
-            return chosen
-        raise nothing_fits(run)
-
-    def events(self, run: Run) -> list[Event]:
-        """Return the events of what fits by rule and name: an event has no statistic."""
+    def events(self, every: Iterable[Event]) -> list[Event]:
+        """Return the events that fit by rule and name. An event has no statistic."""
         pattern = self._pattern()
         return [
             event
-            for event in run.events
+            for event in every
             if self.rule in (None, event.rule)
             and (pattern is None or (event.name and pattern.matches(event.name)))
         ]
@@ -54,14 +49,11 @@ class Selection(NamedTuple):
         return None if self.name is None else compile_pattern(self.name)
 
 
-def _matching(pattern: Pattern | None, names: Sequence[str]) -> Sequence[int]:
-    return range(len(names)) if pattern is None else select([pattern], names)
-
-
-def nothing_fits(run: Run) -> RecordError:
-    keys = [series.key for series in run]
+def nothing_fits(every: Iterable[StoredSeries], path: Path) -> RecordError:
+    """Return the error for a selection that fits no record of the run at a path."""
+    keys = [series.key for series in every]
     if not keys:
-        return RecordError(f"{printable(str(run.path))}: nothing was recorded")
+        return RecordError(f"{printable(str(path))}: nothing was recorded")
     example = printable(keys[0].names[0]) if keys[0].names else "none"
     return RecordError(
         f"nothing recorded fits the rule, statistic and name asked for; rules: "

@@ -1,64 +1,153 @@
-"""The records of a run as tables of pandas and Arrow. Both libraries are extras, imported when they are asked for."""
+"""The records of a run in long form, one line per recorded value: for pandas, Arrow and Parquet. Needs numpy."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.store.long_form import COLUMNS, TEXTS, Block, LongForm, empty
-from gradsurgeon.store.selection import Chosen
+from gradsurgeon.store.layout import Stored, clean
+from gradsurgeon.store.selection import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-# Lines of a record batch: 8 MB, and a row group of Parquet that is neither small nor large.
+_TEXTS = ("rule", "point", "stat", "name")
+# In a block each text is a number: its place among all texts of its column.
+_DTYPES = dict.fromkeys(COLUMNS, np.int32) | {"step": np.int64, "value": np.float32}
+Block = Mapping[str, "np.ndarray[Any, Any]"]  # by column
+# The least number of lines in a record batch. 8 MB is a good size for a row group of Parquet.
 _BATCH = 2**18
+# The schema of an exported file has this mark: only such a file may be written over by another export.
+_MARK = {"gradsurgeon.export": "1"}
+_MAGIC = b"PAR1"
+
+
+class _LongForm:
+    """The chosen series as blocks of columns, in the order of `gradsurgeon export`.
+
+    Attributes:
+        texts: for each column of texts, the texts that its numbers stand for.
+    """
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._chosen = chosen
+        self._places: dict[str, dict[str, int]] = {column: {} for column in _TEXTS}
+        for series, columns in chosen:
+            for column in columns:
+                self._place("name", series.key.names[column])
+            for column_name in _TEXTS[:-1]:
+                self._place(column_name, getattr(series.key, column_name))
+        self.texts = {column: list(places) for column, places in self._places.items()}
+
+    def _place(self, column: str, text: str) -> int:
+        places = self._places[column]
+        # Arrow and Parquet refuse lone surrogates, which odd file names contain.
+        return places.setdefault(clean(text), len(places))
+
+    def blocks(self) -> Iterator[Block]:
+        for series, columns in self._chosen:
+            key, wanted = series.key, np.array(columns)
+            names = np.array([self._place("name", key.names[n]) for n in columns], np.int32)
+            same = {column: self._place(column, getattr(key, column)) for column in _TEXTS[:-1]}
+            for rows in series.batches():
+                steps, values, present = arrays(rows, len(key.names))
+                lines, places = np.nonzero(present[:, wanted])
+                constant = {"rank": series.rank, **same}.items()
+                yield {
+                    "step": steps[lines],
+                    **{column: np.full(len(lines), value, np.int32) for column, value in constant},
+                    "name": names[places],
+                    "value": values[lines, wanted[places]],
+                }
+
+
+def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
+    """Return steps, values (rows x columns, float32), and which of the values are present."""
+    values = np.frombuffer(b"".join(row[1] for row in rows), np.float32)
+    bits = np.frombuffer(b"".join(row[2] or b"" for row in rows), np.uint8)
+    absent = np.unpackbits(bits.reshape(len(rows), -1), axis=1, count=width, bitorder="little")
+    steps = np.array([row[0] for row in rows], np.int64)
+    return steps, values.reshape(len(rows), width), absent == 0
+
+
+def _joined(blocks: Sequence[Block]) -> dict[str, Any]:
+    return {
+        column: np.concatenate([np.empty(0, dtype), *(block[column] for block in blocks)])
+        for column, dtype in _DTYPES.items()
+    }
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:
-    pandas = library("pandas", "pandas", "to_pandas")
-    numpy = import_module("numpy")  # pandas cannot be imported without it
-    form = LongForm(chosen)
-    block = next(form.blocks(math.inf), empty())
-    columns = {
-        column: numpy.frombuffer(block[column], block[column].typecode) for column in COLUMNS
-    }
-    for column in TEXTS:
+    pandas = import_module("pandas")
+    form = _LongForm(chosen)
+    columns = _joined(list(form.blocks()))
+    for column in _TEXTS:
         columns[column] = pandas.Categorical.from_codes(columns[column], form.texts[column])
     return pandas.DataFrame(columns)
 
 
 def arrow_table(chosen: Chosen) -> pa.Table:
-    arrow = library("pyarrow", "arrow", "to_arrow")
-    return arrow.Table.from_batches(arrow_batches(chosen), arrow_schema())
+    arrow = import_module("pyarrow")
+    return arrow.Table.from_batches(_arrow_batches(chosen), _arrow_schema())
 
 
-def arrow_schema() -> pa.Schema:
+def _arrow_schema() -> pa.Schema:
     arrow = import_module("pyarrow")
     kinds = {"step": arrow.int64(), "rank": arrow.int32(), "value": arrow.float32()}
     text = arrow.dictionary(arrow.int32(), arrow.string())
     return arrow.schema([(column, kinds.get(column, text)) for column in COLUMNS])
 
 
-def arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
-    """Yield record batches as rows are read; all share the dictionaries of their texts."""
+def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
+    """Yield record batches as rows are read. All batches share the dictionaries of their texts."""
     arrow = import_module("pyarrow")
-    form, schema = LongForm(chosen), arrow_schema()
-    texts = {column: arrow.array(form.texts[column], arrow.string()) for column in TEXTS}
-    for block in form.blocks(_BATCH):
-        yield arrow.record_batch([_column(arrow, block, field, texts) for field in schema], schema)
+    form, schema = _LongForm(chosen), _arrow_schema()
+    texts = {column: arrow.array(form.texts[column], arrow.string()) for column in _TEXTS}
+
+    def batch(blocks: Sequence[Block]) -> pa.RecordBatch:
+        columns = {column: arrow.array(values) for column, values in _joined(blocks).items()}
+        for column, dictionary in texts.items():
+            columns[column] = arrow.DictionaryArray.from_arrays(columns[column], dictionary)
+        return arrow.record_batch([columns[column] for column in COLUMNS], schema)
+
+    waiting: list[Block] = []
+    lines = 0
+    for block in form.blocks():
+        waiting.append(block)
+        lines += len(block["value"])
+        if lines >= _BATCH:
+            yield batch(waiting)
+            waiting, lines = [], 0
+    if waiting:
+        yield batch(waiting)
 
 
-def _column(arrow: Any, block: Block, field: Any, texts: dict[str, Any]) -> Any:
-    """Return one column as an array of Arrow that shares the memory of the block."""
-    is_text = field.name in texts
-    kind = field.type.index_type if is_text else field.type
-    memory = arrow.py_buffer(block[field.name])
-    numbers = arrow.Array.from_buffers(kind, len(block[field.name]), [None, memory])
-    if not is_text:
-        return numbers
-    return arrow.DictionaryArray.from_arrays(numbers, texts[field.name])
+def parquet_library() -> Any:
+    """Return `pyarrow.parquet`; raise `GradSurgeonError` if it is missing."""
+    return library("pyarrow.parquet", "arrow", "the format parquet")
+
+
+def write_parquet(file: IO[bytes], chosen: Chosen) -> None:
+    schema = _arrow_schema().with_metadata(_MARK)
+    with parquet_library().ParquetWriter(file, schema) as writer:
+        for batch in _arrow_batches(chosen):
+            writer.write_batch(batch)
+
+
+def is_export(path: Path) -> bool:
+    """Return whether a file has the mark and exactly the columns of an export: pandas adds its own."""
+    parquet, arrow = parquet_library(), import_module("pyarrow")
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            return False
+        try:
+            found = parquet.read_schema(file)
+        except (OSError, arrow.ArrowException):  # cut off, or damaged
+            return False
+    return bool(found.equals(_arrow_schema().with_metadata(_MARK), check_metadata=True))

@@ -1,15 +1,15 @@
 """Writing a run directory while training goes on.
 
-Rows gather in memory and are written in one short transaction per second, so that readers are not
-kept out, and a process that is killed loses one second at most. Whatever goes wrong with the file
-later, training goes on: the writer gives up, once, and says so.
+Rows gather in memory. One short transaction per second writes them, so readers can always read, and a
+killed process loses one second at most. If the file fails later, training goes on: the writer gives up,
+and reports it once.
 """
 
 import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import RLock
@@ -19,19 +19,19 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import claim, unwritable
-from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
 from gradsurgeon.store.files import replacing, replacing_bytes
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
+from gradsurgeon.store.outlet import Outlet
 
 _INTERVAL = 1.0
-# Someone else can hold the file for long where there is no WAL. Then rows wait, up to this many bytes.
+# Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
 _MOST_WAITING = 128 * 2**20
 
 
-class RunWriter:
-    """Writes the records of one rank into a directory that ranks share; rank 0 writes `run.json`."""
+class RunWriter(Outlet):
+    """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
     def __init__(
         self,
@@ -40,20 +40,16 @@ class RunWriter:
         rank: int = 0,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
-        self.failed = ""
-        self.on_failure: Callable[[str], None] | None = None
         self._claim = claim(path, rank)
         self.path = self._claim.folder
         self._connection = self._open(run_json)
         self._identity = self._file_identity()
         self._series: dict[Key, WrittenSeries] = {}
         self._batch = Batch()
-        self._pid = os.getpid()
         self._lock = RLock()
-        self._closed = False
-        self._clock = CommitClock(_INTERVAL)
 
     def _open(self, run_json: str) -> sqlite3.Connection:
         with ExitStack() as undo:
@@ -61,7 +57,7 @@ class RunWriter:
             try:
                 connection = create(self._claim.database, self.rank)
                 undo.callback(connection.close)
-                # One that an earlier run has left, whose other files are gone.
+                # An earlier run may have left it, and its other files be gone.
                 (self.path / layout.captures_name(self.rank)).unlink(missing_ok=True)
                 if self.rank == 0:
                     with replacing(self.path / layout.RUN_FILE) as file:
@@ -70,12 +66,6 @@ class RunWriter:
                 raise unwritable(self.path, error) from None
             undo.pop_all()
         return connection
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is written any more: closed, given up, or in a child process."""
-        # A forked data loader inherits the writer. The file is its parent's.
-        return self._closed or bool(self.failed) or os.getpid() != self._pid
 
     def add(
         self,
@@ -86,7 +76,7 @@ class RunWriter:
         *,
         replace: bool = False,
     ) -> None:
-        """Take one row, as `Records.add` does; one that is to be replaced may be written already."""
+        """Take one row, as `Records.add` does. The row that it replaces may be in the file already."""
         if self.closed:
             return
         with self._lock:
@@ -102,21 +92,21 @@ class RunWriter:
             self._batch.rows[row_id] = (row_id, step, values, bits)
 
     def event(self, event: Event) -> None:
-        """Write an event, and with it what waits."""
+        """Write an event, together with the waiting rows."""
         with self._lock:
             if not self.closed:
                 self._batch.events.append((time.time(), event))
                 self.commit()
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
-        """Take what each rule has done so far; to be written with the next rows."""
+        """Take the status of each rule. It is written with the next rows."""
         if self.closed:
             return
         for rule, status in statuses.items():
             self._batch.statuses[rule] = json.dumps(asdict(status))
 
     def captures(self, previews: object) -> None:
-        """Write what is small of the tensors that rules have kept, as JSON.
+        """Write previews of the tensors that rules have kept, as JSON.
 
         Raises:
             OSError: the file cannot be written.
@@ -127,7 +117,7 @@ class RunWriter:
                     file.write(json_text(previews))
 
     def state(self, content: bytes) -> None:
-        """Write what a session goes on from, in the place of what was there.
+        """Write the state that a session resumes from, in place of the earlier state.
 
         Raises:
             OSError: the file cannot be written.
@@ -137,24 +127,16 @@ class RunWriter:
                 with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
                     file.write(content)
 
-    def due(self) -> bool:
-        """Return whether a second has passed since the last commit."""
-        return self._clock.due() and not self.closed
-
-    def ends_step(self) -> bool:
-        """Mark the end of a step; return whether its rows would be too old at the end of the next."""
-        return self._clock.ends_step() and not self.closed
-
     def commit(self) -> None:
-        """Write what waits. Raises nothing of its own, only what `on_failure` raises."""
+        """Write the waiting rows and events. Raises nothing: see `news`."""
         with self._lock:
             if self.closed:
                 return
-            self._clock.restart()
+            self._committed = time.monotonic()
             if not self._batch:
                 return
             try:
-                # A file that was removed can be written for ever, and nobody will see it.
+                # A removed file can be written for ever, and nobody will see it.
                 if self._file_identity() != self._identity:
                     raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
                 write(self._connection, self._batch, list(self._series.values()))
@@ -164,26 +146,26 @@ class RunWriter:
                 self._batch = Batch()
 
     def close(self) -> None:
-        """Write what waits and mark the run as finished. May be called twice."""
+        """Write the rest and mark the run as finished. May be called twice."""
         with self._lock:
             if self.closed:
                 return
             self._batch.meta["closed"] = repr(time.time())
             self.commit()
             if not self.closed:
-                self._closed = True
-                # Without the log a finished run is one plain file per rank, readable from anywhere.
-                # A reader that is there right now prevents that, and loses nothing by it.
+                self._ended = True
+                # Without a log a finished run is one plain file per rank, readable from anywhere.
+                # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
                 self._release()
 
     def discard(self) -> None:
-        """Remove everything that was made: what was to be recorded did not begin."""
+        """Remove all files again: the session did not begin."""
         with self._lock:
             if self.closed:
                 return
-            self._closed = True
+            self._ended = True
             with suppress(sqlite3.Error):
                 self._connection.close()
             if self.rank == 0:
@@ -207,10 +189,9 @@ class RunWriter:
             f"records are no longer written to {printable(str(self._claim.database))}: "
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
+        self._note(self.failed)
         self._batch = Batch()
         self._release()
-        if self.on_failure is not None:
-            self.on_failure(self.failed)
 
     def _release(self) -> None:
         with suppress(sqlite3.Error):

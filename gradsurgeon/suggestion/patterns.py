@@ -1,4 +1,4 @@
-"""Patterns that select some parameters and no others."""
+"""Patterns that select the parameters of a group and no others."""
 
 import re
 from collections import Counter
@@ -13,18 +13,18 @@ from gradsurgeon.suggestion.groups import NUMBER, template_of
 
 
 def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
-    """Return few patterns that select these parameters, and none of the others.
+    """Return a few patterns that select these parameters and no others.
 
     Args:
-        names: of the parameters.
-        known: by any name of any parameter of the model its canonical name.
+        names: names of the parameters.
+        known: the canonical name of each parameter of the model, by each of its names.
     """
     left, chosen = set(names), list[str]()
     for candidates in (_wide, _ranges, _single):
         matched = {text: _matched(text, known) for text in candidates(sorted(left))}
         exact = {text: found for text, found in matched.items() if found <= set(names)}
         while exact and left:
-            # Of those that select equally many the first one is the shortest of its sort.
+            # `max` takes the first of several that select equally many: the shortest of its sort.
             text = max(exact, key=lambda text: len(exact[text] & left))
             if not exact[text] & left:
                 break
@@ -44,9 +44,9 @@ def _matched(text: str, known: Mapping[str, str]) -> set[str]:
 
 
 def _wide(names: Collection[str]) -> Iterator[str]:
-    """Yield a star, the names with stars for numbers, and what they end and begin with."""
+    """Yield a star, the names with stars for numbers, and their ends and beginnings."""
     many = Counter(map(template_of, names))
-    # Of a single name the numbers are part of what it is called.
+    # A single name keeps its numbers.
     texts = dict.fromkeys(text if many[text := template_of(name)] > 1 else name for name in names)
     yield from ("*", *texts)
     for parts in (text.split(".") for text in texts):
@@ -55,7 +55,7 @@ def _wide(names: Collection[str]) -> Iterator[str]:
 
 
 def _ranges(names: Collection[str]) -> Iterator[str]:
-    """Yield the names with ranges of numbers: the largest ones, and those without a gap."""
+    """Yield the names with ranges of numbers: first the largest ranges, then ranges without a gap."""
     yield from fold_names(names)
     runs: list[list[str]] = []
     numbered = sorted(

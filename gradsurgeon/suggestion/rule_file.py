@@ -1,4 +1,4 @@
-"""Suggested rules as the text of a rule file, with what each threshold was taken from beside it."""
+"""Suggested rules as the text of a rule file, with the evidence for each threshold in comments."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -11,16 +11,13 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.store.memory import Key
 from gradsurgeon.suggestion.recorded import GroupNorms
-from gradsurgeon.suggestion.spike_statistic import BETA, WARMUP
-from gradsurgeon.suggestion.thresholds import Threshold
+from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold
 
-# What a suggestion begins with: nothing else is written over.
-MARK = "# Suggested by `gradsurgeon suggest`"
 _LONGEST_ID, _WIDTH = 60, 100
 
 
 class SuggestedRule(NamedTuple):
-    """A rule, where its threshold comes from, and what makes it doubtful: texts."""
+    """A rule, the evidence for its threshold, and doubts about it as texts."""
 
     id: str
     patterns: Sequence[str]
@@ -62,7 +59,7 @@ class SuggestedRule(NamedTuple):
             f"{count(len(norms.norms), 'step')} from {norms.first} to {norms.last}"
             f"{left_out and f', without {left_out}'}"
         )
-        if not one.drift:  # what is not stationary has said so
+        if not one.drift:  # the doubts have both quantiles of a drift
             first, second = one.halves
             yield (
                 f"{percent(1 - self.share)} quantile of their norm: {one.quantile:.4g} (first half {first:.4g}, "
@@ -77,7 +74,7 @@ def percent(share: float) -> str:
 
 
 def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str:
-    """Return an id of the words that all patterns have, or else of those of the first one."""
+    """Return an id from the words that all patterns share, or else from the words of the first pattern."""
     words = [re.findall(r"[a-z0-9]+", text.lower()) for text in patterns]
     common = [word for word in words[0] if all(word in others for others in words)]
     chosen = common or [*words[0], *(["and", "others"] if len(words) > 1 else [])] or ["all"]
@@ -87,7 +84,7 @@ def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str
 
 
 def _number(value: float | None) -> str:
-    """Return a number as YAML 1.1 has it as well: there `1e-07` is a text."""
+    """Return a number as YAML 1.1 also reads it: there `1e-07` is a text."""
     text = repr(value)
     return text if "." in text else text.replace("e", ".0e")
 

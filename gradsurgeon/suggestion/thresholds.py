@@ -1,30 +1,35 @@
-"""From the norms of a group, oldest first, to a threshold that would have bitten in a share of the steps."""
+"""From the norms of a group to a threshold that would have bitten in a share of the steps."""
+
+from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import lt
+from statistics import fmean, pvariance
 from typing import NamedTuple
 
-from gradsurgeon.suggestion.spike_statistic import WARMUP, let_through
+import numpy as np
 
-# Of ten bites expected, half as many or twice as many come by chance.
+from gradsurgeon.suggestion.recorded import Floats
+
+# With ten expected bites, half as many or twice as many come by chance.
 ENOUGH_BITES = 10
-# Of fewer norms a statistic that starts with the first of them has seen nothing.
+BETA, WARMUP = 0.97, 25
+# With fewer norms the statistic has hardly left its warm-up.
 _LEAST_STEPS = 2 * WARMUP
-# What `clip-norm` adds to a norm before it divides by it.
+# `clip-norm` adds this to a norm before it divides by it, and ZClip adds it to a standard deviation.
 _EPSILON = 1e-6
-# Norms that more digits would tell apart are alike: what has been clipped is so, but for rounding.
+# A threshold has so many digits. Norms that only further digits tell apart were clipped already.
 _DIGITS = range(2, 6)
 _ALIKE = 1e-4
-# The halves lie half a run apart, and this run and the next one a whole run: where the share changes by
+# The halves lie half a run apart, and this run and the next one a whole run: if the share changes by
 # this factor between the halves, it can change by a factor of two until the next run.
 _CHANGE = math.sqrt(2)
-# Deviations that no norm is as few of above the mean, even where what the rule adds to them is far larger.
+# No norm is less than the lowest number of deviations above the mean, or more than the highest.
 _LOWEST, _HIGHEST = 1e-9, 1e6
-# A threshold that bites as often as one next to 0 does tells no spike from anything else.
+# A threshold that bites as often as a threshold next to 0 tells no spike from other norms.
 _MOST = 0.9
-# More norms lie above a lower quantile: it tells sooner whether they drift.
+# More norms lie above a lower quantile, which therefore shows a drift sooner.
 _MANY = 0.2
 
 
@@ -32,9 +37,9 @@ class Drift(NamedTuple):
     """How the halves of a run disagree.
 
     Attributes:
-        share: of the norms of each half that are above its quantile.
-        quantiles: of the first and of the second half.
-        crossed: the share of the second half that is above the quantile of the first, and the other way round.
+        share: share of the norms of each half that are above its quantile.
+        quantiles: quantile of the first half, and of the second half.
+        crossed: share of the second half above the quantile of the first, and the other way round.
     """
 
     share: float
@@ -46,13 +51,13 @@ class Threshold(NamedTuple):
     """A threshold, and what it would have done.
 
     Attributes:
-        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift;
-            ``None`` where no such number bites about as often as was asked.
-        bites: in how many steps it would have bitten; without a value, what comes closest would have.
-        steps: of how many.
+        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` if there is a drift;
+            ``None`` if no such number bites about as often as was asked.
+        bites: number of steps in which it would have bitten; without a value, of the closest threshold.
+        steps: number of steps in which it could have bitten.
         quantile: the norm that the asked share of all steps was above.
         halves: the same of the first and of the second half.
-        drift: why no fixed threshold would last; ``None`` where it would.
+        drift: why no fixed threshold would last; ``None`` if it would.
     """
 
     value: float | None
@@ -68,49 +73,51 @@ class Threshold(NamedTuple):
 
 
 def least_steps(share: float) -> int:
-    """Return the steps without which no norm lies above the quantile."""
+    """Return the number of steps that it takes for a norm to lie above the quantile."""
     return max(_LEAST_STEPS, math.ceil(1 / share))
 
 
-def threshold(norms: Sequence[float], share: float) -> Threshold:
-    """Return a fixed threshold where the halves of the norms agree on it, and else one that follows."""
+def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:
+    """Return a fixed threshold if both halves of the norms agree on it, else a threshold that follows the norm."""
+    norms = np.asarray(recorded, float)
     middle = len(norms) // 2
-    ordered, first, second = map(sorted, (norms, norms[:middle], norms[middle:]))
-    whole, halves = quantile(ordered, share), (quantile(first, share), quantile(second, share))
+    ordered, first, second = map(np.sort, (norms, norms[:middle], norms[middle:]))
+    whole, halves = _quantile(ordered, share), (_quantile(first, share), _quantile(second, share))
     drifts = (_drift(first, second, part) for part in (share, max(share, _MANY)))
     drift = next(filter(None, drifts), None)
+    value: float | None
     if drift:
-        steps = max(0, sum(norm > 0 for norm in norms) - WARMUP)
-        value, bites = _sigmas(norms, share * steps)
+        steps = max(0, int((norms > 0).sum()) - WARMUP)
+        value, bites = _sigmas(norms.tolist(), share * steps)
     else:
         steps = len(norms)
         value, bites = _rounded(
             whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON), share * steps
         )
-    # Half as often or twice is near enough, and one bite more or less where few were asked for.
+    # Half as often or twice is near enough, and one bite more or less if few were asked for.
     near = share * steps / 2 - 0.5 <= bites <= 2 * share * steps + 0.5
     return Threshold(value if near else None, bites, steps, whole, halves, drift)
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the norm that a share of ascending ones is above, at least one of them."""
+def _quantile(ordered: Floats, share: float) -> float:
+    """Return the norm that a share of ascending norms is above, at least one of them."""
     above = min(max(1, round(share * len(ordered))), len(ordered) - 1)
-    return (ordered[-above - 1] + ordered[-above]) / 2
+    return float(ordered[-above - 1] + ordered[-above]) / 2
 
 
-def _above(ordered: Sequence[float], bound: float) -> int:
-    return len(ordered) - bisect_right(ordered, bound)
+def _above(ordered: Floats, bound: float) -> int:
+    return len(ordered) - int(np.searchsorted(ordered, bound, "right"))
 
 
-def _drift(first: Sequence[float], second: Sequence[float], share: float) -> Drift | None:
-    """Return how the halves disagree, each in ascending order, where that is no chance."""
-    start, end = quantile(first, share), quantile(second, share)
+def _drift(first: Floats, second: Floats, share: float) -> Drift | None:
+    """Return how the halves disagree, each in ascending order, ``None`` if that may be chance."""
+    start, end = _quantile(first, share), _quantile(second, share)
     asked = share * len(first)
     # The quantile and the count both err by chance, and twice as much as usual is no drift.
     error = math.sqrt(2 * (1 - share) / asked)
     most = max(_CHANGE, math.exp(min(2 * error, 50)))
     counts = _above(second, start), _above(first, end)
-    # One more or less says nothing where few are asked for.
+    # One more or less says nothing if few are asked for.
     agree = all(asked / most - 1 <= found <= asked * most + 1 for found in counts)
     if agree or math.isclose(start, end, rel_tol=_ALIKE):
         return None
@@ -118,7 +125,7 @@ def _drift(first: Sequence[float], second: Sequence[float], share: float) -> Dri
 
 
 def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
-    """Return the threshold of a `spike-trap` that would have bitten so often, and how often it would have."""
+    """Return the `sigmas` of a `spike-trap` that would have bitten so often, and how often it would have."""
 
     def bites(sigmas: float) -> int:
         return sum(map(lt, let_through(norms, sigmas), norms))
@@ -137,10 +144,38 @@ def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
 
 
 def _rounded(value: float, bites: Callable[[float], int], asked: float) -> tuple[float, int]:
-    """Return a value with as few digits as bite as often as was asked, to a tenth, and how often it bites."""
+    """Return a value with the fewest digits that bite as often as asked, to a tenth, and how often it bites."""
     for digits in _DIGITS:
         shorter = float(f"{value:.{digits}g}")
         found = bites(shorter)
         if abs(found - asked) <= max(asked / 10, 0.5):
             break
     return shorter, found
+
+
+def let_through(
+    norms: Iterable[float], sigmas: float, *, beta: float = BETA, warmup: int = WARMUP
+) -> Iterator[float]:
+    """Yield how much of each norm ZClip (arXiv 2504.02507) lets through: all of it, or less of a spike.
+
+    The rule has the same statistic on tensors; here there is no torch. A norm that is 0 or not finite is let
+    through and never enters the statistic, which the first ``warmup`` of the others start. From then on what is
+    let through of a norm enters, not the norm.
+    """
+    first: list[float] = []
+    mean = variance = 0.0
+    for norm in norms:
+        allowed = norm
+        if 0 < norm < math.inf:
+            if len(first) < warmup:
+                first.append(norm)
+                mean = fmean(first)
+                variance = pvariance(first, mean)
+            else:
+                deviation = math.sqrt(variance)
+                z = (norm - mean) / (deviation + _EPSILON)
+                if z > sigmas:
+                    allowed = mean + sigmas * sigmas * deviation / z
+                mean = beta * mean + (1 - beta) * allowed
+                variance = beta * variance + (1 - beta) * (allowed - mean) ** 2
+        yield allowed

@@ -74,8 +74,8 @@ def test_what_is_not_stationary_makes_the_exit_code_1(here: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("edit", "measured", "told"),
     [
-        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "put `norms` above that"),
-        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "put `norms` above that"),
+        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "put `norms` above it"),
+        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "put `norms` above it"),
         ({"action": "scale", "factor": 0.1, "at": "step"}, "accumulated", ""),
         ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "record with `--observe`"),
         ({"action": "scale", "factor": 0.1, "at": "backward"}, "accumulated", "with `--observe`"),
@@ -132,11 +132,11 @@ def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
         (("run", "--bites", "nan"), "'nan' is no share"),
         (
             ("run", "--bites", "1e-4"),
-            "1,000 steps say nothing of a share of 0.01%: it takes 10,000",
+            "1,000 steps are too few for a share of 0.01%: it takes 10,000",
         ),
         (("run", "-o", "no/folder"), "cannot write no/folder: No such file"),
         (("mangled",), "mangled/run.json: is damaged, or was not written by gradsurgeon: no JSON"),
-        (("mangled",), "with a `format`, but a list; restore it, or record the run again"),
+        (("mangled",), "with a `format`: it begins with `[]`; restore it, or record the run again"),
         (("several",), "several: is no run itself; name one of the runs inside: several/Net"),
     ],
 )

@@ -112,6 +112,7 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     monkeypatch: pytest.MonkeyPatch, params: str
 ) -> None:
     monkeypatch.setattr(delivery, "_LEAST_AT_THE_END", 10)
+    monkeypatch.setattr(delivery, "_SHARE", 0.0)
     monkeypatch.setattr(delivery, "_ADVANCE", 0.0)
     # Until all of them wait.
     released = threading.Event()

@@ -132,7 +132,7 @@ def test_the_latest_is_never_an_old_value(steps: dict[str, int]) -> None:
                 assert session.latest("bias") == 3.0
             else:
                 with pytest.raises(
-                    RecordError, match=r"rule norms: .* is of step 0, and nothing was"
+                    RecordError, match=r"rule norms: .* is from step 0, and nothing was"
                 ):
                     session.latest("bias")
             assert session.history("bias") == [(0, 3.0)]

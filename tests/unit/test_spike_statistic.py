@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradsurgeon
-from gradsurgeon.suggestion.spike_statistic import let_through
+from gradsurgeon.suggestion.thresholds import let_through
 
 
 def history(seed: int, steps: int = 400) -> list[float]:

@@ -159,15 +159,14 @@ def test_a_reader_that_never_goes_away_ends_in_one_word(
 ) -> None:
     monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
     monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
-    said: list[str] = []
     writer = RunWriter(tmp_path, meta=meta())
-    writer.on_failure = said.append
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
         reader.execute("BEGIN EXCLUSIVE")
         for step in range(200):
             writer.add(KEY, step, values(1.0, 1.0))
         writer.commit()
         writer.commit()
+    said = writer.news()
     assert len(said) == 1
     assert "database is locked; training goes on" in said[0]
 
@@ -182,15 +181,16 @@ from gradsurgeon.store import Key, job, layout
 from gradsurgeon.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 said = []
-writer.on_failure = said.append
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 key = Key("norms", "l2", "step", tuple(map(str, range(500))))
 for step in range(3000):
     writer.add(key, step, values(*[1.0] * 500))
     if step % 50 == 0:
         writer.commit()
+        said += writer.news()
 writer.event(Event("notice", "", 0, 0, "", "late"))
 writer.close()
+said += writer.news()
 assert writer.failed == said[0] and len(said) == 1, said
 print(said[0])
 """
@@ -227,14 +227,13 @@ def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
     if mounted.returncode:
         pytest.skip("this process must not mount")
     try:
-        said: list[str] = []
         writer = RunWriter(tmp_path / "run", meta=meta())
-        writer.on_failure = said.append
         key = Key("norms", "l2", "step", tuple(map(str, range(500))))
         for step in range(2000):
             writer.add(key, step, values(*[1.0] * 500))
             if step % 50 == 0:
                 writer.commit()
+        said = writer.news()
         assert len(said) == 1
         assert "full" in said[0]
         with open_run(tmp_path / "run") as run:
@@ -249,9 +248,7 @@ def test_a_directory_that_is_removed_is_noticed(
 ) -> None:
     if not wal:
         refuse_wal(monkeypatch)
-    said: list[str] = []
     writer = RunWriter(tmp_path / "run", meta=meta())
-    writer.on_failure = said.append
     writer.add(KEY, 0, values(1.0, 1.0))
     writer.commit()
     shutil.rmtree(tmp_path / "run")
@@ -259,16 +256,16 @@ def test_a_directory_that_is_removed_is_noticed(
         writer.add(KEY, step, values(1.0, 1.0))
         writer.commit()
     writer.close()
+    said = writer.news()
     assert len(said) == 1
     assert "No such file or directory; training goes on" in said[0]
 
 
 def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> None:
-    said: list[str] = []
     writer = RunWriter(tmp_path, meta=meta())
-    writer.on_failure = said.append
     writer.add(KEY, 2**70, values(1.0, 1.0))
     writer.commit()
+    said = writer.news()
     assert len(said) == 1
     assert "too large" in said[0]
 

@@ -108,8 +108,8 @@ def test_what_is_old_is_not_the_latest() -> None:
     assert lookup(0).latest("b.weight", "l2", None) == 9.0
     assert asked == [("norms", "a.weight", 3), ("norms", "b.weight", 3)]
     message = (
-        r"rule norms: the last record of l2 of a.weight is of step 3, and nothing was measured in the "
-        r"3 steps in which the rule was due last; history\(\)"
+        r"rule norms: the last record of l2 of a.weight is from step 3, and nothing was measured in the "
+        r"last 3 steps in which the rule was due; history\(\)"
     )
     with pytest.raises(RecordError, match=message):
         lookup(3).latest("a.weight", "l2", None)

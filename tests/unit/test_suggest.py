@@ -24,8 +24,7 @@ from gradsurgeon.suggestion.groups import groups_of
 from gradsurgeon.suggestion.patterns import patterns_of
 from gradsurgeon.suggestion.recorded import Behaviour, group_norms, skipped_steps, sources
 from gradsurgeon.suggestion.rule_file import rule_id
-from gradsurgeon.suggestion.spike_statistic import let_through
-from gradsurgeon.suggestion.thresholds import threshold
+from gradsurgeon.suggestion.thresholds import let_through, threshold
 
 STEPS = 2000
 
@@ -350,17 +349,18 @@ class TestFile:
         assert [rule["params"] for rule in rules_of(text)] == ["calm"]
         (finding,) = findings
         assert finding.startswith(
-            f"no rule for w: not stationary, and no `spike-trap` bites in {100 * share:g}% of the steps"
+            "no rule for w: not stationary, and no `spike-trap` that tells large norms from others "
+            f"bites in {100 * share:g}% of the steps"
         )
-        assert f"the closest one bites in {most}" in finding
-        assert finding.endswith("%: ask for another --bites")
+        assert f"(closest: {most}" in finding
+        assert finding.endswith("%): try another --bites")
 
     def test_norms_that_are_hardly_ever_above_0(self, tmp_path: pathlib.Path) -> None:
         norms = [0.0] * 930 + [0.0, 1.0] * 35
         recorded(tmp_path, w=norms, calm=calm(0, 100.0, 1000))
         _, _, findings = suggestion(tmp_path)
         assert findings == [
-            "no rule for w: not stationary, and a norm above 0 in 35 steps only: record more"
+            "no rule for w: not stationary, and the norm is above 0 in only 35 steps: record more"
         ]
 
     def test_a_norm_that_no_float32_holds_is_not_finite(self, tmp_path: pathlib.Path) -> None:
@@ -376,11 +376,11 @@ class TestFile:
         text, _, findings = suggestion(tmp_path / "few")
         assert "\n  # too few steps: " in text
         assert findings == [
-            "clip-all: too few steps: by chance alone it may bite twice as often, or half as often; 500 would do"
+            "clip-all: too few steps: by chance alone it may bite half as often or twice as often; 500 steps would do"
         ]
         recorded(tmp_path / "fewer", w=calm(0, steps=49))
         problem = re.escape(
-            "49 steps say nothing of a share of 2%: it takes 50, and 500 to count on it"
+            "49 steps are too few for a share of 2%: it takes 50, and 500 for a threshold to count on"
         )
         with pytest.raises(RecordError, match=problem):
             suggestion(tmp_path / "fewer")
@@ -391,7 +391,7 @@ class TestFile:
         text, _, findings = suggestion(tmp_path)
         assert [rule["params"] for rule in rules_of(text)] == ["w"]
         assert findings[0] == "no rule for dead: the norm is hardly ever above 0"
-        assert findings[1].startswith("no rule for rare: 9 steps say nothing of a share of 2%")
+        assert findings[1].startswith("no rule for rare: 9 steps are too few for a share of 2%")
         assert all(f"# {finding}\n" in text for finding in findings)
 
     def test_each_reason_stands_once_after_the_groups_it_is_about(
@@ -440,10 +440,10 @@ class TestFile:
         text, _, findings = suggestion(recorded(tmp_path, w=norms, calm=calm(1, 100.0)))
         assert [rule["params"] for rule in rules_of(text)] == ["calm"]
         (finding,) = findings
-        assert finding.startswith(
-            "no rule for w: no threshold bites in 2% of the steps, the closest"
+        assert finding.startswith("no rule for w: no threshold bites in 2% of the steps (closest: ")
+        assert finding.endswith(
+            "%): the norms are alike, probably because they were clipped already"
         )
-        assert finding.endswith("%: norms that are alike have mostly been clipped already")
 
     @pytest.mark.parametrize("mode", ["act", "observe"])
     @pytest.mark.parametrize("point", ["accumulated", "step"])
@@ -467,9 +467,9 @@ class TestFile:
         for step, norm in enumerate(calm(0)):
             writer.add(Key("norms", "l2", point, ("w",)), step, values(norm))
         writer.close()
-        told = "clip-all: edited before it was measured, by "
-        moved = f"{told}`first`: put `norms` above that and record again, `--observe` does not help"
-        observed = f"{told}`hook`: record with `--observe` to see what comes in"
+        told = "clip-all: the gradient was edited before it was measured, by "
+        moved = f"{told}`first`: put `norms` above it and record again, because `--observe` does not help"
+        observed = f"{told}`hook`: record with `--observe` to measure unedited gradients"
         wanted = [moved] * (point == "step") + [observed] * (mode == "act")
         assert suggestion(tmp_path).findings == wanted
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 import pandas as pd
 import pyarrow as pa
 import pytest
+from commands import call
 from runs import meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
 from gradsurgeon.cli import main
-from gradsurgeon.store import Key, tables
+from gradsurgeon.store import Key, rank_file, tables
 from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
@@ -159,13 +160,14 @@ def test_blocks_join_without_a_seam(
     tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "_BATCH", 7)
+    monkeypatch.setattr(rank_file, "_BATCH_ROWS", 3)
     histories = {f"p{i}": [None if s % 5 == i else s + i / 8 for s in range(40)] for i in range(3)}
     write(tmp_path, histories).close()
     with open_run(tmp_path) as run:
         table = frame(run)
         if frame is FRAMES[1]:
-            # Each ends with the step in which it is full.
-            assert [len(batch) for batch in run.to_arrow().to_batches()][:4] == [9, 7, 8, 9]
+            # A batch ends with the query in which it is full.
+            assert [len(batch) for batch in run.to_arrow().to_batches()][:4] == [14, 7, 7, 8]
     for name, history in histories.items():
         lines = table[table["name"] == name]
         found = list(zip(lines["step"].tolist(), lines["value"].tolist(), strict=True))
@@ -190,7 +192,11 @@ def test_names_that_no_encoding_has(
 
 @pytest.mark.parametrize(
     ("library", "method", "extra"),
-    [("pandas", "to_pandas", "pandas"), ("pyarrow", "to_arrow", "arrow")],
+    [
+        ("pandas", "to_pandas", "pandas"),
+        ("pyarrow", "to_arrow", "arrow"),
+        ("numpy", "to_arrow", "arrow"),
+    ],
 )
 def test_what_to_install_is_said(
     run: Run, library: str, method: str, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -209,5 +215,46 @@ def test_neither_library_needs_the_other(run: Run, monkeypatch: pytest.MonkeyPat
         assert len(run.to_pandas()) == lines == 11
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pandas", None)
-        patch.setitem(sys.modules, "numpy", None)
         assert run.to_arrow().num_rows == lines
+
+
+_WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import net, torch
+import gradsurgeon
+from gradsurgeon.cli import main
+model = net.build()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gradsurgeon.apply(model, "rules.yaml", record="run") as session:
+    model(torch.full((1, 2), float("nan"))).sum().backward()
+    optimizer.step()
+    assert session.history("0.bias") == [(0, session.latest("0.bias"))]
+with gradsurgeon.open_run("run") as run:
+    assert [event.kind for event in run.events] == ["trap"]
+    assert run.history("0.bias") == session.history("0.bias")
+    try:
+        run.to_arrow()
+    except gradsurgeon.GradSurgeonError as error:
+        assert "pip install 'gradsurgeon[arrow]'" in str(error)
+calls = ("params --model net:build -o p.json", "lint rules.yaml", "plan rules.yaml --params p.json", "export run --format csv")
+codes = [main(call.split()) for call in (*calls, "diff rules.yaml rules.yaml --params p.json")]
+assert codes == [0] * 5, codes
+assert main(["suggest", "run"]) == 2
+assert sys.modules["numpy"] is None
+"""
+
+
+def test_rules_records_and_events_need_no_numpy(tmp_path: pathlib.Path) -> None:
+    rules = (
+        'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
+        '  - {id: trap, action: nan-trap, params: "*", then: warn}\n'
+    )
+    (tmp_path / "rules.yaml").write_text(rules)
+    (tmp_path / "net.py").write_text(
+        "import torch\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(2, 1))\n"
+    )
+    done = call(cwd=tmp_path, code=_WITHOUT_NUMPY, env={"PYTHONWARNINGS": "ignore"})
+    assert done.returncode == 0, done.stderr
+    assert "suggest needs the library numpy" in done.stderr
+    assert done.stderr.endswith("pip install 'gradsurgeon[report]'\n")

@@ -1,8 +1,7 @@
-"""The stages in their order: norms, groups, patterns, thresholds, and the text of a rule file."""
+"""The stages of a suggestion: norms, groups, patterns, thresholds, and the text of a rule file."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
@@ -18,28 +17,21 @@ from gradsurgeon.suggestion.recorded import (
     skipped_steps,
     sources,
 )
-from gradsurgeon.suggestion.rule_file import MARK, SuggestedRule, percent, rule_id
-from gradsurgeon.suggestion.spike_statistic import WARMUP
-from gradsurgeon.suggestion.thresholds import ENOUGH_BITES, Threshold, least_steps, threshold
+from gradsurgeon.suggestion.result import MARK, Suggestion
+from gradsurgeon.suggestion.rule_file import SuggestedRule, percent, rule_id
+from gradsurgeon.suggestion.thresholds import (
+    ENOUGH_BITES,
+    WARMUP,
+    Threshold,
+    least_steps,
+    threshold,
+)
 
-# A review reads some tens of rules.
+# Reviewers read some tens of rules.
 _MOST_RULES = 24
 
 
-class Suggestion(NamedTuple):
-    """A rule file, what it holds in a few words, and what nobody should overlook in it."""
-
-    text: str
-    summary: str
-    findings: list[str]
-
-
 def suggest(run: Run, share: float) -> Suggestion:
-    """Return rules whose thresholds would have bitten in a share of the steps of a run.
-
-    Raises:
-        RecordError: there are no norms of parameters, or too few.
-    """
     where = printable(str(run.path))
     used = sources(run)
     if not used:
@@ -48,10 +40,9 @@ def suggest(run: Run, share: float) -> Suggestion:
     if len(used) > _MOST_RULES:
         reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
         raise RecordError(f"{where}: {reason}")
-    known, skipped = _known(run), skipped_steps(run)
-    _check_listed(run, known, used.values())
+    known, skipped = _known(run, used.values()), skipped_steps(run)
     rules: dict[str, SuggestedRule] = {}
-    without: dict[str, str] = {}
+    without: dict[str, list[str]] = {}  # groups that get no rule, by reason
     silent: list[str] = []
     for series, names in used.items():
         alive = behaviours(series, names)
@@ -65,30 +56,23 @@ def suggest(run: Run, share: float) -> Suggestion:
                 members = (
                     f" ({len(group)} parameters, such as {group[0]})" if len(group) > 1 else ""
                 )
-                without[f"{', '.join(patterns)}{members}"] = "; ".join((found, *edited))
+                groups_without = without.setdefault("; ".join((found, *edited)), [])
+                groups_without.append(f"{', '.join(patterns)}{members}")
                 continue
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
             doubts = (*_doubts(found, share), *edited)
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
+    reasons = [f"{', '.join(named)}: {reason}" for reason, named in without.items()]
     if not rules:
-        if not without:
+        if not reasons:
             raise RecordError(f"{where}: no parameter has finite norms of two steps")
-        listed = "\n".join(f"  {text}" for text in _by_reason(without))
+        listed = "\n".join(f"  {text}" for text in reasons)
         raise RecordError(f"{where}: no group of parameters gets a rule\n{listed}")
-    missing = [f"no rule for {text}" for text in _by_reason(without)]
+    missing = [f"no rule for {text}" for text in reasons]
     notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []
     return _written(run, share, list(rules.values()), missing, notes)
-
-
-def _by_reason(without: Mapping[str, str]) -> Iterator[str]:
-    """Yield each reason once, after the groups that it is about."""
-    groups: dict[str, list[str]] = {}
-    for group, reason in without.items():
-        groups.setdefault(reason, []).append(group)
-    for reason, concerned in groups.items():
-        yield f"{', '.join(concerned)}: {reason}"
 
 
 def _written(
@@ -110,68 +94,61 @@ def _written(
     return Suggestion(text, summary, [*findings, *without])
 
 
-def _known(run: Run) -> dict[str, str]:
-    """Return by any name of a parameter its canonical one."""
+def _known(run: Run, used: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Return the canonical name of each parameter by each of its names.
+
+    Raises:
+        RecordError: a used name is not listed, so no pattern could be tried on all names.
+    """
     known = {name: name for name in run.params}
     for param in section(run.meta, "model").get("params") or ():
         if isinstance(aliases := param.get("aliases"), list):
             known |= {str(alias): param["name"] for alias in aliases}
-    return known
-
-
-def _check_listed(run: Run, known: Mapping[str, str], used: Iterable[Sequence[str]]) -> None:
-    """Refuse norms of parameters that the run does not know: no pattern could be tried on all its names."""
-    missing = sorted({name for names in used for name in names} - known.keys())
-    if missing:
+    if missing := sorted({name for names in used for name in names} - known.keys()):
         raise RecordError(
             f"{printable(str(run.path / RUN_FILE))}: is damaged, or of another run: it does not list "
             f"{printable(missing[0][:80])}, of which there are norms; restore it, or record the run again"
         )
+    return known
 
 
 def _threshold(norms: GroupNorms, share: float, rule: str) -> Threshold | str:
     """Return a threshold, or why there is none."""
-    if reason := _why_none(norms, share):
+    if reason := _why_too_few(norms, share):
         return reason
     found = threshold(norms.norms, share)
-    if found.drift:
-        return _why_none_follows(norms, found, share, rule) or found
-    if found.value is None:
+    if found.drift and norms.every > 1:
+        # Nothing makes up for the steps between. A statistic that forgets as much from one record to the next
+        # would bite up to ten times too rarely, and norms filled in between make a slope of a jump.
         return (
-            f"no threshold bites in {percent(share)} of the steps, the closest one in {found.bitten}: norms that are "
-            "alike have mostly been clipped already"
+            "not stationary, and the statistic of a `spike-trap` moves in every step, but only one step in "
+            f"{norms.every:,} was recorded: record again without `every: {norms.every}` in `{rule}`"
         )
-    return found
+    if found.drift and found.steps < least_steps(share) - WARMUP:
+        positive = count(found.steps + WARMUP, "step")
+        return f"not stationary, and the norm is above 0 in only {positive}: record more"
+    if found.value is not None:
+        return found
+    if found.drift:
+        return (
+            f"not stationary, and no `spike-trap` that tells large norms from others bites in {percent(share)} of the "
+            f"steps (closest: {found.bitten}): try another --bites"
+        )
+    return (
+        f"no threshold bites in {percent(share)} of the steps (closest: {found.bitten}): the norms are alike, "
+        "probably because they were clipped already"
+    )
 
 
-def _why_none(norms: GroupNorms, share: float) -> str:
+def _why_too_few(norms: GroupNorms, share: float) -> str:
     steps, least = len(norms.norms), least_steps(share)
     if steps < least:
         return (
-            f"{count(steps, 'step')} say nothing of a share of {percent(share)}: it takes {least:,}, and "
-            f"{math.ceil(ENOUGH_BITES / share):,} to count on it; record more, or ask for a larger --bites"
+            f"{count(steps, 'step')} are too few for a share of {percent(share)}: it takes {least:,}, and "
+            f"{math.ceil(ENOUGH_BITES / share):,} for a threshold to count on; record more, or pass a larger --bites"
         )
-    silent = sum(norm == 0 for norm in norms.norms)
-    return "the norm is hardly ever above 0" if silent >= steps * (1 - share) - 1 else ""
-
-
-def _why_none_follows(norms: GroupNorms, found: Threshold, share: float, rule: str) -> str:
-    """Say why no `spike-trap` can be found for norms that no fixed threshold fits."""
-    if norms.every > 1:
-        # Nothing makes up for the steps between: with a statistic that forgets as much from one record to the
-        # next it would bite up to ten times too rarely, and norms filled in between make of a jump a slope.
-        return (
-            "not stationary, and the statistic of a `spike-trap` moves in every step, of which one in "
-            f"{norms.every:,} was recorded: record again without `every: {norms.every}` in `{rule}`"
-        )
-    if found.steps < least_steps(share) - WARMUP:
-        return f"not stationary, and a norm above 0 in {count(found.steps + WARMUP, 'step')} only: record more"
-    if found.value is None:
-        return (
-            f"not stationary, and no `spike-trap` bites in {percent(share)} of the steps and tells large norms from "
-            f"others, the closest one bites in {found.bitten}: ask for another --bites"
-        )
-    return ""
+    silent = (norms.norms == 0).sum() >= steps * (1 - share) - 1
+    return "the norm is hardly ever above 0" if silent else ""
 
 
 def _doubts(found: Threshold, share: float) -> Iterator[str]:
@@ -179,19 +156,19 @@ def _doubts(found: Threshold, share: float) -> Iterator[str]:
         (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (
             f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
-            f"bitten in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
+            f"bitten in {in_second} of the second half, and the quantile of the second half, {second:.4g}, in "
+            f"{in_first} of the first half"
         )
     asked = share * found.steps
     if asked < ENOUGH_BITES:
         enough = math.ceil(ENOUGH_BITES / share)
-        yield f"too few steps: by chance alone it may bite twice as often, or half as often; {enough:,} would do"
+        yield f"too few steps: by chance alone it may bite half as often or twice as often; {enough:,} steps would do"
 
 
 def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
-    """Say which rules of the run had changed the gradients before they were measured.
+    """Yield a doubt if rules of the run had changed the gradients before they were measured.
 
-    While observing, what a rule would have made of a gradient is seen by the rules after it at the same point,
-    and by nothing else: the gradient itself stays as it was.
+    In a run that only observes, later rules at the same point see the edited gradient, and nothing else does.
     """
     roles, chains = section(run.meta, "roles"), section(section(run.meta, "plan"), "chains")
     points = {rule["id"]: rule.get("point") for rule in run.rules}
@@ -203,11 +180,11 @@ def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
             earlier = chain[: chain.index(key.rule)]
             before |= {rule for rule in edits if rule in earlier}
     here = {rule for rule in before if points.get(rule) == key.point}
-    told = "edited before it was measured, by"
+    told = "the gradient was edited before it was measured, by"
     if here:
-        yield f"{told} {_listed(here)}: put `{key.rule}` above that and record again, `--observe` does not help"
+        yield f"{told} {_listed(here)}: put `{key.rule}` above it and record again, because `--observe` does not help"
     if before - here and run.meta.get("mode") != "observe":
-        yield f"{told} {_listed(before - here)}: record with `--observe` to see what comes in"
+        yield f"{told} {_listed(before - here)}: record with `--observe` to measure unedited gradients"
 
 
 def _listed(rules: Iterable[str]) -> str:
