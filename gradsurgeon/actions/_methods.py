@@ -1,8 +1,8 @@
-"""The methods that make one gradient of several: a table, so reading a rule needs no torch.
+"""The methods that combine several gradients: a table, so that reading a rule needs no torch.
 
-TorchJD (https://torchjd.org) does the arithmetic: its public weightings map the inner products of gradients to a weight
-for each. A test compares the table with the installed release. The table has only methods whose weights follow from
-these products alone, with no memory of earlier steps.
+TorchJD (https://torchjd.org) has the arithmetic: its public weightings map the inner products of gradients
+to a weight for each. A test compares the table with the installed release. The table has only methods whose weights
+follow from these products alone, without memory of earlier steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 EXTRA = "surgery"
 
-# The result if no two gradients conflict, in words that a page and a plan go on with. A test holds each against the
-# methods that claim it.
+# The result without conflict, as part of a sentence of a page or a plan. A test checks each claim with its methods.
 Size = Literal[
     "the sum",
     "the average",
@@ -37,14 +36,14 @@ class Method:
 
     Attributes:
         weighting: the class of `torchjd.aggregation`.
-        paper: the paper that it comes from.
-        size: the result if no two gradients conflict, with no `preference`.
-        about: what it does, in a line.
-        options: the options that it takes, and whether they must be given.
+        paper: its source.
+        size: the result without conflict and without `preference`.
+        about: its effect, in a line.
+        options: its options, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
         takes_preference: whether it can prefer some losses to others.
-        keeps_zeros: whether a gradient of zeros has a say; all other methods leave it out.
-        follows_scale: whether the weights depend on how large all gradients are together.
+        keeps_zeros: whether a zero gradient counts; other methods leave it out.
+        follows_scale: whether the common scale of all gradients matters.
     """
 
     weighting: str
@@ -57,6 +56,21 @@ class Method:
     keeps_zeros: bool = False
     follows_scale: bool = False
 
+    @property
+    def keys(self) -> set[str]:
+        """The options of a rule that the method uses."""
+        preferring = ("preference", "memory") if self.solvers else ("preference",)
+        return {*self.options, *(preferring if self.takes_preference else ())}
+
+
+# The options of single methods, each as a file may have it.
+OPTIONS: Mapping[str, str] = {
+    "c": "c: 0.4",
+    "alpha": "alpha: 1",
+    "n_byzantine": "n_byzantine: 1",
+    "n_selected": "n_selected: 2",
+    "weights": "weights: {seg: 1, depth: 0.5}",
+}
 
 _QUADRATIC = ("quadprog", "qpsolvers")
 METHODS: Mapping[str, Method] = {
@@ -80,19 +94,19 @@ METHODS: Mapping[str, Method] = {
         "PCGradWeighting",
         "arXiv 2001.06782",
         "the sum",
-        "takes from each gradient what conflicts with each other one, in random order, and sums what is left",
+        "removes from each gradient its conflicts with each other gradient, in random order, and sums the results",
     ),
     "mgda": Method(
         "MGDAWeighting",
         "arXiv 1810.04650",
         "an average, with weights that add up to 1",
-        "takes the shortest average of the gradients, so that the smallest one counts most",
+        "takes the shortest average of the gradients, so the smallest gradient counts most",
     ),
     "imtl-g": Method(
         "IMTLGWeighting",
         "openreview IMPnRXEWpvr",
         "an average, with weights that add up to 1",
-        "weighs so that the result has the same projection on the direction of each gradient",
+        "chooses weights that give the result the same projection on the direction of each gradient",
     ),
     "aligned-mtl": Method(
         "AlignedMTLWeighting",
@@ -105,7 +119,7 @@ METHODS: Mapping[str, Method] = {
         "CAGradWeighting",
         "arXiv 2110.14048",
         "at most 1 + `c` times the length of the average",
-        "looks around the average, within `c` times its length, for what helps the worst loss most",
+        "searches around the average, within `c` times its length, for the best result for the worst loss",
         options={"c": True},
         solvers=("cvxpy", "clarabel"),
     ),
@@ -113,7 +127,7 @@ METHODS: Mapping[str, Method] = {
         "FairGradWeighting",
         "arXiv 2402.15638",
         "a length of its own",
-        "shares the progress of the losses alpha-fairly; how long it is follows from `alpha` and the gradients, so that no "
+        "shares the progress of the losses alpha-fairly; its length follows from `alpha` and the gradients, so no "
         "learning rate carries over",
         options={"alpha": True},
         solvers=("scipy",),
@@ -123,7 +137,7 @@ METHODS: Mapping[str, Method] = {
         "KrumWeighting",
         "NeurIPS 2017, Blanchard et al.",
         "an average, with weights that add up to 1",
-        "takes the average of the `n_selected` gradients that are closest to the others, and no other",
+        "takes the average of the `n_selected` gradients that are closest to the others",
         options={"n_byzantine": True, "n_selected": False},
         keeps_zeros=True,
     ),
@@ -140,18 +154,18 @@ METHODS: Mapping[str, Method] = {
         "RandomWeighting",
         "arXiv 2111.10603",
         "an average, with weights that add up to 1",
-        "averages the gradients with weights that are drawn anew in each call",
+        "averages the gradients with random weights, new ones in each call",
     ),
 }
 
 
 class Weigher:
-    """Maps the inner products of gradients to one weight for each, by one method.
+    """Maps the inner products of gradients to a weight for each, by one method.
 
     Args:
         name: the method.
-        options: the options of the method that are given.
-        preference: how much each gradient counts, in their order; ``None`` if all count alike.
+        options: the given options of the method.
+        preference: the importance of each gradient, in order; ``None`` for all alike.
     """
 
     def __init__(
@@ -172,7 +186,7 @@ class Weigher:
             products: their inner products, float64 of shape ``[n, n]``, on the host and finite.
 
         Raises:
-            ValueError: there are too few gradients for the method, or its solver has failed.
+            ValueError: there are too few gradients for the method, or its solver failed.
         """
         weights = products.new_ones(len(products))
         counts = weights if self._method.keeps_zeros else products.diagonal()
@@ -181,9 +195,9 @@ class Weigher:
             return weights
         some = products[rows][:, rows]
         if not self._method.follows_scale:
-            # Methods take gradients below some absolute length for zeros, and true gradients are often shorter.
+            # Methods treat gradients below some absolute length as zeros, and real gradients are often shorter.
             some = some / some.trace()
-        # The solvers of some methods take a single gradient for something else than itself.
+        # Some solvers do not return a single gradient unchanged.
         has_choice = len(rows) > 1 or self._preference is not None or "weights" in self._options
         weights[rows] = self._weighting(rows, products)(some) if has_choice else 1.0
         return weights
@@ -196,7 +210,7 @@ class Weigher:
         if self._preference is not None:
             options["pref_vector"] = preference = products.new_tensor(self._preference)[rows]
             if not preference.all() and self._method.solvers:
-                # A loss that only constrains must do so exactly.
+                # The constraint of a loss under `memory` must be exact.
                 linalg = library("torchjd.linalg", EXTRA, "`memory`")
                 options["projector"] = linalg.QuadprogProjector(norm_eps=0.0, reg_eps=1e-12)
         return getattr(self._jd, self._method.weighting)(**options)
