@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -123,9 +124,7 @@ NASTY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", NASTY)
-@pytest.mark.parametrize("name", EDITING)
+@pairwise(name=EDITING, shape=NASTY, dtype=DTYPES)
 def test_laws_of_an_edit(name: str, shape: str, dtype: torch.dtype) -> None:
     grad = NASTY[shape].to(dtype)
     for number, example in enumerate(ACTIONS[name].EXAMPLES):

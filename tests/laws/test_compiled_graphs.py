@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
+from pairs import slow
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -211,7 +212,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
     differs="all compiled code of the process is dropped and made anew, with one warning",
 )
 @pytest.mark.parametrize(
-    "way", ["the model", "in place", "the step function", "an earlier session"]
+    "way", ["the model", *slow("in place", "the step function", "an earlier session")]
 )
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, same
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -85,9 +86,7 @@ BOUNDS = "ignore:rule it. bounds the contribution:gradsurgeon.GradSurgeonWarning
 
 @pytest.mark.cell("one process", "backward", "step")
 @pytest.mark.filterwarnings(BOUNDS)
-@pytest.mark.parametrize("at", ["backward", "step"])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=CASES, edit=EDITS, at=["backward", "step"])
 def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
     case, (options, by_hand) = CASES[name], EDITS[edit]
     if case.complex and edit.startswith("clamp"):
@@ -105,9 +104,7 @@ def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
 
 
 @pytest.mark.filterwarnings(BOUNDS)
-@pytest.mark.parametrize("at", ["backward", "step"])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", [n for n in CASES if not CASES[n].complex])
+@pairwise(name=[n for n in CASES if not CASES[n].complex], edit=EDITS, at=["backward", "step"])
 def test_observe_mode_changes_nothing_and_counts_the_same(name: str, edit: str, at: str) -> None:
     case, (options, _) = CASES[name], EDITS[edit]
     plain = run(case, case.make(), steps=1)

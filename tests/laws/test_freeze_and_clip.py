@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -144,9 +145,7 @@ def clipped_by_hand(
 NAMES = [name for name, case in CASES.items() if not case.sparse and not case.half]
 
 
-@pytest.mark.parametrize("at", ["step", "backward"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, "inf"])
-@pytest.mark.parametrize("name", NAMES)
+@pairwise(name=NAMES, norm_type=[2.0, 1.0, "inf"], at=["step", "backward"])
 def test_clip_per_parameter_equals_clip_grad_norm(name: str, norm_type: Any, at: str) -> None:
     case = CASES[name]
     if case.twice and at == "backward":
@@ -163,9 +162,7 @@ def test_clip_per_parameter_equals_clip_grad_norm(name: str, norm_type: Any, at:
         assert torch.allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e3])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-@pytest.mark.parametrize("name", NAMES)
+@pairwise(name=NAMES, norm_type=[2.0, 1.0], max_norm=[0.05, 1e3])
 def test_clip_per_rule_equals_clip_grad_norm(name: str, norm_type: float, max_norm: float) -> None:
     case = CASES[name]
     model = case.make()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -21,10 +22,12 @@ def rule(**options: Any) -> dict[str, Any]:
     return {"version": 1, "rules": [{"id": "r", "params": "*", **options}]}
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("unit", [1e30, 1e-20, 1e-30])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+@pairwise(
+    dtype=[*DTYPES, torch.complex64],
+    unit=[1e30, 1e-20, 1e-30],
+    size=SIZES,
+    order=[1.0, 2.0, 3.0],
+)
 def test_the_norm_is_that_of_float64(
     dtype: torch.dtype, unit: float, size: int, order: float
 ) -> None:

@@ -135,6 +135,7 @@ def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(method: str, monkey
         gradsurgeon.backward(two(model, x))
 
 
+@pytest.mark.slow
 def test_a_missing_library_names_the_extra() -> None:
     script = (
         "import sys\n"

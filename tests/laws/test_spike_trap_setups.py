@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, data
+from pairs import pairwise
 from running_bounds import ByHand
-from spikes import FACTORS, PER, RULES, assert_same, grads, learnt, make, rules, same_as, spike_trap
+from spikes import ABOVE, FACTORS, PER, assert_same, grads, learnt, make, rules, same_as, spike_trap
 from torch import nn
 
 import gradsurgeon
@@ -154,8 +155,7 @@ def train_by_hand(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, ByHand
 @pytest.mark.cell("GradScaler and accumulation", "step")
 @pytest.mark.cell("`torch.compile`, rules first", "step")
 @pytest.mark.cell("`torch.compile`, rules after the first call", "step")
-@pytest.mark.parametrize(("above", "per", "then"), RULES)
-@pytest.mark.parametrize("name", SETUPS)
+@pairwise(name=SETUPS, above=ABOVE, per=PER, then=["clip", "skip-step"])
 def test_the_bound_is_that_of_the_papers(name: str, above: str, per: str, then: str) -> None:
     setup, rule = SETUPS[name], spike_trap(above, per, then)
     wanted, hand = train_by_hand(setup, rule)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import pairwise
 from running_bounds import ByHand
 from spikes import (
     ABOVE,
@@ -116,8 +117,7 @@ def optimizers(kind: str, model: Any) -> Iterator[list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.filterwarnings("ignore:rule spikes. gradients come to")
-@pytest.mark.parametrize(("above", "per", "then"), RULES)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, above=ABOVE, per=PER, then=["clip", "skip-step"])
 def test_each_optimizer_has_a_bound_and_goes_on_with_it(
     kind: str, above: str, per: str, then: str
 ) -> None:

@@ -36,6 +36,8 @@ def test_every_cell_of_the_table_of_set_ups_is_backed_by_a_quick_test() -> None:
         ),
         ("{cell}\n@pytest.mark.parametrize('a', [1, {slow}])\ndef test_a(a): ...", [False]),
         ("{cell}\n@pytest.mark.parametrize('a', [{slow}, {slow}])\ndef test_a(a): ...", [True]),
+        ("{cell}\n@pytest.mark.parametrize('a', [1, *slow(2)])\ndef test_a(a): ...", [False]),
+        ("{cell}\n@pytest.mark.parametrize('a', [*slow(1, 2)])\ndef test_a(a): ...", [True]),
     ],
 )
 def test_marks_are_read_as_they_are_written(code: str, slow: list[bool]) -> None:
