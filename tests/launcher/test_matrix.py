@@ -1,7 +1,7 @@
 """Scripts that nobody edits: watched they do the same to the last bit, and rules act in all of them.
 
 Each script of `tests/scripts` runs plain, in a fork where that is the same, and under `gradsurgeon run`,
-in a process of its own; a run serves several tests.
+in a process of its own; a run serves several tests. The quick storey runs some under rules in forks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launching import (
     states,
     trained,
 )
-from matrix import CASES, scripts
+from matrix import CASES, FORKED, case_of, scripts
 from ranks import torchrun
 
 
@@ -41,13 +41,13 @@ def _ahead(request: pytest.FixtureRequest, runs: Runs) -> None:
     # What the selected tests will ask for, so that no core is idle while one of them waits.
     for item in request.session.items:
         name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
-        if item.path == request.path and name in CASES:
-            runs.plain(CASES[name])
-            runs.launched(CASES[name])
+        if item.path == request.path and str(name).removesuffix(FORKED) in CASES:
+            runs.plain(case_of(name))
+            runs.launched(case_of(name))
 
 
 def both(runs: Runs, name: str) -> tuple[Outcome, Outcome]:
-    before, after = runs.plain(CASES[name]), runs.launched(CASES[name])
+    before, after = runs.plain(case_of(name)), runs.launched(case_of(name))
     return before.result(), after.result()
 
 
@@ -57,7 +57,7 @@ def shown(outcome: Outcome) -> str:
 
 @pytest.mark.parametrize("name", scripts(CASES))
 def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
-    case = CASES[name]
+    case = case_of(name)
     before, after = both(runs, name)
     assert before.code == case.code, shown(before)
     assert b"weights" in before.stdout
@@ -72,7 +72,7 @@ def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", scripts(CASES))
 def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
-    case = CASES[name]
+    case = case_of(name)
     _, after = both(runs, name)
     found = trained(after.record)
     if case.killed:
@@ -88,7 +88,7 @@ def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", scripts(name for name in CASES if not CASES[name].killed))
 def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> None:
-    case = CASES[name]
+    case = case_of(name)
     _, after = both(runs, name)
     lines = [
         line for line in after.stderr.replace("\r", "\n").split("\n") if "gradsurgeon: " in line
@@ -135,7 +135,7 @@ def test_nothing_is_worth_an_event(name: str, runs: Runs) -> None:
 
 
 def test_a_scaler_that_skips_is_an_event(runs: Runs) -> None:
-    _, after = both(runs, "scaler")
+    _, after = both(runs, f"scaler{FORKED}")
     assert [text.partition(":")[0] for text in events_of(after.record)] == ["scaler-skip"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import setups
-from matrix import CASES, QUICK
+from matrix import CASES, case_of, scripts
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,9 +58,15 @@ def test_a_mark_that_names_no_cell_is_an_error(words: str) -> None:
         setups.cells_of(*mark)
 
 
-def test_eight_scripts_are_launched_by_default() -> None:
-    assert len(set(QUICK)) == 8
-    assert CASES.keys() >= set(QUICK)
+def test_eight_scripts_run_by_default_and_one_of_them_is_launched() -> None:
+    cases = [case_of(one) for one in scripts(CASES) if isinstance(one, str)]
+    assert [case.launched_in_fork for case in cases] == [False] + [True] * 7
+    assert len({case.words for case in cases}) == 8
+
+
+def test_every_script_is_launched_in_one_of_the_storeys() -> None:
+    names = [one if isinstance(one, str) else one.values[0] for one in scripts(CASES)]
+    assert sorted(name for name in names if not case_of(name).launched_in_fork) == sorted(CASES)
 
 
 def test_ci_runs_the_command_of_the_readme_and_then_the_rest() -> None:
