@@ -289,6 +289,7 @@ def test_dropped_code_is_told_of_once() -> None:
     assert gradsurgeon.apply(second, only(on("first"))).events == []
 
 
+@pytest.mark.slow
 def test_a_rule_on_a_part_that_another_model_calls() -> None:
     whole = nn.Sequential(Net(), nn.Linear(2, 2))
     compiled: Any = torch.compile(whole, backend="eager")
@@ -322,6 +323,7 @@ def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     assert (broken(), graphs()) == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before ours", "after ours"])
 def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
     model = Net()
