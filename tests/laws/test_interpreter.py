@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from drawn_trainings import Training, by_hand, check, trainings, under_rules
 from fuzzing import examples
 from hypothesis import HealthCheck, Phase, given, settings
 
 
+@pytest.mark.no_cover  # thousands of trainings, through lines that other tests cover
 @settings(
     derandomize=True,
     database=None,
