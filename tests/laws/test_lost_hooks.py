@@ -19,12 +19,12 @@ ZERO: dict[str, Any] = {
 }
 
 
-def make() -> Any:
+def small() -> Any:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
 
-def step(model: nn.Module) -> None:
+def train_once(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
     model(data(0, 5, 4)).square().mean().backward()
@@ -54,17 +54,17 @@ def swapped(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [assigned, replaced, swapped])
 def test_hooks_come_back_with_one_warning(change: Any) -> None:
-    model = make()
+    model = small()
     with gradsurgeon.apply(model, ZERO) as session:
-        step(model)
+        train_once(model)
         assert acts(model)
         change(model)
         text = r"0\.weight, 1\.weight: each (was replaced|got another content)"
         with pytest.warns(GradSurgeonWarning, match=text) as said:
-            step(model)
+            train_once(model)
         assert len(said) == 1
         assert acts(model)  # nothing was missed
-        step(model)
+        train_once(model)
         assert acts(model)
     rearmed = [(e.kind, e.name) for e in session.events]
     assert rearmed == [("hook-rearmed", "0.weight"), ("hook-rearmed", "1.weight")]
@@ -90,11 +90,11 @@ def pruned_elsewhere(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [converted, loaded, shared, pruned_elsewhere])
 def test_what_keeps_parameters_keeps_hooks_without_a_word(change: Any) -> None:
-    model = make()
+    model = small()
     with gradsurgeon.apply(model, ZERO) as session:
-        step(model)
+        train_once(model)
         change(model)
-        step(model)
+        train_once(model)
         assert acts(model)
     assert session.events == []
 
@@ -102,7 +102,7 @@ def test_what_keeps_parameters_keeps_hooks_without_a_word(change: Any) -> None:
 def test_gradients_assigned_by_hand_are_mentioned_once_for_each_rule_that_does_not_see_them() -> (
     None
 ):
-    model = make()
+    model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = {"action": "norm-log", "params": "*"}
     more = [{"id": "late", "at": "step", **norms}, {"id": "early", **norms}]
@@ -127,12 +127,12 @@ def test_gradients_assigned_by_hand_are_mentioned_once_for_each_rule_that_does_n
 
 
 def test_hooks_that_somebody_has_taken_off_come_back() -> None:
-    model = make()
+    model = small()
     with gradsurgeon.apply(model, ZERO) as session:
-        step(model)
+        train_once(model)
         model[0].weight._backward_hooks.clear()
         with pytest.warns(GradSurgeonWarning, match="0.weight has lost its hooks"):
-            step(model)
-        step(model)
+            train_once(model)
+        train_once(model)
         assert acts(model)
     assert [(e.kind, e.name) for e in session.events] == [("hook-rearmed", "0.weight")]

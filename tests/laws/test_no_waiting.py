@@ -96,7 +96,6 @@ rules:
   - {id: each, action: norm-log, params: "*", at: backward}
   - {id: final, action: norm-log, params: "*", at: step}
 """
-TRAP = QUIET + '  - {id: trap, action: nan-trap, params: "*", then: skip-step}\n'
 
 
 @pytest.mark.parametrize("width", [2, 8])

@@ -76,7 +76,7 @@ def optimizer_of(model: nn.Module, setup: Setup) -> Any:
     return kind(model.parameters(), lr=0.05, fused=bool(fused), **options)
 
 
-def backward(model: Any, setup: Setup, step: int, scaler: Any = None) -> float:
+def backward_in(model: Any, setup: Setup, step: int, scaler: Any = None) -> float:
     model.zero_grad()
     for part in data(step, 8, 4).chunk(setup.parts):
         loss = model(part).square().mean() * FACTORS[step] / setup.parts
@@ -107,9 +107,9 @@ def train(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, gradsurgeon.Se
             if step == setup.pause[1] + 1:
                 session.resume()
             if setup.closure:
-                optimizer.step(lambda step=step: backward(called, setup, step))
+                optimizer.step(lambda step=step: backward_in(called, setup, step))
                 continue
-            backward(called, setup, step, scaler)
+            backward_in(called, setup, step, scaler)
             if scaler is None:
                 optimizer.step()
                 continue
@@ -135,7 +135,7 @@ def train_by_hand(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, ByHand
         going_on = True
         for _ in range(2 if setup.optimizer == "Twice" else 1):
             if going_on:
-                backward(model, Setup(nan=setup.nan), step)
+                backward_in(model, Setup(nan=setup.nan), step)
                 seen = grads(model)
                 if setup.mode == "observe":
                     seen = {name: None if g is None else g.clone() for name, g in seen.items()}
