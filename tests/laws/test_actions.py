@@ -110,7 +110,7 @@ def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
             assert [one is not None for one in given] == [place == wanted for place in range(3)]
 
 
-# What combines the gradients of losses does nothing to one alone: its laws stand in `test_losses`.
+# What combines the gradients of losses does nothing to one alone: its laws stand in `test_combine`.
 EDITING = [name for name, rule in ACTIONS.items() if issubclass(rule, EditRule)]
 NASTY: dict[str, Any] = {
     "empty": torch.empty(0),
