@@ -72,18 +72,18 @@ def operations_in_graphs(model: nn.Module) -> set[str]:
     return found
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+slow_case = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("make", "modules", "stated", "counted", "lost"),
     [
         (Loop, "layers.1", (1, 0), 0, {"sin", "cos"}),
-        slow(Loop, "layers.*", (4, 0), 2, {"sin", "cos"}),
-        slow(lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
+        slow_case(Loop, "layers.*", (4, 0), 2, {"sin", "cos"}),
+        slow_case(lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
         (sequence, "0", (1, 0), 1, {"gelu"}),
-        slow(lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
-        slow(lambda: Body(sequence()), "body.2.lin", (1, 2), 2, {"gelu", "linear"}),
+        slow_case(lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
+        slow_case(lambda: Body(sequence()), "body.2.lin", (1, 2), 2, {"gelu", "linear"}),
     ],
     ids=["loop", "all in a loop", "inner loop", "Sequential", "inner Sequential", "deeper"],
 )
