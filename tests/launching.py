@@ -162,6 +162,7 @@ def call(
         words = ["-m", "gradsurgeon", "run", *own, *options, *words]
     forked = case.forked if rules is None else case.launched_in_fork
     if forked and not case.distributed:
+        variables |= env or {}
         fork = forks.start(words, cwd=SCRIPTS, env=variables, stdin=case.stdin.encode())
         ended = fork.wait(TIMEOUT)
         return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(), record)

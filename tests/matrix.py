@@ -27,22 +27,37 @@ QUICK = (
 )
 
 
-# The end of the name of a script that runs under rules in a fork instead of in a process of its own.
+# What these show is in what they train, not in how Python starts or ends: both storeys run them in forks.
+IN_FORKS = (
+    "gan",
+    "actor and critic",
+    "LBFGS",
+    "no optimizer",
+    "adjoint method",
+    "distillation",
+    "own optimizer, thread",
+    "phases",
+    "compiled",
+    "scaler",
+    "progress bar",
+    "progress bar on stdout",
+)
+# The end of the name of another script where it runs under rules in a fork.
 FORKED = ", in a fork"
 
 
 def scripts(names: Iterable[str]) -> list[Any]:
     """Return scripts as parameters of a test: those of the quick storey, and the rest as slow ones."""
     known = list(names)
-    launched, *forked = QUICK
-    quick = [f"{name}{FORKED}" if name in forked else name for name in QUICK if name in known]
-    return [*quick, *slow(*(name for name in known if name != launched))]
+    as_it_is = (QUICK[0], *IN_FORKS)
+    quick = [name if name in as_it_is else f"{name}{FORKED}" for name in QUICK if name in known]
+    return [*quick, *slow(*(name for name in known if name not in quick))]
 
 
 def case_of(name: str) -> Case:
     """Return the script that a parameter of a test names."""
-    case = CASES[name.removesuffix(FORKED)]
-    return replace(case, launched_in_fork=True) if name.endswith(FORKED) else case
+    known = name.removesuffix(FORKED)
+    return replace(CASES[known], launched_in_fork=known != name or name in IN_FORKS)
 
 
 def ending(
