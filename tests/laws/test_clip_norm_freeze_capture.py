@@ -146,18 +146,20 @@ def clipped_by_hand(
 NAMES = [name for name, case in CASES.items() if not case.sparse and not case.half]
 
 
-@pairwise(name=NAMES, norm_type=[2.0, 1.0, "inf"], at=["step", "backward"])
-def test_clip_per_parameter_equals_clip_grad_norm(name: str, norm_type: Any, at: str) -> None:
+@pairwise(name=NAMES, norm_type=[2.0, 1.0, "inf"], at=["step", "backward"], max_norm=[0.05, 1e3])
+def test_clip_per_parameter_equals_clip_grad_norm(
+    name: str, norm_type: Any, at: str, max_norm: float
+) -> None:
     case = CASES[name]
     if case.twice and at == "backward":
         return  # bounds each of the two passes, which is another thing
     model = case.make()
-    entry = {"action": "clip-norm", "max_norm": 0.05, "norm_type": norm_type, "at": at}
+    entry = {"action": "clip-norm", "max_norm": max_norm, "norm_type": norm_type, "at": at}
     optimizer = case.optimizer(model)
     with gradsurgeon.apply(model, rules(entry), optimizer=optimizer):
         case.backward(model, 0)
         optimizer.step()
-    wanted = clipped_by_hand(name, 0.05, float(norm_type), per_rule=False)
+    wanted = clipped_by_hand(name, max_norm, float(norm_type), per_rule=False)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-6)
