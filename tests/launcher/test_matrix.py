@@ -40,8 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 def _ahead(request: pytest.FixtureRequest, runs: Runs) -> None:
     # What the selected tests will ask for, so that no core is idle while one of them waits.
     for item in request.session.items:
-        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
-        if item.path == request.path and str(name).removesuffix(FORKED) in CASES:
+        name = str(getattr(getattr(item, "callspec", None), "params", {}).get("name"))
+        if item.path == request.path and name.removesuffix(FORKED) in CASES:
             runs.plain(case_of(name))
             runs.launched(case_of(name))
 
