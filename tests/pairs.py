@@ -1,6 +1,7 @@
 """The values that a test runs with: pairs instead of whole products, and values that only the slow storey has.
 
-A fault that depends on one or two parameters shows in the pairs as it does in the whole product.
+A fault that depends on one or two parameters shows in the pairs as it does in the whole product. A test that leaves
+out a combination loses the pairs that only that case has: give such values a test of their own.
 """
 
 from __future__ import annotations
