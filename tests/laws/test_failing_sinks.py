@@ -1,0 +1,194 @@
+"""Sinks that fail, block or cannot keep up: the script is told, and the training is the same."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
+from gradsurgeon.runtime import registry
+from gradsurgeon.sinks import delivery, open_sinks
+
+
+@pytest.mark.parametrize("method", ["scalars", "histogram", "text", "flush"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_one_that_fails_is_an_event_and_training_is_the_same(
+    tmp_path: Any, method: str, *, recorded: bool
+) -> None:
+    alone, _ = train()
+    does: dict[str, Any] = {method: fail}
+    broken, fine = Kept(**does), Kept()
+    with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed: .*No space left"):
+        weights, session = train(broken, fine, record=tmp_path / "run" if recorded else None)
+    assert all(map(torch.equal, weights, alone))
+    (event,) = session.events
+    assert (event.kind, event.message) == (
+        "notice",
+        "the sink Kept has failed: [Errno 28] No space left on device; training does not depend on it",
+    )
+    assert event.step == STEPS
+    assert len(fine.curves["gradsurgeon/norms/total"]) == STEPS
+    if recorded:
+        with gradsurgeon.open_run(tmp_path / "run") as run:
+            assert run.events == session.events
+
+
+def test_one_that_fails_is_told_while_the_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "_INTERVAL", 0.01)
+    model = make()
+    optimizer = frozen(model)
+    with (
+        pytest.warns(GradSurgeonWarning, match="the sink Kept has failed"),
+        gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept(scalars=fail)]) as session,
+    ):
+        deadline = time.monotonic() + 10
+        while not session.events and time.monotonic() < deadline:
+            step(model, optimizer)
+            time.sleep(0.01)
+        assert [event.kind for event in session.events] == ["notice"]
+
+
+def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
+    alone, _ = train()
+    released = threading.Event()
+    sink = Kept(scalars=lambda: released.wait(30))
+    begin = time.monotonic()
+    with pytest.warns(GradSurgeonWarning, match="has not ended after 0.2 seconds"):
+        weights, session = train(sink)
+    took = time.monotonic() - begin
+    released.set()
+    assert took < 15
+    assert all(map(torch.equal, weights, alone))
+    assert len(session.events) == 1
+
+
+def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
+    monkeypatch.setattr(delivery, "_MOST_BYTES", 200)
+    released = threading.Event()
+    sink = Kept(text=lambda: released.wait(30))
+    # Both are said.
+    with (
+        pytest.warns(GradSurgeonWarning, match="has not ended after"),
+        pytest.warns(GradSurgeonWarning, match="cannot keep up: the oldest rows are left out"),
+    ):
+        train(sink)
+    released.set()
+
+
+def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_MOST_BYTES", 5000)
+    released = threading.Event()
+    sink = Kept(text=lambda: released.wait(30))
+    model = make()
+    optimizer = frozen(model)
+    with (
+        pytest.warns(GradSurgeonWarning, match="the oldest rows are left out"),
+        gradsurgeon.apply(model, {"version": 1, "rules": [NORMS, TRAP]}, sinks=[sink]),
+    ):
+        for number in range(500):
+            step(model, optimizer, math.nan if number == 3 else 1.0)
+        released.set()
+    told = [(at, name) for at, name, _ in sink.texts if "/events/" in name]
+    assert (3, "gradsurgeon/events/trap/message") in told
+    assert len(sink.curves["gradsurgeon/norms/total"]) < 400
+
+
+@pytest.mark.parametrize("params", ["*", "2.bias"])
+def test_one_that_is_behind_gets_the_worst_of_several_steps(
+    monkeypatch: pytest.MonkeyPatch, params: str
+) -> None:
+    monkeypatch.setattr(delivery, "_LEAST_AT_THE_END", 10)
+    monkeypatch.setattr(delivery, "_ADVANCE", 0.0)
+    # Until all of them wait.
+    released = threading.Event()
+    sink = Kept(text=lambda: released.wait(30))
+    model = make()
+    optimizer = frozen(model)
+    rules = {"version": 1, "rules": [{**NORMS, "params": params}]}
+    with gradsurgeon.apply(model, rules, sinks=[sink]) as session:
+        for number in range(40):
+            bad = {17: 100.0, 29: math.nan}
+            step(model, optimizer, bad.get(number, 1.0 + number / 100))
+        names = ["2.bias"] if params == "2.bias" else [p.name for p in session.plan.manifest.params]
+        worst = math.hypot(*(dict(session.history(name))[17] for name in names))
+        released.set()
+    name = "total" if params == "*" else "2.bias/l2"
+    curve = dict(sink.curves[f"gradsurgeon/norms/{name}"])
+    assert len(curve) <= 14
+    assert curve[17] == pytest.approx(worst)
+    assert math.isnan(curve[29])
+
+
+def test_what_has_been_told_to_fail_is_not_shown_again_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed"):
+        train(Kept(flush=fail, close=fail))
+    caplog.clear()
+    open_sinks.close_all()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
+    released = threading.Event()
+    sinks = [Kept(scalars=lambda: released.wait(30)) for _ in range(3)]
+    model = make()
+    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=sinks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    begin = time.monotonic()
+    with pytest.warns(GradSurgeonWarning, match="is left alone with 1 rows"):
+        session.remove()
+    assert time.monotonic() - begin < 2.5
+    released.set()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_ctrl_c_while_it_waits_for_one_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, replaced: bool
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = make()
+    backward = torch.autograd.backward
+    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept()], record=tmp_path / "run")
+    step(model, frozen(model))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(delivery.Delivery, "close", interrupt)
+        if replaced:
+            gradsurgeon.apply(model, ONLY_NORMS, replace=True)
+        else:
+            session.remove()
+    assert not registry._sessions.get(model)
+    assert torch.autograd.backward is backward
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        assert run.states == {0: "finished"}
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind() -> None:
+    model = make()
+    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept(scalars=fail)])
+    step(model, frozen(model))
+    with warnings.catch_warnings(), pytest.raises(GradSurgeonWarning):
+        warnings.simplefilter("error")
+        session.remove()
+    assert not registry._sessions.get(model)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
