@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import forks
 import pytest
-import setups
 from ranks import FINAL_WEIGHTS
 
 # Python's collector would walk through all of torch some thousand times, and find nothing there.
@@ -40,7 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    setups.keep(items)
     if not _is_whole(config):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class Case:
         noisy: what it prints to stderr differs from run to run, or a progress bar is redrawn there.
         killed: it ends without a chance to close the records.
         forked: without rules it does the same in a fork of a Python that has imported torch.
+    launched_in_fork: it runs in such a fork under rules, too.
     """
 
     words: tuple[str, ...]
@@ -69,6 +70,7 @@ class Case:
     noisy: bool = False
     killed: bool = False
     forked: bool = True
+    launched_in_fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Runs:
 
     def plain(self, case: Case) -> Future[Outcome]:
         """Run a script as its author does."""
+        case = replace(case, launched_in_fork=False)
         return self.start(("plain", case), lambda place: call(case, place))
 
     def launched(
@@ -157,7 +160,9 @@ def call(
             os.path.relpath(record, SCRIPTS),
         ]
         words = ["-m", "gradsurgeon", "run", *own, *options, *words]
-    elif case.forked and not case.distributed:
+    forked = case.forked if rules is None else case.launched_in_fork
+    if forked and not case.distributed:
+        variables |= env or {}
         fork = forks.start(words, cwd=SCRIPTS, env=variables, stdin=case.stdin.encode())
         ended = fork.wait(TIMEOUT)
         return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(), record)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-import pytest
 from launching import Case, Trained
+from pairs import slow
 
 NUMBERS = "1 2.5\n2 3.5\n3 7\n"
 SEQUENTIAL = Trained("Sequential", "0.weight", steps=3)
 
 
-# The scripts that are launched where only what is quick is run.
+# The scripts of the quick storey. It launches the first; the others run under rules in forks of a Python that
+# has imported torch, which saves five seconds each. The slow storey launches all.
 QUICK = (
     "plain loop",
     "package",
@@ -25,9 +27,37 @@ QUICK = (
 )
 
 
+# What these show is in what they train, not in how Python starts or ends: both storeys run them in forks.
+IN_FORKS = (
+    "gan",
+    "actor and critic",
+    "LBFGS",
+    "no optimizer",
+    "adjoint method",
+    "distillation",
+    "own optimizer, thread",
+    "phases",
+    "compiled",
+    "scaler",
+    "progress bar",
+    "progress bar on stdout",
+)
+# The end of the name of another script where it runs under rules in a fork.
+FORKED = ", in a fork"
+
+
 def scripts(names: Iterable[str]) -> list[Any]:
-    """Return the names of scripts as parameters of a test, slow but for those that are always run."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    """Return scripts as parameters of a test: those of the quick storey, and the rest as slow ones."""
+    known = list(names)
+    as_it_is = (QUICK[0], *IN_FORKS)
+    quick = [name if name in as_it_is else f"{name}{FORKED}" for name in QUICK if name in known]
+    return [*quick, *slow(*(name for name in known if name not in quick))]
+
+
+def case_of(name: str) -> Case:
+    """Return the script that a parameter of a test names."""
+    known = name.removesuffix(FORKED)
+    return replace(CASES[known], launched_in_fork=known != name or name in IN_FORKS)
 
 
 def ending(

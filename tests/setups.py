@@ -7,16 +7,10 @@ do in one process, that is all; else it says how, or why they are refused:
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import pytest
 
 POINTS = ("backward", "accumulated", "step", "modules")
 SETUPS = (
@@ -47,7 +41,6 @@ SETUPS = (
     "Lightning, automatic optimization",
     "Lightning, manual optimization",
 )
-_OUT = "CELLS_OF_THE_TABLE"
 _ROOT = Path(__file__).parents[1]
 
 
@@ -63,67 +56,62 @@ class Cell:
     slow: bool = False
 
 
-def cells_of(items: Iterable[pytest.Item]) -> list[Cell]:
-    """Return the cells that collected tests back."""
+def collected() -> list[Cell]:
+    """Return the cells that the tests back. The marks are read as they are written; no test is imported."""
     found: dict[Cell, None] = {}
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        slow = item.get_closest_marker("slow") is not None
-        for mark in item.iter_markers("cell"):
-            setup, *points = mark.args
-            if setup not in SETUPS or not set(points) <= set(POINTS) or not points:
-                raise pytest.UsageError(f"{test}: there is no cell {mark.args}")
-            for point in points:
-                found[Cell(setup, point, test, **mark.kwargs, slow=slow)] = None
+    for file in sorted((_ROOT / "tests").rglob("test_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "mark.cell(" in text:
+            tree = ast.parse(text)
+            marks = list(marks_of(tree.body, file.relative_to(_ROOT).as_posix()))
+            if len(marks) != sum(map(_is_cell, ast.walk(tree))):
+                raise ValueError(f"{file}: only a decorator of a test may be `pytest.mark.cell`")
+            found.update(dict.fromkeys(cell for mark in marks for cell in cells_of(*mark)))
     return list(found)
 
 
-_KEPT: list[pytest.Item] = []
+def marks_of(
+    body: Sequence[ast.stmt], name: str, *, slow: bool = False
+) -> Iterator[tuple[ast.Call, str, bool]]:
+    """Return the marks of cells in a file or a class, with the test of each and whether the test is slow."""
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            slow |= is_slow(node.value)
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            inner = f"{name}::{node.name}"
+            slow_here = slow or any(map(is_slow, node.decorator_list))
+            if isinstance(node, ast.ClassDef):
+                yield from marks_of(node.body, inner, slow=slow_here)
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and _is_cell(mark.func):
+                    yield mark, inner, slow_here
 
 
-def keep(items: Iterable[pytest.Item]) -> None:
-    """Keep what this process has collected, so that `collected` need not do it again."""
-    _KEPT[:] = items
+def cells_of(mark: ast.Call, test: str, slow: bool) -> list[Cell]:
+    """Return the cells that a mark names; its arguments are written out, so that they can be read."""
+    setup, *points = map(ast.literal_eval, mark.args)
+    notes = {str(word.arg): ast.literal_eval(word.value) for word in mark.keywords}
+    if setup not in SETUPS or not set(points) <= set(POINTS) or not points:
+        raise ValueError(f"{test}: there is no cell {(setup, *points)}")
+    return [Cell(setup, point, test, **notes, slow=slow) for point in points]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write the cells down where `collected` asks for them."""
-    if out := os.environ.get(_OUT):
-        text = json.dumps([asdict(cell) for cell in cells_of(session.items)])
-        Path(out).write_text(text, encoding="utf-8")
+def _is_cell(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.cell"
 
 
-def collected() -> list[Cell]:
-    """Return the cells that all tests back, collected in a process of their own if not in this one."""
-    # The others take as long again.
-    files = [
-        file for file in sorted((_ROOT / "tests").rglob("test_*.py")) if ".cell(" in _text(file)
-    ]
-    if {item.path for item in _KEPT}.issuperset(files):
-        return cells_of(_KEPT)
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "cells.json"
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "setups"]
-        done = subprocess.run(
-            [*command, *map(str, files)],
-            cwd=_ROOT,
-            env={**os.environ, _OUT: str(out), "PYTHONPATH": _paths()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stdout[-3000:] + done.stderr[-3000:])
-        return [Cell(**row) for row in json.loads(out.read_text(encoding="utf-8"))]
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
-
-
-def _paths() -> str:
-    given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([str(_ROOT / "tests"), *([given] if given else [])])
+def is_slow(mark: ast.expr) -> bool:
+    """Return whether a mark, a mark of a list, or every case of a parametrization is slow."""
+    if isinstance(mark, ast.List | ast.Tuple):
+        return any(map(is_slow, mark.elts))
+    if not isinstance(mark, ast.Call):
+        return ast.unparse(mark) == "pytest.mark.slow"
+    if ast.unparse(mark.func) != "pytest.mark.parametrize":
+        return False
+    cases = mark.args[1].elts if isinstance(mark.args[1], ast.List | ast.Tuple) else []
+    words = [ast.unparse(case) for case in cases]
+    return bool(words) and all("pytest.mark.slow" in w or w.startswith("*slow(") for w in words)
 
 
 def table(cells: list[Cell]) -> str:

@@ -95,7 +95,7 @@ def test_what_is_said_of_norms_after_an_edit_is_what_was_recorded(
         rules = {"version": 1, "rules": [*edits, norm_log]}
         model = nn.ParameterList([param])
         with gradsurgeon.apply(model, rules, record=path, mode=mode) as session:
-            for norm in norms(0, steps=600):
+            for norm in norms(0, steps=150):
                 optimizer.zero_grad()
                 (param * norm).sum().backward()
                 optimizer.step()

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ROOT
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [
@@ -95,6 +98,18 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.nan_to_num(9e9), right.nan_to_num(9e9))
 
 
+@pytest.mark.parametrize("name", ACTIONS)
+def test_explain_names_the_file_of_the_tests_of_an_action(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", name]) == 0
+    word, _, file = capsys.readouterr().out.splitlines()[-1].partition(": ")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert word == "tests"
+    assert f'"{name}"' in text
+    assert "\ndef test_" in text
+
+
 def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
     for name, rule in ACTIONS.items():
         # What hides or keeps a gradient has nothing to show on numbers.
@@ -109,7 +124,7 @@ def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
             assert [one is not None for one in given] == [place == wanted for place in range(3)]
 
 
-# What combines the gradients of losses does nothing to one alone: its laws stand in `test_losses`.
+# What combines the gradients of losses does nothing to one alone: its laws stand in `test_combine`.
 EDITING = [name for name, rule in ACTIONS.items() if issubclass(rule, EditRule)]
 NASTY: dict[str, Any] = {
     "empty": torch.empty(0),
@@ -123,9 +138,7 @@ NASTY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", NASTY)
-@pytest.mark.parametrize("name", EDITING)
+@pairwise(name=EDITING, shape=NASTY, dtype=DTYPES)
 def test_laws_of_an_edit(name: str, shape: str, dtype: torch.dtype) -> None:
     grad = NASTY[shape].to(dtype)
     for number, example in enumerate(ACTIONS[name].EXAMPLES):

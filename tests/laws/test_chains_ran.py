@@ -61,7 +61,7 @@ def _append_digit() -> Iterator[None]:
     actions.known_actions.update(known)
 
 
-RULES = st.lists(
+DRAWN = st.lists(
     st.fixed_dictionaries(
         {"params": st.sampled_from(PATTERNS), "at": st.sampled_from(["backward", "step"])},
         optional={"exclude": st.sampled_from(PATTERNS[1:])},
@@ -72,7 +72,7 @@ RULES = st.lists(
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(600))
-@given(given_rules=RULES, hook=st.booleans(), held=st.booleans())
+@given(given_rules=DRAWN, hook=st.booleans(), held=st.booleans())
 def test_the_chain_of_the_plan_is_what_ran(
     given_rules: list[dict[str, Any]], hook: bool, held: bool
 ) -> None:

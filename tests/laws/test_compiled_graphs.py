@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
+from pairs import slow
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -211,7 +212,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
     differs="all compiled code of the process is dropped and made anew, with one warning",
 )
 @pytest.mark.parametrize(
-    "way", ["the model", "in place", "the step function", "an earlier session"]
+    "way", ["the model", *slow("in place", "the step function", "an earlier session")]
 )
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()
@@ -288,6 +289,7 @@ def test_dropped_code_is_told_of_once() -> None:
     assert gradsurgeon.apply(second, only(on("first"))).events == []
 
 
+@pytest.mark.slow
 def test_a_rule_on_a_part_that_another_model_calls() -> None:
     whole = nn.Sequential(Net(), nn.Linear(2, 2))
     compiled: Any = torch.compile(whole, backend="eager")
@@ -321,6 +323,7 @@ def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     assert (broken(), graphs()) == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before ours", "after ours"])
 def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
     model = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -71,15 +72,18 @@ def operations_in_graphs(model: nn.Module) -> set[str]:
     return found
 
 
+slow_case = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("make", "modules", "stated", "counted", "lost"),
     [
         (Loop, "layers.1", (1, 0), 0, {"sin", "cos"}),
-        (Loop, "layers.*", (4, 0), 2, {"sin", "cos"}),
-        (lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
+        slow_case(Loop, "layers.*", (4, 0), 2, {"sin", "cos"}),
+        slow_case(lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
         (sequence, "0", (1, 0), 1, {"gelu"}),
-        (lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
-        (lambda: Body(sequence()), "body.2.lin", (1, 2), 2, {"gelu", "linear"}),
+        slow_case(lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
+        slow_case(lambda: Body(sequence()), "body.2.lin", (1, 2), 2, {"gelu", "linear"}),
     ],
     ids=["loop", "all in a loop", "inner loop", "Sequential", "inner Sequential", "deeper"],
 )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from drawn_trainings import Training, by_hand, check, trainings, under_rules
 from fuzzing import examples
 from hypothesis import HealthCheck, Phase, given, settings
 
 
+@pytest.mark.no_cover  # thousands of trainings, through lines that other tests cover
 @settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=examples(2500),
+    max_examples=examples(2500, long=True),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )

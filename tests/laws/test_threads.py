@@ -94,6 +94,7 @@ def train(seed: int, found: dict[int, Any]) -> None:
     session.remove()
 
 
+@pytest.mark.slow
 def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> None:
     alone: dict[int, Any] = {}
     for seed in range(4):

@@ -72,6 +72,7 @@ def test_all_rules_bind() -> None:
     assert len(gradsurgeon.load(startup.twenty(0.5)).rules) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "tensors", "elements"),
     [
@@ -149,6 +150,7 @@ def test_rules_that_fail_stop_the_run() -> None:
         list(overhead.of_workload(SMALL, [Case("ours", "rules", failing)], "cpu", ONCE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", scaling.AXES, ids=lambda axis: axis.name)
 def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
     found = scaling.at(axis, axis.quick[0], "cpu", budget=ONCE)
@@ -163,6 +165,7 @@ def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
     assert {one.rule for one in plan.bindings} == {one.id for one in plan.rules.rules}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", curves.CURVES, ids=lambda curve: curve.name)
 def test_every_curve_can_be_measured(curve: curves.Curve) -> None:
     found = curves.measured(curve, min(curve.places[0], 100))

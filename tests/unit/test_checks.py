@@ -241,6 +241,7 @@ class TestWithNames:
                 planning.bind(schema.validate(source.read(tmp_path / "rules.yaml")), names)
             assert problem.message in str(error.value)
 
+    @pytest.mark.slow
     def test_no_number_of_doubts_hides_an_error(self, tmp_path: pathlib.Path) -> None:
         doubts = "".join(
             f'  - {{id: r{at}, action: clamp, params: "layers.{at % 12}.*", at: backward, max: 1}}\n'
@@ -321,6 +322,7 @@ class TestSuppression:
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestHugeFiles:
+    @pytest.mark.slow
     def test_many_rules_are_compared_up_to_a_limit_which_is_said(
         self, tmp_path: pathlib.Path
     ) -> None:
@@ -332,6 +334,7 @@ class TestHugeFiles:
         assert found(problems) == [("too-large", MAX_COMPARED + 3, 10)]
         assert problems[0].severity == "warning"
 
+    @pytest.mark.slow
     def test_many_doubts_are_shown_up_to_a_limit(self, tmp_path: pathlib.Path) -> None:
         rules = "".join(
             f'  - {{id: r{index}, action: scale, params: "h{index}", factor: 0}}\n'

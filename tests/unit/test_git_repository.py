@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from commands import git
+from pairs import pairwise
 
 import gradsurgeon
 from gradsurgeon.review import git_tree, sources
@@ -128,9 +129,7 @@ def evil(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Evil:
 
 
 class TestCommands:
-    @pytest.mark.parametrize("way", FETCHES)
-    @pytest.mark.parametrize("lost", ["HEAD:rules.yaml", "HEAD^{tree}", "HEAD"])
-    @pytest.mark.parametrize("old", [False, True], ids=["this git", "an older git"])
+    @pairwise(way=FETCHES, lost=["HEAD:rules.yaml", "HEAD^{tree}", "HEAD"], old=[False, True])
     def test_a_missing_object_is_not_fetched(
         self, evil: Evil, way: str, lost: str, old: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -140,6 +140,7 @@ def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Ses
 
 @pytest.mark.usefixtures("own")
 class TestTraining:
+    @pytest.mark.slow
     def test_each_kind_does_what_it_is_for(self, tmp_path: pathlib.Path) -> None:
         torch.manual_seed(0)
         model = models.Mlp()

@@ -89,6 +89,7 @@ def test_every_error_and_every_action_has_a_name_there() -> None:
         assert getattr(gradsurgeon, value.__name__) is value
 
 
+@pytest.mark.slow
 def test_the_reports_are_there_right_after_the_import() -> None:
     code = (
         "import sys, gradsurgeon\n"
@@ -198,6 +199,7 @@ def test_what_pictures_take() -> None:
     assert more == ["step", "call", "sample", "image"]
 
 
+@pytest.mark.slow
 def test_importing_imports_no_torch_and_applying_without_it_says_what_to_install() -> None:
     code = (
         "import sys, gradsurgeon\n"

@@ -443,6 +443,7 @@ def test_the_rank_is_named_where_it_matters() -> None:
     assert "  step 5  trap  nans  w  rank 3" in report(events=[other]).text()
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch() -> None:
     code = "import sys, gradsurgeon.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -268,9 +268,13 @@ def test_the_diagnosis_of_the_guide_is_what_the_script_gets(tmp_path: Path) -> N
     part = GUIDE.partition("<!-- worked example: begin")[2].partition("<!-- worked example: end")[0]
     code, said = re.findall(r"```(?:python)?\n(.*?)```", part, re.DOTALL)
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    error = done.stderr.partition("NonFiniteGradientError: ")[2].replace(f"{tmp_path}/", "")
+    import forks
+    from bounds import TIMEOUT
+    from commands import environment
+
+    done = forks.start(["train.py"], cwd=tmp_path, env=environment()).wait(TIMEOUT)
+    error = done.stderr.decode().partition("NonFiniteGradientError: ")[2]
+    error = error.replace(f"{tmp_path}/", "")
     assert error.strip() == said.strip()
 
 

@@ -58,6 +58,7 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
             run.latest("0.wieght")
 
 
+@pytest.mark.slow
 def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
     train(tmp_path / "run")
     code = (

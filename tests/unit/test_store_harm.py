@@ -79,6 +79,7 @@ def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib
         RunWriter(tmp_path, meta=meta())
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):
         code = (
@@ -196,6 +197,7 @@ print(said[0])
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DISK_FULL, str(tmp_path)],

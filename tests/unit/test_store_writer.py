@@ -277,6 +277,7 @@ def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
     assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_the_store_needs_neither_torch_nor_sqlite_for_memory() -> None:
     # Measuring coverage needs SQLite itself, so only what the import adds counts.
     code = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
+import pytest
 import setups
-from matrix import CASES, QUICK
+from matrix import CASES, IN_FORKS, case_of, scripts
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,9 +21,54 @@ def test_every_cell_of_the_table_of_set_ups_is_backed_by_a_quick_test() -> None:
     assert claims - quick == set()
 
 
-def test_eight_scripts_are_launched_by_default() -> None:
-    assert len(set(QUICK)) == 8
-    assert CASES.keys() >= set(QUICK)
+@pytest.mark.parametrize(
+    ("code", "slow"),
+    [
+        ("{cell}\ndef test_a(): ...", [False]),
+        ("@pytest.mark.slow\n{cell}\ndef test_a(): ...", [True]),
+        ("pytestmark = pytest.mark.slow\n{cell}\ndef test_a(): ...", [True]),
+        ("pytestmark = [FILTER, pytest.mark.slow]\n{cell}\ndef test_a(): ...", [True]),
+        ("@pytest.mark.slow\nclass TestA:\n    {cell}\n    def test_a(self): ...", [True]),
+        (
+            "class TestA:\n    pytestmark = pytest.mark.slow\n    {cell}\n    def test_a(self): ...\n"
+            "{cell}\ndef test_b(): ...",
+            [True, False],
+        ),
+        ("{cell}\n@pytest.mark.parametrize('a', [1, {slow}])\ndef test_a(a): ...", [False]),
+        ("{cell}\n@pytest.mark.parametrize('a', [{slow}, {slow}])\ndef test_a(a): ...", [True]),
+        ("{cell}\n@pytest.mark.parametrize('a', [1, *slow(2)])\ndef test_a(a): ...", [False]),
+        ("{cell}\n@pytest.mark.parametrize('a', [*slow(1, 2)])\ndef test_a(a): ...", [True]),
+    ],
+)
+def test_marks_are_read_as_they_are_written(code: str, slow: list[bool]) -> None:
+    cell = "@pytest.mark.cell('DDP', 'step', 'modules', differs='waits')"
+    body = ast.parse(code.format(cell=cell, slow="pytest.param(2, marks=pytest.mark.slow)")).body
+    found = [cell for mark in setups.marks_of(body, "file") for cell in setups.cells_of(*mark)]
+    assert [cell.slow for cell in found] == [kind for kind in slow for _ in range(2)]
+    assert [cell.point for cell in found] == ["step", "modules"] * len(slow)
+    assert {(cell.setup, cell.differs, cell.refused) for cell in found} == {("DDP", "waits", "")}
+    assert found[0].test == ("file::TestA::test_a" if "TestA" in code else "file::test_a")
+
+
+@pytest.mark.parametrize("words", ["'DPP', 'step'", "'DDP', 'stop'", "'DDP'", "'DDP', *POINTS"])
+def test_a_mark_that_names_no_cell_is_an_error(words: str) -> None:
+    (test,) = ast.parse(f"@pytest.mark.cell({words})\ndef test_a(): ...").body
+    (mark,) = setups.marks_of([test], "file")
+    with pytest.raises(ValueError, match=r"there is no cell|malformed"):
+        setups.cells_of(*mark)
+
+
+def test_eight_scripts_run_by_default_and_one_of_them_is_launched() -> None:
+    cases = [case_of(one) for one in scripts(CASES) if isinstance(one, str)]
+    assert [case.launched_in_fork for case in cases] == [False] + [True] * 7
+    assert len({case.words for case in cases}) == 8
+
+
+def test_every_script_that_does_not_run_in_forks_alone_is_launched() -> None:
+    names = [one if isinstance(one, str) else one.values[0] for one in scripts(CASES)]
+    launched = {name for name in names if not case_of(name).launched_in_fork}
+    assert launched | set(IN_FORKS) == set(CASES)
+    assert launched & set(IN_FORKS) == set()
 
 
 def test_ci_runs_the_command_of_the_readme_and_then_the_rest() -> None:

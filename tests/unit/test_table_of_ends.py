@@ -31,16 +31,17 @@ clamp
 """
 
 
-@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["0", "2"])
 def test_the_table_is_printed(tmp_path: Path, processes: str) -> None:
     case = tmp_path / "tests" / "distributed" / "test_it.py"
     case.parent.mkdir(parents=True)
     case.write_text(CASE, encoding="utf-8")
-    for name in ("conftest.py", "forks.py", "ranks.py", "bounds.py", "setups.py"):
+    for name in ("conftest.py", "forks.py", "ranks.py", "bounds.py"):
         shutil.copy(TESTS / name, tmp_path / "tests")
     (tmp_path / "pytest.toml").write_text('[pytest]\npythonpath = ["tests"]\n', encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", processes, "--dist=loadfile", "tests"],
+        [sys.executable, "-m", "pytest", "-q", "-n", processes, "--dist=worksteal", "tests"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

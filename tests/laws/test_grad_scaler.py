@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import pairwise
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -72,10 +73,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:rule r0. bounds the contribution")
-@pytest.mark.parametrize("given", [True, False], ids=["named", "found"])
-@pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "no unscale_"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RULES)
+@pairwise(name=RULES, kind=KINDS, unscale=[True, False], given=[True, False])
 def test_the_same_rule_does_the_same_with_and_without_a_scaler(
     name: str, kind: str, unscale: bool, given: bool
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, same
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -83,17 +84,32 @@ def rules(options: dict[str, object], at: str, pattern: str = "*") -> dict[str, 
 BOUNDS = "ignore:rule it. bounds the contribution:gradsurgeon.GradSurgeonWarning"
 
 
+COMPLEX = [name for name, case in CASES.items() if case.complex]
+REAL = [name for name in CASES if name not in COMPLEX]
+
+
 @pytest.mark.cell("one process", "backward", "step")
+@pytest.mark.filterwarnings(BOUNDS)
+@pairwise(name=REAL, edit=EDITS, at=["backward", "step"])
+def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
+    as_by_hand(CASES[name], edit, at)
+
+
 @pytest.mark.filterwarnings(BOUNDS)
 @pytest.mark.parametrize("at", ["backward", "step"])
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
-    case, (options, by_hand) = CASES[name], EDITS[edit]
-    if case.complex and edit.startswith("clamp"):
+@pytest.mark.parametrize("name", COMPLEX)
+def test_same_bits_as_by_hand_on_complex_numbers(name: str, edit: str, at: str) -> None:
+    case, (options, _) = CASES[name], EDITS[edit]
+    if edit.startswith("clamp"):
         with pytest.raises(gradsurgeon.BindError, match=r"rule it: complex numbers have no order"):
             gradsurgeon.apply(case.make(), rules(options, at))
-        return
+    else:
+        as_by_hand(case, edit, at)
+
+
+def as_by_hand(case: Case, edit: str, at: str) -> None:
+    options, by_hand = EDITS[edit]
     wanted = run_by_hand(case, by_hand, at)
     model = case.make()
     with gradsurgeon.apply(model, rules(options, at)) as session:
@@ -105,9 +121,7 @@ def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
 
 
 @pytest.mark.filterwarnings(BOUNDS)
-@pytest.mark.parametrize("at", ["backward", "step"])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", [n for n in CASES if not CASES[n].complex])
+@pairwise(name=REAL, edit=EDITS, at=["backward", "step"])
 def test_observe_mode_changes_nothing_and_counts_the_same(name: str, edit: str, at: str) -> None:
     case, (options, _) = CASES[name], EDITS[edit]
     plain = run(case, case.make(), steps=1)
@@ -292,3 +306,129 @@ def test_a_sparse_gradient_that_would_become_dense_is_refused() -> None:
     options: dict[str, object] = {"action": "clamp", "min": 0.5}
     with pytest.raises(gradsurgeon.BindError, match=r"1 parameters are sparse \(emb.weight\)"):
         gradsurgeon.apply(case.make(), rules(options, "step"))
+
+
+# -------------------------------------------------------------------------------------------------
+# Half precision is multiplied in float32, wherever a factor acts.
+# -------------------------------------------------------------------------------------------------
+
+
+def edited(rule: dict[str, object], grad: Tensor) -> Tensor:
+    """Return a gradient as a rule at `step` leaves it."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros_like(grad))
+    model.weight.grad = grad.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    with gradsurgeon.apply(model, rules):
+        optimizer.step()
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+# float16 can hold neither 1e5 nor 1e-9; 1.003 is 1 to bfloat16, and 1.0004 to both of them.
+@pytest.mark.parametrize("factor", [1e5, 1e-9, 1.003, 1.0004, 0.30012345])
+def test_scale_rounds_what_comes_out_and_not_the_factor(dtype: torch.dtype, factor: float) -> None:
+    grad = torch.tensor([6e-5, 1.9921875, 0.7, 60000.0], dtype=dtype)
+    expected = (grad.float() * factor).to(dtype)
+    assert torch.equal(edited({"action": "scale", "factor": factor}, grad), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_clip_norm_rounds_what_comes_out_and_not_the_factor(dtype: torch.dtype) -> None:
+    grad = torch.linspace(0.5, 7.0, 64, dtype=dtype)
+    factor = 0.05 / grad.float().norm()
+    expected = (grad.float() * factor).to(dtype)
+    assert torch.equal(edited({"action": "clip-norm", "max_norm": 0.05}, grad), expected)
+
+
+def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
+    # In float64 the bound is smaller than the element; rounded to float32 it is the element.
+    model = nn.Module()
+    model.narrow = nn.Parameter(torch.zeros(2))
+    model.wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    bound = {"id": "b", "action": "clamp", "params": "*", "at": "step", "max": 0.1}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [bound]}) as session:
+        (model.narrow.sum() * 0.1 + model.wide.sum()).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert session.status()["b"].changed == 0.5
+
+
+# -------------------------------------------------------------------------------------------------
+# A rule at `step` writes in place, and yet nothing that others hold.
+# -------------------------------------------------------------------------------------------------
+
+
+HALF: dict[str, Any] = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "a"}
+
+
+class Two(nn.Module):
+    """Two parameters of one number each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(1))
+        self.b = nn.Parameter(torch.zeros(1))
+
+
+def steps_with(first: Tensor, second: Tensor, params: str) -> tuple[float, float]:
+    """Return how far one step of plain SGD moves two parameters with these gradients."""
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rules = {"version": 1, "rules": [{**HALF, "params": params}]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer):
+        (model.a + model.b).sum().backward()
+        model.a.grad, model.b.grad = first, second
+        optimizer.step()
+    return -model.a.item(), -model.b.item()
+
+
+@pytest.mark.parametrize(
+    ("params", "moved"), [("a", (2.0, 4.0)), ("b", (4.0, 2.0)), ("*", (2.0, 2.0))]
+)
+def test_one_gradient_of_two_parameters(params: str, moved: tuple[float, float]) -> None:
+    both = torch.full((1,), 4.0)
+    assert steps_with(both, both, params) == moved
+    assert both.item() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("params", "moved"), [("a", (2.0, 4.0)), ("b", (4.0, 2.0)), ("*", (2.0, 2.0))]
+)
+def test_two_gradients_in_one_memory(params: str, moved: tuple[float, float]) -> None:
+    memory = torch.full((1,), 4.0)
+    assert steps_with(memory[:], memory[:], params) == moved
+    assert memory.item() == 4.0
+
+
+def test_a_gradient_that_the_script_holds_a_view_of() -> None:
+    buffer = torch.full((2,), 4.0)
+    assert steps_with(buffer[:1], buffer[1:], "a") == (2.0, 4.0)
+    assert buffer.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "written"),
+    [
+        ({"action": "clamp", "min": -9.0, "max": 9.0}, False),
+        ({"action": "clamp", "min": -9.0, "max": 3.0}, True),
+        ({"action": "clip-norm", "max_norm": 9.0}, False),
+        ({"action": "clip-norm", "max_norm": 9.0, "per": "rule"}, False),
+        ({"action": "clip-norm", "max_norm": 3.0}, True),
+        ({"action": "scale", "factor": 1.0}, False),
+        ({"action": "zero"}, True),
+    ],
+)
+def test_what_would_stay_as_it_is_is_not_written(rule: dict[str, Any], *, written: bool) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        (4.0 * (model.a + model.b)).sum().backward()
+        versions = [param.grad._version for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        after = [param.grad._version for param in model.parameters() if param.grad is not None]
+    assert (after != versions) is written
+    status = session.status()["rule"]
+    assert (status.fired, status.changed) == (2, float(written))
