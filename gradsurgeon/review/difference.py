@@ -1,4 +1,4 @@
-"""Two rule sets and the names of a model -> what the change from one to the other does. Pure."""
+"""Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +22,16 @@ from gradsurgeon.schema import RuleSet
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    id: str  # in the new file; of a removed rule in the old one
+    id: str  # in the new file; for a removed rule, in the old file
     old_id: str  # empty for an added rule
     action: str
     target: str
-    options: tuple[OptionChange, ...]  # that differ; of an added or removed rule all that it gives
-    before: tuple[str, ...]  # the names that it matched, in model order; tags by their patterns
+    options: tuple[
+        OptionChange, ...
+    ]  # the changed options; for an added or removed rule, the given ones
+    before: tuple[str, ...]  # the names that it matched, in model order; for tags, its patterns
     after: tuple[str, ...]
-    elements_before: int  # of the parameters
+    elements_before: int  # of the matched parameters
     elements_after: int
 
 
@@ -40,15 +42,17 @@ class Difference:
     manifest: Manifest
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
-    changed: tuple[RuleChange, ...]  # whose options differ
-    renamed: tuple[RuleChange, ...]  # with another id and nothing else
+    changed: tuple[RuleChange, ...]  # rules with other options
+    renamed: tuple[RuleChange, ...]  # rules with another id and equal options
     unchanged: tuple[str, ...]
     order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
     order_after: tuple[str, ...]  # ... and in the new one
     params: tuple[ChainChange, ...]  # in model order
-    tensors: tuple[ChainChange, ...]  # of modules and tags, as ``conv1 output.grad``
-    covered: tuple[int, int]  # how many parameters have rules, before and after
-    lost: tuple[str, ...]  # parameters that rules edited, trapped or froze, and no rule does now
+    tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
+    covered: tuple[int, int]  # number of parameters with rules, before and after
+    lost: tuple[
+        str, ...
+    ]  # parameters that rules edited, trapped or froze before, and none does now
     warnings: tuple[DiffWarning, ...]  # the worst first
 
     @property
@@ -57,12 +61,12 @@ class Difference:
 
     @cached_property
     def in_effect(self) -> bool:
-        """Whether a training run could show a difference: an id counts, an order that no tensor sees does not."""
+        """Whether a training run could show a difference; an id counts, an order without effect does not."""
         rules = self.added or self.removed or self.changed or self.renamed
         return bool(rules or self.params or self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `json.dumps` makes the documented form of, version 1."""
+        """Return the documented JSON form, version 1."""
         return {
             "version": 1,
             "added": [_one_side(one, one.after, one.elements_after) for one in self.added],
@@ -107,7 +111,7 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
 
 
 def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
-    """Return what a change of rules does to a model; rules that match nothing are warnings."""
+    """Return the effect of a change of rules on a model; a rule that matches nothing is a warning."""
     matcher = Matcher(manifest)
     before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
     pairs = pair_rules(before, after)

@@ -254,7 +254,7 @@ class TestFindings:
                 {"params": "h.*"},
                 "lost-trap",
                 ("embed.weight", "head.weight"),
-                "t was taken off 2 parameters: embed.weight, head.weight: no nan-trap looks there now.",
+                "t no longer acts on 2 parameters: embed.weight, head.weight: no nan-trap is there now.",
             ),
             (
                 {"then": "warn", "exclude": "h.*"},
@@ -319,7 +319,9 @@ class TestFindings:
         assert kinds(diff([bad], [{**bad, "at": "step"}])) == []
         assert kinds(diff([bad], [good])) == []
         (finding, _) = diff([good], [bad]).warnings
-        assert finding.detail == "expects 6, matches 2"
+        assert (
+            finding.detail == "expected 6 parameters, matched 2 (h.0.attn.weight, h.0.mlp.weight)"
+        )
 
     def test_overlaps_with_the_order_of_effects(self) -> None:
         found = diff(
@@ -555,7 +557,7 @@ class TestMarkdown:
     def test_the_worked_example(self, example: Difference) -> None:
         lines = markdown.render(example).splitlines()
         assert lines[1] == (
-            "**What the change of `new.yaml` does: 2 added, 1 removed, 2 changed; "
+            "**Effect of the change of `new.yaml`: 2 added, 1 removed, 2 changed; "
             "51 → 48 of 51 parameters under rules; 3 lost all protection.**"
         )
 
@@ -607,7 +609,7 @@ class TestLosses:
         old = {"id": "it", "action": "combine", "params": "*", "method": "mean"}
         before, after = (load({**old, "losses": ["a", one]}) for one in ("b", "<img src=x>\x1b[2J"))
         shown = compare(before, after, manifest())
-        assert "1 more: " in markdown.render(shown)
+        assert "&#60;img" in markdown.render(shown)
         assert "<img" not in markdown.render(shown)
         assert "\x1b" not in text.render(shown)
 
