@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
@@ -33,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
         return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
-    problem = _problem(rules, arguments.record) or _problem_of_resuming(arguments.resume)
-    if problem := problem or _problem_of_sinks(arguments.sink):
+    if problem := next(_problems(rules, arguments), ""):
         return _fail(problem)
     environment = _settings(rules, arguments).environment(os.environ)
     if arguments.print_env:
@@ -63,33 +62,23 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
     )
 
 
-def _problem(rules: str, record: str | None) -> str:
+def _problems(rules: str, arguments: argparse.Namespace) -> Iterator[str]:
     if not rules:
-        return f"no rules are given: pass `--rules FILE`, or set {RULES}"
-    if not Path(rules).is_file():
-        return f"{printable(rules)}: there is no such rule file"
-    if record and job.is_taken(Path(record)):
-        return f"{printable(record)} holds a run already: name another directory, or remove it"
-    return ""
-
-
-def _problem_of_resuming(resume: str | None) -> str:
-    if not resume:
-        return ""
-    folder, shown = Path(resume), printable(resume)
-    if not (folder / RUN_FILE).is_file():
-        return f"--resume: {shown} is no run directory"
-    if not any(folder.glob(state_name("*"))):
-        return (
-            f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
-            "older version wrote it; pass `--start-step N` instead"
-        )
-    return ""
-
-
-def _problem_of_sinks(given: Sequence[str]) -> str:
-    reasons = (why_no_sink(text) for text in given)
-    return next((f"--sink: {reason}" for reason in reasons if reason), "")
+        yield f"no rules are given: pass `--rules FILE`, or set {RULES}"
+    elif not Path(rules).is_file():
+        yield f"{printable(rules)}: there is no such rule file"
+    if arguments.record and job.is_taken(Path(arguments.record)):
+        yield f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
+    if arguments.resume:
+        folder, shown = Path(arguments.resume), printable(arguments.resume)
+        if not (folder / RUN_FILE).is_file():
+            yield f"--resume: {shown} is no run directory"
+        if not any(folder.glob(state_name("*"))):
+            yield (
+                f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
+                "older version wrote it; pass `--start-step N` instead"
+            )
+    yield from (f"--sink: {reason}" for sink in arguments.sink if (reason := why_no_sink(sink)))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -25,11 +25,21 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
                 parents.setdefault(id(child), []).append(module)
     _pass_over_keepers(parents, wanted)
-    roots: dict[int, nn.Module] = {}
+    roots: list[nn.Module] = []
+    seen: set[int] = set()
     for module in modules:
-        if any(id(param) in wanted for param in module._parameters.values()):  # noqa: SLF001 # as above
-            roots |= {id(root): root for root in _climb(module, parents)}
-    return _without_repetition(list(roots.values()), wanted)
+        trains = any(id(param) in wanted for param in module._parameters.values())  # noqa: SLF001 # as above
+        waiting = [module] if trains else []
+        while waiting:
+            current = waiting.pop()
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            above = parents.get(id(current), [])
+            waiting += above
+            if not above:
+                roots.append(current)
+    return _without_repetition(roots, wanted)
 
 
 def _is_loss(module: nn.Module) -> bool:
@@ -82,22 +92,6 @@ def _equal(copy: nn.Module, model: nn.Module) -> bool:
 
 def _shapes(module: nn.Module) -> dict[str, Size]:
     return {name: param.shape for name, param in module.named_parameters()}
-
-
-def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    roots: list[nn.Module] = []
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        above = parents.get(id(current), [])
-        waiting += above
-        if not above:
-            roots.append(current)
-    return roots
 
 
 def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:
