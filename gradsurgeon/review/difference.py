@@ -1,11 +1,9 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.diff_warnings import DiffWarning, warnings
 from gradsurgeon.review.matched_rules import (
@@ -29,10 +27,8 @@ class RuleChange:
     options: tuple[
         OptionChange, ...
     ]  # the changed options; for an added or removed rule, the given ones
-    before: tuple[str, ...]  # the names that it matched, in model order; for tags, its patterns
-    after: tuple[str, ...]
-    elements_before: int  # of the matched parameters
-    elements_after: int
+    before: Match  # no match for an added rule
+    after: Match  # no match for a removed rule
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ class Difference:
         """Return the documented JSON form, version 1."""
         return {
             "version": 1,
-            "added": [_one_side(one, one.after, one.elements_after) for one in self.added],
-            "removed": [_one_side(one, one.before, one.elements_before) for one in self.removed],
+            "added": [_one_side(change, change.after) for change in self.added],
+            "removed": [_one_side(change, change.before) for change in self.removed],
             "changed": [_both_sides(change) for change in self.changed],
             "renamed": [_both_sides(change) for change in self.renamed],
             "order_changed": self.order_changed,
@@ -85,14 +81,14 @@ class Difference:
         }
 
 
-def _one_side(change: RuleChange, names: Sequence[str], elements: int) -> dict[str, Any]:
+def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
     return {
         "id": change.id,
         "action": change.action,
         "target": change.target,
-        "params": names if change.target == "params" else (),
-        "modules": names if change.target == "modules" else (),
-        "elements": elements,
+        "params": match.names if change.target == "params" else (),
+        "modules": match.names if change.target == "modules" else (),
+        "elements": match.elements,
     }
 
 
@@ -103,10 +99,10 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
         "target": change.target,
         "was": change.old_id,
         "fields": [option.to_dict() for option in change.options],
-        "params_before": change.before,
-        "params_after": change.after,
-        "elements_before": change.elements_before,
-        "elements_after": change.elements_after,
+        "params_before": change.before.names,
+        "params_after": change.after.names,
+        "elements_before": change.before.elements,
+        "elements_after": change.after.elements,
     }
 
 
@@ -139,29 +135,20 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         order_after=order_after,
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
-        covered=(len(before.params_under(_any)), len(after.params_under(_any))),
+        covered=(len(before.params_under()), len(after.params_under())),
         lost=tuple(lost),
         warnings=tuple(warnings(pairs, chains, lost)),
     )
 
 
-def _any(rule: Rule) -> bool:
-    del rule
-    return True
-
-
 def _rule_change(pairs: RulePairs, old: str, new: str) -> RuleChange:
     rule = pairs.after.rules[new] if new else pairs.before.rules[old]
-    first = pairs.before.matches[old] if old else Match()
-    second = pairs.after.matches[new] if new else Match()
     return RuleChange(
         id=rule.id,
         old_id=old,
         action=rule.action,
         target=rule.target,
         options=pairs.option_changes(old, new),
-        before=first.names,
-        after=second.names,
-        elements_before=first.elements,
-        elements_after=second.elements,
+        before=pairs.before.matches[old] if old else Match(),
+        after=pairs.after.matches[new] if new else Match(),
     )

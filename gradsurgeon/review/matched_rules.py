@@ -112,10 +112,10 @@ class MatchedRules:
                 chains.setdefault(name + suffix, []).append(rule.id)
         return {key: tuple(chain) for key, chain in chains.items()}
 
-    def params_under(self, asked: Callable[[Rule], bool]) -> frozenset[str]:
-        rules = self.rules.values()
-        ids = [rule.id for rule in rules if rule.target == "params" and asked(rule)]
-        return frozenset().union(*(self.matches[rule].members for rule in ids))
+    def params_under(self, asked: Callable[[Rule], bool] = lambda _: True) -> frozenset[str]:
+        """Return the parameters under rules, or under the rules for which ``asked`` is true."""
+        rules = [rule for rule in self.rules.values() if rule.target == "params" and asked(rule)]
+        return frozenset().union(*(self.matches[rule.id].members for rule in rules))
 
     def flaws(self, rule_id: str) -> Iterator[Flaw]:
         """Yield why training with a rule would end before its first step."""

@@ -113,10 +113,11 @@ class Phrases:
             yield "~", change, [f"renamed from {self.code(change.old_id)}"]
 
     def binds(self, change: RuleChange) -> tuple[str, str]:
-        things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")
+        before, after = change.before, change.after
+        things = self._from_to(f"{len(before.names):,}", f"{len(after.names):,}")
         if change.target != "params":
             return f"{things} {NOUNS[change.target]}s", ""
-        return things, self._from_to(short(change.elements_before), short(change.elements_after))
+        return things, self._from_to(short(before.elements), short(after.elements))
 
     def unchanged(self) -> str:
         ids = self.difference.unchanged

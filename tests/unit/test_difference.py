@@ -61,8 +61,9 @@ class TestRules:
         assert [one.id for one in found.added] == ["new"]
         assert [one.id for one in found.removed] == ["old"]
         assert found.unchanged == ("norms",)
-        assert found.added[0].after == ("head.weight",)
-        assert (found.removed[0].before, found.removed[0].elements_before) == (
+        assert found.added[0].after.names == ("head.weight",)
+        removed = found.removed[0].before
+        assert (removed.names, removed.elements) == (
             tuple(f"h.{at}.{kind}.weight" for at in range(3) for kind in KINDS),
             36,
         )
@@ -71,8 +72,8 @@ class TestRules:
     def test_names_and_elements_of_a_changed_rule(self) -> None:
         found = diff([zero(params="h.*")], [zero(params="h.{0..1}.*")])
         (change,) = found.changed
-        assert (len(change.before), change.elements_before) == (6, 36)
-        assert (len(change.after), change.elements_after) == (4, 24)
+        assert (len(change.before.names), change.before.elements) == (6, 36)
+        assert (len(change.after.names), change.after.elements) == (4, 24)
         assert [(one.name, one.before, one.after) for one in change.options] == [
             ("params", ["h.*"], ["h.{0..1}.*"])
         ]
