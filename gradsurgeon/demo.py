@@ -1,11 +1,10 @@
 """The main job from end to end: ``python -m gradsurgeon.demo``.
 
 Trains a small convolutional network on scikit-learn's handwritten digits with the rules of
-``rules/quickstart.yaml``. At one step a fault is injected: the data and the loss are fine, but a square
-root of negative numbers, which the forward pass masks, comes back as NaN in the backward pass. The trap
-must name the step, the layers and the line, and keep the NaN out of every weight and every moment of the
-optimizer. The exit code is 0 if it did and the network learnt to read. What happened is written as a page,
-and the failed step as a bundle.
+``rules/quickstart.yaml``, and injects a fault at one step. Data and loss are fine, but the forward pass masks
+a square root of negative numbers, which becomes NaN in the backward pass. The trap must name the step, the
+layers and the line, and keep the NaN out of every weight and every moment of the optimizer. The exit code is 0
+if it did, and if the network learnt to read. The demo writes a page of the run, and a bundle of the failed step.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ EPOCHS = 10
 BATCH = 32
 SEED = 0
 GOAL = 0.95
-# In the third epoch: the moments of AdamW are warm, and enough steps follow to see training go on.
+# In the third epoch the moments of AdamW are warm, and enough steps follow to show that training continues.
 FAULT_STEP = 100
-# The border that the trap has to find, in the order of backward.
+# In the order of backward, the trap must find this border.
 LAST_FINITE = "fc1.weight"
 FIRST_NONFINITE = "conv2.weight"
-
-
 FAULT = "hidden.sqrt()"
 
 
 class DigitsNet(nn.Module):
-    """Two convolutions, two linear layers, and the fault, while it is armed."""
+    """Two convolutions and two linear layers, with a fault while ``armed``."""
 
     armed: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        # A buffer goes into the bundle of a failed step, so that `replay` finds the fault armed.
+        # A bundle of a failed step holds the buffers, so `replay` finds the fault armed.
         self.register_buffer("armed", torch.tensor(False), persistent=False)
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
@@ -60,7 +57,7 @@ class DigitsNet(nn.Module):
         hidden = self.conv1(images).relu()
         hidden = self.conv2(hidden)
         if self.armed:
-            # All that comes out is finite. The gradient of what was masked is 0 x NaN.
+            # Every output is finite, but the gradient of a masked element is 0 x NaN.
             hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)
         hidden = functional.max_pool2d(hidden.relu(), 2).flatten(1)
         return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
@@ -72,9 +69,9 @@ def build() -> nn.Module:
 
 
 def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return standardised images of shape ``[n, 1, 8, 8]`` and labels, to train with and to test."""
+    """Return standardised images of shape ``[n, 1, 8, 8]`` and labels, for training and for the test."""
     try:
-        from sklearn import datasets, model_selection  # noqa: PLC0415 # `plan --model` does without
+        from sklearn import datasets, model_selection  # noqa: PLC0415 # `plan --model` does not need it
     except ModuleNotFoundError as error:
         raise GradSurgeonError(f"{error}: pip install 'gradsurgeon[demo]'") from error
     digits = datasets.load_digits()
@@ -82,7 +79,7 @@ def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         digits.images, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target
     )
     train, test = (torch.as_tensor(part, dtype=torch.float32)[:, None] for part in (train, test))
-    # Mean and spread of the training part only: the test part must stay unseen.
+    # Mean and spread come from the training part only: the test part must stay unseen.
     mean, std = train.mean(), train.std()
     labels = [torch.as_tensor(part, dtype=torch.int64) for part in (train_labels, test_labels)]
     return (train - mean) / std, labels[0], (test - mean) / std, labels[1]
@@ -93,7 +90,7 @@ def default_rules() -> Path:
 
 
 class Trainer:
-    """Plain training; what the rules do happens inside ``backward()`` and ``optimizer.step()``."""
+    """Plain training: the rules act inside ``backward()`` and ``optimizer.step()``."""
 
     def __init__(self, model: DigitsNet, optimizer: AdamW, session: gradsurgeon.Session) -> None:
         self.model, self.optimizer, self.session = model, optimizer, session
@@ -134,7 +131,7 @@ class Trainer:
             what = f"{moved} WEIGHTS OR MOMENTS MOVED" if moved else "no weight or moment moved"
             say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
         elif self._step == FAULT_STEP + 1:
-            say(f"the step after it: {moved} of {len(before)} tensors moved, training goes on\n")
+            say(f"the next step: {moved} of {len(before)} tensors moved, training continues\n")
         self._step += 1
         return float(loss.detach())
 
@@ -142,14 +139,14 @@ class Trainer:
         return [event for event in self.session.events if event.kind == "trap"]
 
     def diagnosis(self) -> str:
-        """Return what the first trap says of where the NaN was born, which is the end of its report."""
+        """Return the diagnosis of the first trap, which is the end of its report."""
         text = self.traps()[0].message if self.traps() else ""
         start = text.find("diagnosis")
         return text[start:] if start >= 0 else "no diagnosis"
 
     def _snapshot(self) -> list[bytes]:
-        """Copy every weight and the optimizer's state of it: exp_avg, exp_avg_sq, step."""
-        # As bytes, because a NaN that stayed what it was is not equal to itself.
+        """Copy every weight and its state in the optimizer: exp_avg, exp_avg_sq, step."""
+        # As bytes, because an unchanged NaN is not equal to itself.
         return [
             tensor.detach().numpy().tobytes()
             for param in self.model.parameters()
@@ -160,28 +157,23 @@ class Trainer:
         traps = [(trap.step, trap.name) for trap in self.traps()]
         if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
             seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
-            yield f"one trap was to trip, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
+            yield f"expected one trap, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
         if self.moved_at_fault:
             yield f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
         if not self.moved_at_fault and traps and FAULT not in self.diagnosis():
-            yield f"the line with {FAULT} was to be named"
+            yield f"the diagnosis does not name the line with {FAULT}"
         if self.accuracy < GOAL:
             yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
 
 
 def say(text: str) -> None:
-    """Print at once, so that the order stands where both streams end in one file."""
+    """Print at once, which keeps the order if both streams go to one file."""
     print(text, flush=True)
 
 
-def write_page(run: Path, place: Path) -> None:
-    from gradsurgeon.report.page_file import write_page as write  # noqa: PLC0415 # it needs SQLite
-
-    write([run], place)
-    say(f"What happened, as a page to look at: {place}")
-
-
 def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
+    from gradsurgeon.report.page_file import write_page  # noqa: PLC0415 # needs SQLite
+
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -193,8 +185,8 @@ def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
         with gradsurgeon.apply(model, rules, optimizer=optimizer, record=folder / "run") as session:
             trainer = Trainer(model, optimizer, session)
             say(
-                f"This trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
-                "negative numbers, masked in\nthe forward pass, comes back as NaN in the backward pass.\n"
+                f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
+                "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
             )
             say(f"{session.plan}\n")
             try:
@@ -204,8 +196,9 @@ def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
     say(f"\n{report.summary(session)}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
-    say(f"What was broken, as the trap has found it:\n{trainer.diagnosis()}\n")
-    write_page(folder / "run", folder / "report.html")
+    say(f"The trap found the cause:\n{trainer.diagnosis()}\n")
+    write_page([folder / "run"], folder / "report.html")
+    say(f"The run as a page: {folder / 'report.html'}")
     failures += trainer.failures()
     for failure in failures:
         say(f"FAILED: {failure}")

@@ -4,21 +4,33 @@ import argparse
 import json
 import sys
 
-from gradsurgeon.cli import fail
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.cli.options import RULE_FILE, add_import, add_names
 from gradsurgeon.review import difference, markdown, sources, text
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    for name in ("old", "new"):
+        parser.add_argument(name, metavar=name.upper(), help=RULE_FILE)
+    add_names(parser)
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="markdown is for a comment on a pull request, json is documented and stable; default: text",
+    )
+    parser.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 if the effect differs"
+    )
+    add_import(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        # The model last: to build it takes long, and may need much.
-        old, new = sources.rules_at(arguments.old), sources.rules_at(arguments.new)
-        manifest = sources.manifest_of(arguments.params, arguments.model)
-    except GradSurgeonError as error:
-        return fail(str(error))
+    # The model comes last: building it takes long and may need much memory.
+    old, new = sources.rules_at(arguments.old), sources.rules_at(arguments.new)
+    manifest = sources.manifest_of(arguments.params, arguments.model)
     compared = difference.compare(old, new, manifest)
     if arguments.format == "json":
-        # To a job of GitHub `##[` is the beginning of a command, wherever it stands in a line.
+        # GitHub reads `##[` anywhere in a line of a job's log as a command.
         print(json.dumps(compared.to_dict(), indent=2).replace("##[", "#\\u0023["))
     elif arguments.format == "markdown":
         sys.stdout.write(markdown.render(compared))

@@ -1,4 +1,4 @@
-"""``gradsurgeon explain``: the page of an action or a check, made from its class. Never imports torch."""
+"""``gradsurgeon explain``: the page of an action or a check, built from its class. Never imports torch."""
 
 import argparse
 import inspect
@@ -10,6 +10,7 @@ from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
+from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
 from gradsurgeon.review.checks import CHECKS
@@ -38,6 +39,13 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
 }
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", metavar="NAME", help="an action or a check; without it: a list of all"
+    )
+    add_import(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
     checks = all_checks()
@@ -58,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         page = list(check_page(name))
     else:
         hint = did_you_mean(name, (*known_actions, *checks))
-        hint = hint or f"known: {', '.join(known_actions)}; without a name the checks are listed"
+        hint = hint or f"known: {', '.join(known_actions)}; without a name, a list of the checks"
         return fail(f"unknown action or check `{printable(name[:60])}` ({hint})")
     for line in page:
         print(line if line.startswith(("|", " ")) else textwrap.fill(line, _WIDTH))
@@ -103,16 +111,16 @@ def _sections(described: type[Rule]) -> Iterator[str]:
 def _acts_on(rule: type[Rule]) -> str:
     targets = ", ".join(f"`{kind}`" for kind in rule.targets)
     if not rule.takes_at:
-        return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason}."
+        return f"Acts on {targets}. It has no `at`: {rule.no_at_reason}."
     default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     points = ", ".join(f"`{point}`" for point in rule.points)
-    return f"Acts on {targets}; of parameters at {points} ({default})."
+    return f"Acts on {targets}; on parameters at {points} ({default})."
 
 
 def options_table(
     options: Iterable[tuple[type[Rule], str]], *, inner: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a table of options; with ``inner`` the keys of mappings have lines of their own."""
+    """Yield the lines of a table of options; with ``inner``, keys of mappings have their own lines."""
     rows = [("option", "type", "default", "meaning")]
     for rule, key in options:
         branch = rule_schema(rule)
@@ -131,7 +139,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def keys(rule: type[Rule], *, shared: bool) -> list[str]:
-    """Return the options of one action, or those of every rule; what has to be given comes first."""
+    """Return the own options of an action, or the options that every rule shares; required ones come first."""
     branch = rule_schema(rule)
     keys = [key for key in branch["properties"] if key != "action" and (key in _SHARED) is shared]
     return sorted(keys, key=lambda key: key not in branch["required"])
@@ -147,7 +155,7 @@ def _type(info: Mapping[str, Any]) -> str:
     names = [_type(one) for one in info["anyOf"]]
     if names == ["text", "list"]:
         return "pattern or list of patterns"
-    # Words that are listed for editors are a text like any other.
+    # A list of words for editors beside a text is just a text.
     return "text" if "text" in names else " or ".join(names)
 
 
@@ -188,7 +196,7 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
             yield f"  # {loss.ljust(width)}  {_numbers(grad)}"
         word, outcome = _outcome(example)
         yield f"  # {word.ljust(width)}  {outcome}"
-    if not rule.EXAMPLES:  # what it does is not to be seen on one gradient
+    if not rule.EXAMPLES:  # one gradient cannot show the effect
         for number, kind in enumerate(rule.targets, 1):
             yield from [""] * (number > 1)
             yield from _rule(rule, number, _TARGET_EXAMPLES[kind])
@@ -198,13 +206,13 @@ def _rule(rule: type[Rule], number: int, options: Mapping[str, Any]) -> Iterator
     yield f"- id: example-{number}"
     yield f"  action: {rule.name()}"
     for key, value in options.items():
-        # Patterns are quoted always.
+        # Patterns are always quoted.
         yield f"  {key}: {json.dumps(value) if key in TARGETS else _yaml(value)}"
 
 
 def _outcome(example: Example) -> tuple[str, str]:
     if example.expect is not None:
-        # Of several losses it is one gradient that comes out.
+        # Several losses become one gradient.
         return "together" if example.losses else "becomes", _numbers(example.expect)
     if example.record is not None:
         return "recorded", ", ".join(f"{key} {one:g}" for key, one in example.record.items())

@@ -1,69 +1,73 @@
 """``gradsurgeon export``: the records of a run, one value per line. Never imports torch.
 
-Lines are written as rows are read, so that the size of a run does not matter.
+The export writes lines as it reads rows, so a run of any size fits into memory.
 """
 
 import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from gradsurgeon._expressions import PatternError
 from gradsurgeon._libraries import library
-from gradsurgeon.cli import fail
-from gradsurgeon.errors import GradSurgeonError, RecordError, printable
+from gradsurgeon.cli.options import add_output, add_run, writing
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.store.files import check_replaceable, replacing, replacing_bytes
 from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
-from gradsurgeon.store.run import Run, open_run
+from gradsurgeon.store.run import open_run
 from gradsurgeon.store.selection import COLUMNS, Chosen, Selection, nothing_fits
 
-# What a spreadsheet takes for a formula, and the sign that says it is none.
+# A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
-# What an export begins with: nothing else is written over.
+# An export begins with one of these; a file that begins otherwise is not overwritten.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
 
 _EVENT = ("step", "rank", "rule", "kind", "name", "message")
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--format",
+        choices=("csv", "jsonl", "parquet"),
+        required=True,
+        help="csv has values only; jsonl also has events, and NaN and Infinity as texts; parquet has values "
+        "only, with their types, and needs `-o` and pyarrow (pip install 'gradsurgeon[arrow]')",
+    )
+    add_output(parser)
+    parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
+    parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
+    parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
+
+
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        with open_run(arguments.run) as opened:
-            _export(opened, arguments)
-    except BrokenPipeError:
-        raise  # the reader has seen enough: no error
-    except (GradSurgeonError, PatternError) as error:
-        return fail(str(error))
-    except OSError as error:
-        where = printable(arguments.output or "standard output")
-        return fail(f"cannot write {where}: {error.strerror or error}")
-    return 0
-
-
-def _export(opened: Run, arguments: argparse.Namespace) -> None:
+    output = arguments.output
     selection = Selection(arguments.name, arguments.stat, arguments.rule)
-    chosen = selection.series(opened)
-    events = selection.events(opened.events) if arguments.format == "jsonl" else []
-    if not chosen and not events:
-        raise nothing_fits(opened, opened.path)
-    if arguments.format == "parquet":
-        _parquet(arguments.output, chosen)
-    elif arguments.output is None:
-        _FORMATS[arguments.format](sys.stdout, chosen, events)
-    else:
-        path = Path(arguments.output)
-        check_replaceable(path, _is_text_export, "export")
-        with replacing(path) as out:
-            _FORMATS[arguments.format](out, chosen, events)
+    with open_run(arguments.run) as opened, writing(output):
+        chosen = selection.series(opened)
+        events = selection.events(opened.events) if arguments.format == "jsonl" else []
+        if not chosen and not events:
+            raise nothing_fits(opened, opened.path)
+        if arguments.format == "parquet":
+            _parquet(output, chosen)
+            return 0
+        write = {"csv": _csv, "jsonl": _jsonl}[arguments.format]
+        if output is None:
+            write(sys.stdout, chosen, events)
+            return 0
+        check_replaceable(Path(output), _is_text_export, "export")
+        with replacing(Path(output)) as out:
+            write(out, chosen, events)
+    return 0
 
 
 def _parquet(output: str | None, chosen: Chosen) -> None:
     if output is None:
         raise RecordError(
-            "`--format parquet` needs `-o FILE`: parquet is no text for standard output"
+            "`--format parquet` needs `-o FILE`: standard output is for text, and parquet is binary"
         )
     library("numpy", "arrow", "the format parquet")
     from gradsurgeon.store import tables  # noqa: PLC0415 # text is exported without numpy
@@ -80,7 +84,7 @@ def _is_text_export(path: Path) -> bool:
 
 
 def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
-    del events  # they have other columns
+    del events  # their columns differ
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for series, columns in chosen:
@@ -97,10 +101,10 @@ def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Return a text that a terminal shows as it is and that no spreadsheet takes for a formula.
+    """Return a text without control characters that no spreadsheet takes for a formula.
 
-    The text can be had back: a backslash begins an escape as in Python, so that each of its own is
-    doubled, and where the first character is an apostrophe, it is not part of the text.
+    The form can be reversed: backslashes escape as in Python, so a backslash of the text is doubled, and
+    a leading apostrophe is not part of the text.
     """
     shown = printable(text.replace("\\", "\\\\"))
     return f"{_TEXT}{shown}" if shown.startswith((*_FORMULA, _TEXT)) else shown
@@ -110,7 +114,7 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
     for series, columns in chosen:
         key = series.key
         fixed = {"rank": series.rank, "rule": key.rule, "point": key.point, "stat": key.stat}
-        # The same text in every line of a column: made once.
+        # This part is the same in all lines of a column.
         middle = json_text(fixed)[1:-1]
         tails = [(column, f', "name": {json_text(key.names[column])}') for column in columns]
         for row in series.rows():
@@ -129,9 +133,3 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
 
 def _number(value: float) -> str:
     return digits(value) if math.isfinite(value) else f'"{nonfinite_name(value)}"'
-
-
-_FORMATS: dict[str, Callable[[IO[str], Chosen, Sequence[Event]], None]] = {
-    "csv": _csv,
-    "jsonl": _jsonl,
-}

@@ -78,7 +78,7 @@ def _place(event: Event) -> str:
 
 
 def print_annotations(found: Sequence[Failing]) -> None:
-    from gradsurgeon.review.github import annotation  # noqa: PLC0415 # the others do not need it
+    from gradsurgeon.review.formats import annotation  # noqa: PLC0415 # other formats do not need it
 
     for path, ranks, events in found:
         for event in events:

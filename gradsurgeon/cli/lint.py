@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from gradsurgeon import review
-from gradsurgeon.cli import fail
-from gradsurgeon.errors import ManifestError, Problem, Severity, printable
+from gradsurgeon.cli.options import add_import, add_output, add_params_file, writing
+from gradsurgeon.errors import Problem, Severity, printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats, sources
 
@@ -18,29 +18,43 @@ UNREADABLE = "unreadable-file"
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
+    parser.add_argument(
+        "--format",
+        choices=("full", "concise", "json", "github", "sarif"),
+        default="full",
+        help="full (the default) and concise are for people, json is documented and stable, github "
+        "annotates the lines of a pull request, sarif 2.1.0 is for code scanning",
+    )
+    add_output(parser)
+    parser.add_argument(
+        "--fail-on",
+        choices=("error", "warning", "never"),
+        default="error",
+        help="which problems make the exit code 1, default: error; an unreadable file makes it 2",
+    )
+    add_params_file(parser)
+    add_import(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
-    except ManifestError as error:
-        return fail(str(error))
-    # A file that is named twice is one file.
+    output, form = arguments.output, arguments.format
+    manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
+    # A file that is named twice is linted once.
     by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(by_file)
-    # To a terminal that has colours, unless the user declines.
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colour = arguments.output is None and sys.stdout.isatty() and not plain
-    text = formats.write(problems, arguments.format, root=_workspace(), colour=colour)
-    if arguments.output is not None:
-        try:
-            Path(arguments.output).write_text(text, encoding="utf-8", newline="\n")
-        except OSError as error:
-            return fail(f"cannot write {printable(arguments.output)}: {error.strerror or error}")
-    else:
-        sys.stdout.write(text)
-        # Otherwise the summary could overtake what it sums up.
-        sys.stdout.flush()
-    # A program that reads the whole list from stdout has no use for it.
-    if arguments.output is not None or arguments.format not in ("json", "sarif"):
+    colour = output is None and sys.stdout.isatty() and not plain
+    text = formats.write(problems, form, root=_workspace(), colour=colour)
+    with writing(output):
+        if output is not None:
+            Path(output).write_text(text, encoding="utf-8", newline="\n")
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()  # otherwise the summary on stderr could come first
+    # Programs that read these formats from stdout have no use for a summary.
+    if output is not None or form not in ("json", "sarif"):
         print(_summary(by_file), file=sys.stderr)
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
@@ -48,17 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _workspace() -> Path:
-    """Return the folder that GitHub takes paths from: the checkout, inside which a job may run."""
+    """Return the folder to which paths are relative: on GitHub the checkout, else the current folder."""
     try:
         here = Path.cwd()
     except OSError:
-        here = Path("/")  # The working directory is gone: paths are shown as absolute ones.
+        here = Path("/")  # Without a working directory, paths are absolute.
     given = os.environ.get("GITHUB_WORKSPACE")
     return Path(given) if given and here.is_relative_to(given) else here
 
 
 def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
-    """Return each problem once: files may share an include."""
+    """Return each problem once, because files may share an include."""
     return list(dict.fromkeys(problem for group in by_file.values() for problem in group))
 
 

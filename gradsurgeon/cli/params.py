@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import ManifestError, ModelError, printable
+from gradsurgeon.cli.options import add_model, add_output, writing
+from gradsurgeon.errors import printable
 from gradsurgeon.planning import Manifest, manifest_file
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import sources
@@ -14,29 +15,31 @@ from gradsurgeon.review import sources
 _SHOWN = 50
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_output(parser)
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="write nothing: say whether FILE has the names of the model; without --model, whether FILE is "
+        "as it was written",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.check is None and arguments.model is None:
-        return fail("`params` needs `--model MODULE:NAME`, or `--check FILE`")
-    if arguments.check is not None and arguments.output is not None:
-        return fail("`--check` writes nothing: leave out `--output`, or `--check`")
-    try:
-        if arguments.check is None:
-            return _write(sources.manifest_of(model=arguments.model), arguments.output)
+    if arguments.check is not None:
+        if arguments.output is not None:
+            return fail("`--check` writes nothing: leave out `--output`, or `--check`")
         return _check(arguments.check, arguments.model)
-    except (ManifestError, ModelError) as error:
-        return fail(str(error))
-
-
-def _write(manifest: Manifest, output: str | None) -> int:
-    if output is None:
-        sys.stdout.write(manifest_file.dumps(manifest))
-    else:
-        try:
+    if arguments.model is None:
+        return fail("`params` needs `--model MODULE:NAME`, or `--check FILE`")
+    manifest, output = sources.manifest_of(model=arguments.model), arguments.output
+    with writing(output):
+        if output is None:
+            sys.stdout.write(manifest_file.dumps(manifest))
+        else:
             manifest_file.write(manifest, output)
-        except OSError as error:
-            return fail(f"cannot write {printable(output)}: {error.strerror or error}")
-    where = printable(output or "standard output")
-    print(f"{where}: {_about(manifest)}", file=sys.stderr)
+    print(f"{printable(output or 'standard output')}: {_about(manifest)}", file=sys.stderr)
     return 0
 
 
@@ -46,7 +49,7 @@ def _about(manifest: Manifest) -> str:
 
 
 def _check(file: str, model: str | None) -> int:
-    # The file before the model: it takes no time, and may be wrong.
+    # The file is read before the model is built: reading takes no time, and may fail.
     known = manifest_file.from_dict(manifest_file.read_json(file), file)
     changes = list(known.notes)
     if model is not None:

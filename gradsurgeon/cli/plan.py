@@ -1,19 +1,26 @@
-"""``gradsurgeon plan``: what rules bind to in a model. Imports torch for ``--model`` only."""
+"""``gradsurgeon plan``: what rules bind to in a model. Only `--model` imports torch."""
 
 import argparse
 import json
 import sys
 
 from gradsurgeon import planning
-from gradsurgeon.cli import fail
 from gradsurgeon.cli.lint import UNREADABLE
-from gradsurgeon.errors import BindError, ManifestError, ModelError, RuleFileError
+from gradsurgeon.cli.options import RULE_FILE, add_import, add_names
+from gradsurgeon.errors import BindError, RuleFileError
 from gradsurgeon.review import sources
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help=RULE_FILE)
+    add_names(parser)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    add_import(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        # Before the model is built: that takes longer, and needs torch.
+        # The rules come first: building the model takes longer, and needs torch.
         rules = sources.rules_at(arguments.file)
         for problem in rules.warnings:
             print(problem.concise(), file=sys.stderr)
@@ -24,7 +31,5 @@ def run(arguments: argparse.Namespace) -> int:
     except BindError as error:
         print(error, file=sys.stderr)
         return 1
-    except (ManifestError, ModelError) as error:
-        return fail(str(error))
     print(json.dumps(plan.to_dict(), indent=2) if arguments.format == "json" else plan)
     return 0

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.fail_on import (
@@ -18,6 +19,7 @@ from gradsurgeon.cli.fail_on import (
     why_unknown,
 )
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.events import EventKind
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report import from_run, title_of
 from gradsurgeon.report.page_file import write_page
@@ -28,6 +30,34 @@ from gradsurgeon.store.run import open_run
 
 # Processes and models of one script make two levels, and people sort their runs into folders.
 _DEEPEST = 6
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, finished or still being written, or a folder of run directories",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one offline page instead: curves, a map of all norms, traps, rules; several runs are "
+        "shown side by side",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "github"),
+        default="text",
+        help="json is documented and stable, with NaN and Infinity as texts; github annotates a job with the "
+        "events that `--fail-on` names; default: text",
+    )
+    parser.add_argument(
+        "--fail-on",
+        metavar="KIND,...",
+        help="exit with 1 if an event of one of these kinds is in the run, or in a run inside it: "
+        f"{', '.join(get_args(EventKind))}",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,10 @@ from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    del parser  # there are none
+
+
 def run(arguments: argparse.Namespace) -> int:
     del arguments
     print(json.dumps(document_schema(), indent=2, ensure_ascii=False))
@@ -18,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
 # A path that is neither absolute nor a pack that does not exist.
 _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
-# What an editor shows in the place of the pattern; validators have no such word and pass it over.
+# Editors show this text instead of the pattern; validators ignore the keyword.
 _ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
 
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
@@ -61,7 +65,7 @@ def document_schema() -> dict[str, Any]:
             },
         },
         "required": ["version"],
-        # No single key can say so: one of the two at least.
+        # At least one of the two.
         "anyOf": [{"required": ["rules"]}, {"required": ["include"]}],
         "additionalProperties": False,
         "$defs": rules,
@@ -103,14 +107,12 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
 
 
 def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
-    """Return the choice of `tensor`; listed, so that editors can offer it."""
+    """Return the choices of `tensor` as a list, which editors can offer."""
     if rule.targets == ("params",):
-        return {"const": "grad", "description": "The gradient: a parameter has no other."}
+        return {"const": "grad", "description": "The gradient, the only choice for a parameter."}
     if issubclass(rule, LossRule):
         choices = [{"enum": ["input.grad", "grad"]}, {"type": "string", "pattern": _INPUT_GRADIENT}]
-        description = (
-            "Of modules `input.grad`, or one by path as `input[0].grad`; of a parameter `grad`."
-        )
+        description = "For modules `input.grad`, or one by path such as `input[0].grad`; for parameters `grad`."
         return {"anyOf": choices, "description": description}
     words = ["output", "input", "output.grad", "input.grad", "grad", "value"]
     choices = [{"enum": words}, {"type": "string", "pattern": _TENSOR_PATH}]
@@ -123,7 +125,7 @@ def _unknown(rule: type[Rule]) -> set[str]:
         unknown.add("at")
     only_gradients = issubclass(rule, LossRule)
     if only_gradients or ("modules" not in rule.targets and "tensors" not in rule.targets):
-        unknown.add("when")  # of values, which parameters do not have
+        unknown.add("when")  # is for values, and parameters have none
     return unknown
 
 
@@ -137,7 +139,7 @@ def _together(rule: type[Rule]) -> dict[str, Any]:
         needs[target] = [*needs.get(target, ()), option]
     conditions: dict[str, Any] = {}
     if len(rule.targets) > 1:
-        # `oneOf` would say it in one word, but an editor then shows neither the line nor the reason.
+        # `oneOf` would be shorter, but editors then show neither the line nor the reason.
         conditions["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
         conditions["dependentSchemas"] = {
             kind: {"properties": dict.fromkeys(rule.targets[index:], False)}
@@ -151,10 +153,10 @@ def _together(rule: type[Rule]) -> dict[str, Any]:
 
 
 def _simple(value: Any, definitions: dict[str, Any]) -> Any:
-    """Return a part of a schema with references written out and without what editors misread.
+    """Return a part of a schema with references written out, and without parts that editors misread.
 
-    A key without a value is refused in a file, so that `null` is no choice; and a title derived from
-    the name of a key hides the key in the list of completions.
+    A rule file must not hold a key without a value, so `null` is no choice. A title derived from the name of a
+    key would hide the key in the list of completions.
     """
     if isinstance(value, list):
         return [_simple(one, definitions) for one in value]
@@ -173,6 +175,6 @@ def _simple(value: Any, definitions: dict[str, Any]) -> Any:
     kept = [choice for choice in choices if choice != {"type": "null"}]
     if len(kept) == 1:
         return {**kept[0], **value}
-    # Patterns are a choice themselves, in a choice between them and nothing.
+    # The schema of patterns is a choice itself, inside the choice between patterns and nothing.
     kept = [one for choice in kept for one in choice.get("anyOf", [choice])]
     return {"anyOf": kept, **value} if kept else value

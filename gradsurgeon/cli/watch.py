@@ -3,12 +3,13 @@
 import argparse
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gradsurgeon.cli import fail
+from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import runs_inside, why_no_page
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
@@ -20,27 +21,49 @@ from gradsurgeon.store.layout import RUN_FILE
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
-_WAIT_SECONDS = 1.0
+_LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes time from the training
 # A page is written anew after so many seconds at least, and so many times as long as it took to write.
 _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--every",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help=f"how often to look, at least {_LEAST_SECONDS}; default: 2",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="also write the page of `report --html`, anew every few seconds",
+    )
+    parser.epilog = (
+        "The command ends with the run, or when you press q. If standard output is no terminal, or TERM is "
+        "`dumb`, it prints one line per look. NO_COLOR turns colours off."
+    )
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if _LEAST_SECONDS <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {_LEAST_SECONDS}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
     if arguments.html is not None and (reason := why_no_page(arguments.html)):
         return fail(reason)
-    if not arguments.wait and not _is_there(folder):
+    # `Path.exists` raises in a folder that must not be read.
+    if not os.path.exists(folder / RUN_FILE):  # noqa: PTH110
         return fail(_why_not_there(folder))
     try:
-        _wait_for(folder, arguments.every)
         live = LiveRun(folder)
         page = None if arguments.html is None else _Page(folder, Path(arguments.html))
-        if arguments.once:
-            snapshot = _read(live)
-            _print_screen(snapshot)
-            if page is not None:
-                page.update(snapshot)
-        elif can_draw():
+        if can_draw():
             _watch_on_screen(live, page, arguments.every)
         else:
             _watch_in_lines(live, page, arguments.every)
@@ -72,10 +95,6 @@ class _Page:
         self._next = end + self._seconds
 
 
-def _is_there(folder: Path) -> bool:
-    return os.path.exists(folder / RUN_FILE)  # noqa: PTH110 # `Path.exists` raises where it may not look
-
-
 def _why_not_there(folder: Path) -> str:
     where = printable(str(folder))
     if inside := sorted(runs_inside(folder)):
@@ -85,17 +104,9 @@ def _why_not_there(folder: Path) -> str:
             f"processes: watch one of them, such as `gradsurgeon watch {example}`"
         )
     return (
-        f"{where}: there is no run ({RUN_FILE}), which begins with the training: pass --wait to wait for "
-        "it, or the directory that `record=` or `--record` names"
+        f"{where}: there is no run ({RUN_FILE}) yet: start the training first, and name the directory of its "
+        "`record=` or `--record`"
     )
-
-
-def _wait_for(folder: Path, every: float) -> None:
-    if not _is_there(folder):
-        text = f"waiting for a run in {printable(str(folder))}; Ctrl-C ends that"
-        print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)
-    while not _is_there(folder):
-        time.sleep(min(every, _WAIT_SECONDS))
 
 
 def _read(live: LiveRun) -> Snapshot:
@@ -116,7 +127,8 @@ def _watch_on_screen(live: LiveRun, page: _Page | None, every: float) -> None:
 
         last = _follow(live, page, show, lambda: terminal.quits_within(every))
     if last is not None:
-        _print_screen(last)
+        for line in screen(last, size()[0]):
+            print(line.text)
         print(f"\n{ending(last)}")
 
 
@@ -148,8 +160,3 @@ def _follow(
             return snapshot
         if quits():
             return None
-
-
-def _print_screen(snapshot: Snapshot) -> None:
-    for line in screen(snapshot, size()[0]):
-        print(line.text)

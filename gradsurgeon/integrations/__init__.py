@@ -1,9 +1,9 @@
-"""Callbacks of trainers: rules act while the trainer trains, and its own log shows what they measure.
+"""Callbacks for trainers: rules act while the trainer trains, and its own log shows their measurements.
 
-* `LightningCallback` for the trainer of Lightning,
-* `TransformersCallback` for the `Trainer` of Hugging Face.
+* `LightningCallback` for Lightning's trainer,
+* `TransformersCallback` for Hugging Face's `Trainer`.
 
-A trainer is imported when its callback is first asked for, and not before.
+The first access to a callback imports its trainer.
 """
 
 from importlib import import_module

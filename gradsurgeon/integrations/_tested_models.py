@@ -1,9 +1,9 @@
-"""The rules on the models that one test trains: put on before its body, and taken off after it."""
+"""Rules on the models that one test trains, from the start of its body to the end."""
 
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self, overload
+from typing import Any, Self
 
 from gradsurgeon.errors import BindError
 from gradsurgeon.events import is_trip
@@ -16,17 +16,17 @@ from gradsurgeon.schema import RuleSet
 from gradsurgeon.session import Session
 
 _NOTHING_TRAINED = (
-    "the body of the test trained no model: no optimizer of torch came to a step on the parameters of a module, so "
-    "that no rule could act. What a fixture trains does not count. Train in the body, or take the marker off"
+    "the body of the test trained no model: no torch optimizer took a step on the parameters of a module, so no "
+    "rule could act. Training in a fixture does not count. Train in the body, or remove the marker"
 )
 _SWALLOWED = (
-    "a gradient was not finite, and the body of the test went on. With a trap of its own (a rule file or a dict) it "
-    "decides by itself what that means; the marker without rules always fails it"
+    "a gradient was non-finite, and the body of the test caught the error. Without rules, the marker always fails "
+    "such a test; pass rules with a trap of your own to decide otherwise"
 )
 
 
 class TestedSessions(Sequence[Session]):
-    """The sessions on the models that the test has trained so far, in the order in which these were found."""
+    """The sessions on the models that the test trained so far, in the order of discovery."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -36,11 +36,7 @@ class TestedSessions(Sequence[Session]):
         trained = [model.session for model in self._models.attached if is_trained(model)]
         return [self._made.setdefault(session, Session(session)) for session in trained]
 
-    @overload
-    def __getitem__(self, index: int) -> Session: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Session]: ...
-    def __getitem__(self, index: int | slice) -> Session | list[Session]:
+    def __getitem__(self, index: Any) -> Any:
         return self._now()[index]
 
     def __len__(self) -> int:
@@ -51,27 +47,27 @@ class TestedSessions(Sequence[Session]):
 
 
 def is_trained(model: AttachedModel) -> bool:
-    """Tell whether an update has been attempted, or a rule has acted: a trap may have stopped the first one."""
+    """Tell whether an update was attempted, or a rule fired: a trap may have stopped the first update."""
     session = model.session
     acted = session.step > model.start or any(one.fired for one in session.status().values())
     return acted and not model.replaced
 
 
 class TestedModels:
-    """Rules on whatever is trained within a ``with`` block."""
+    """Rules on all models that are trained within a ``with`` block."""
 
     def __init__(self, rules: RuleSet, *, observe: bool, fails: bool) -> None:
         self._models = Models(Settings(rules="", observe=observe, quiet=True), rules)
         self._detector = TrainingDetector(self._models)
-        self._fails = fails and not observe  # whenever a trap has tripped
+        self._fails = fails and not observe  # if a trap tripped
         self.sessions = TestedSessions(self._models)
 
     def __enter__(self) -> Self:
-        # As pytest itself does next: the traceback of a test that failed before keeps the models of that one.
+        # pytest clears these next; the traceback of an earlier failure keeps the models of that test alive.
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             vars(sys).pop(name, None)
         self._detector.install()
-        # Fixtures may have built them, and the first step is to be diagnosed as any other.
+        # A fixture may have built the model, and the first step needs a diagnosis like any other.
         self._detector.search_built()
         return self
 
@@ -97,7 +93,7 @@ class TestedModels:
         return "\n\n".join(event.message for event in trips)
 
     def problem(self) -> str:
-        """Return why the test fails although its body came to its end; empty if it does not."""
+        """Return why the test fails although its body raised nothing; empty if it passes."""
         if not self.sessions:
             return _NOTHING_TRAINED
         try:

@@ -1,4 +1,4 @@
-"""Rules on the model of a trainer, from the beginning of its training to the end, and what its log gets."""
+"""Rules on the model of a trainer during its training, and the numbers for its log."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PREFIX = "gradsurgeon"
 
 
 class Applied:
-    """What both callbacks share. All of it is on the thread of the training.
+    """The common part of both callbacks, all of it on the thread of the training.
 
     Args:
-        rules: whatever `gradsurgeon.load` takes; read at once, so that mistakes show before data is loaded.
-        names: patterns of tensors that get a curve each besides.
-        options: of `gradsurgeon.apply`; the first step is that of the trainer.
+        rules: as for `gradsurgeon.load`; read at once, so mistakes show before data is loaded.
+        names: patterns of tensors that get a curve each.
+        options: of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
     """
 
     def __init__(self, rules: api.Rules, names: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Applied:
         self._parts: dict[tuple[str, str, str], Parts] = {}
 
     def begin(self, model: nn.Module, start_step: int) -> Session:
-        """Apply the rules; what an earlier training has left on a model comes off first."""
+        """Apply the rules, after removing the rules of an earlier training."""
         self.end(log_raised=True)
         self._counts.clear()
         self._told.clear()
@@ -63,29 +63,29 @@ class Applied:
         return self.session
 
     def warn(self, text: str) -> None:
-        """Say something in a warning and in the records, as rules tell of themselves."""
+        """Warn, and note the warning in the records as rules do."""
         if self.session is not None:
-            log = self.session._attachment.context.event_log  # noqa: SLF001 # a rule is no part of it
+            log = self.session._attachment.context.event_log  # noqa: SLF001 # no rule emits it
             log.emit("notice", text, step=self.session.step, warn=True)
 
     def warn_of_clip(self, clip: float | None, how: str) -> None:
-        """Warn where a trainer cuts the norms that a rule learns from before the rule sees them."""
+        """Warn if the trainer clips norms before a rule that learns from norms sees them."""
         rules = () if self.session is None else self.session.plan.rules.rules
         if clip and (learning := [rule.id for rule in rules if rule.judges_first]):
             self.warn(
-                f"the trainer cuts the norm of the gradients to {clip:g} before rule {learning[0]} sees it, which then "
-                f"learns that all are alike and finds no spike: {how}, and clip by a `clip-norm` rule"
+                f"the trainer clips the norm of the gradients to {clip:g} before rule {learning[0]} sees it, so the rule "
+                f"finds no spike: {how}, and clip by a `clip-norm` rule"
             )
 
     def begins_anew(self, why: str) -> None:
-        """Say that a training is resumed, and that the rules do not know what they had learnt."""
+        """Warn that a training is resumed without what the rules had learnt."""
         step = 0 if self.session is None else self.session.step
         self.warn(
-            f"training goes on from step {step:,}, and the rules begin anew with what they learn: {why}"
+            f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
 
     def end(self, *, log_raised: bool = False) -> None:
-        """Take the rules off; what `on_event` has raised is raised, or logged where something else is."""
+        """Remove the rules. An error of `on_event` is raised, or with ``log_raised`` logged."""
         acting, self._acting = self._acting, False
         if acting and self.session is not None:
             self.session.__exit__(Exception if log_raised else None)
@@ -96,9 +96,9 @@ class Applied:
             self._on_event(event)
 
     def metrics(self) -> dict[str, float]:
-        """Return what each rule has measured last, and the counts of events, unless they were returned before.
+        """Return the last measurements of each rule, and the counts of events, if they are new.
 
-        It is nothing once the rules are off. On a device it waits for what was measured there.
+        Returns nothing once the rules are removed. Waits for the device that measured.
         """
         if not self._acting:
             return {}
@@ -107,7 +107,7 @@ class Applied:
             chosen = [
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
-            # The norms of the ten largest are of other tensors each time, and a trainer's log is for few numbers.
+            # The ten largest norms belong to other tensors each time, and a trainer's log is for few numbers.
             largest = f"{row.key.rule}/top/"
             found |= {
                 name: value
@@ -126,14 +126,14 @@ class Applied:
             return
         found: dict[tuple[str, str, str], list[Measured]] = {}
         over = self.session.step
-        for series in list(self.session._attachment.records):  # noqa: SLF001 # all of them at once
+        for series in list(self.session._attachment.records):  # noqa: SLF001 # all series at once
             if (row := _last(series, over)) is not None:
                 found.setdefault(series.key[:3], []).append(row)
         for group, rows in found.items():
             yield from self._new_of(self._parts.setdefault(group, Parts()), rows)
 
     def _new_of(self, parts: Parts, rows: Sequence[Measured]) -> Iterator[Measured]:
-        """Yield those of one rule that have not been logged: as one, or by names of their own."""
+        """Yield the rows of one rule that were not logged yet: as one series, or by their own names."""
         new = [row for row in rows if row.step > self._logged.get(id(row.key), -1)]
         for row in sorted(new, key=attrgetter("step")):
             self._logged[id(row.key)] = row.step
@@ -145,7 +145,7 @@ class Applied:
 
 
 def _last(series: Series, over: int) -> Measured | None:
-    """Return the last row of a step that is over: with accumulation a later one may not be complete."""
+    """Return the last row of a finished step; with accumulation, a later row may be incomplete."""
     for step, values, bits in reversed(series.rows):
         if step < over:
             columns = range(len(series.key.names)) if bits is not None else ()

@@ -1,4 +1,4 @@
-"""Rules in the trainer of Lightning."""
+"""Rules in Lightning's trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECKPOINT = "gradsurgeon"
 
 
 def _lightning() -> Any:
-    """Return the package that the script uses, under the one or the other of its names."""
+    """Return Lightning, under the name by which the script imported it."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -42,22 +42,23 @@ if not TYPE_CHECKING:
 class LightningCallback(Callback):
     """Applies rules while ``Trainer.fit`` trains: ``Trainer(callbacks=[LightningCallback("rules.yaml")])``.
 
-    The rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
-    step, after a checkpoint was restored, until `fit` ends or raises; the sanity check before it runs without. A
-    checkpoint has what the rules have learnt, and they go on from there; where one has nothing of it, a warning says so.
-    The plan goes to the log of the trainer, and every ``log_every_n_steps`` steps its loggers get
-    of each rule that records norms the norm of all tensors together, their median and how many are not
-    finite, ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``; and how many events of each kind there
-    were, ``gradsurgeon/events/<kind>``. They are those of the first rank. The diagnosis of a trap needs a
-    ``training_step`` that calls ``self(batch)``, not only parts of the module.
+    Rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
+    step, after a checkpoint is restored, until `fit` ends or raises, but not in the sanity check. Checkpoints hold
+    what the rules learnt, and a resumed training loads it; a checkpoint without it causes a warning.
+
+    The plan goes to the trainer's log. Every ``log_every_n_steps`` steps, its loggers get numbers of the first
+    rank. For each rule that records norms these are the norm of all tensors together, the median, and the number
+    of non-finite norms: ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``. The number of events of each
+    kind is ``gradsurgeon/events/<kind>``. The diagnosis of a trap needs a ``training_step`` that calls
+    ``self(batch)``, not only parts of the module.
 
     Args:
-        rules: whatever `gradsurgeon.load` takes.
-        names: patterns, as in rule files, of tensors that get a curve each besides.
-        **options: further options of `gradsurgeon.apply`, but for `start_step`, which is the trainer's.
+        rules: as for `gradsurgeon.load`.
+        names: patterns, as in rule files, of tensors that get a curve each.
+        **options: further options of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
 
     Attributes:
-        session: the session of the last `fit`, whose records stay readable; ``None`` before.
+        session: the session of the last `fit`, with readable records; ``None`` before.
 
     Raises:
         RuleFileError: the rules are not valid.
@@ -67,9 +68,9 @@ class LightningCallback(Callback):
     def __init__(self, rules: Rules, *, names: Sequence[str] = (), **options: Any) -> None:
         super().__init__()
         self._applied = Applied(rules, names, options)
-        # How many steps the trainer had counted, which adds up several optimizers, and what the rules knew.
+        # The trainer's step count, which adds up several optimizers, and the state of the rules at that step.
         self._kept: dict[str, Any] = {"trainer": 0, "session": None}
-        # An update of this batch has begun.
+        # True while an update of this batch runs.
         self._updating = False
 
     @property
@@ -83,9 +84,8 @@ class LightningCallback(Callback):
             session.load_state_dict(kept["session"])
         elif step:
             self._applied.begins_anew("the checkpoint was written without this callback")
-        if (
-            trainer.gradient_clip_algorithm != "value"
-        ):  # which leaves norms as different as they were
+        # Clipping by value leaves norms different from each other.
+        if trainer.gradient_clip_algorithm != "value":
             self._applied.warn_of_clip(trainer.gradient_clip_val, "leave gradient_clip_val out")
         _pl.utilities.rank_zero_info(str(session.plan))
 
@@ -94,12 +94,12 @@ class LightningCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self._updating = False
-        # As Lightning itself asks for its own metrics, and with the step that these have.
-        if not trainer._logger_connector.should_update_logs:  # noqa: SLF001 # there is no other way
+        # At the same batches, and with the same step, as Lightning's own metrics.
+        if not trainer._logger_connector.should_update_logs:  # noqa: SLF001 # no public name
             return
-        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():  # noqa: SLF001 # the same
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():  # noqa: SLF001 # as above
             return
-        self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # the same
+        self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # as above
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         self._end(trainer)
@@ -126,7 +126,7 @@ class LightningCallback(Callback):
 
     def _end(self, trainer: Any) -> None:
         self._keep(trainer)
-        # A batch is counted at its end, which one that has raised does not come to.
+        # Lightning counts a batch at its end, which a batch that raised does not reach.
         stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
         self._log(trainer, stepped if self._updating else max(0, stepped - 1))
         self._updating = False

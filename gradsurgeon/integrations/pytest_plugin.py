@@ -1,7 +1,7 @@
-"""The plugin for pytest: `@pytest.mark.gradsurgeon` puts a trap, or rules, on every model that a test trains.
+"""The pytest plugin: `@pytest.mark.gradsurgeon` puts a trap, or rules, on every model that a test trains.
 
-Every pytest imports this module wherever gradsurgeon is installed. So it imports neither torch nor the rest of
-gradsurgeon before a test is marked.
+Every pytest run imports this module if gradsurgeon is installed. So the module imports neither torch nor the rest
+of gradsurgeon until a marked test runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MARKER = (
     'gradsurgeon(rules=None, *, mode="act"): put the rules on every model that the body of the test trains; '
-    "without rules a trap that fails the test where a gradient is NaN or infinite"
+    "without rules, a trap fails the test if a gradient is NaN or infinite"
 )
 _TRAP = {"id": "nan-trap", "action": "nan-trap", "params": "*", "then": "raise"}
 _MODELS: pytest.StashKey[TestedModels] = pytest.StashKey()
@@ -30,11 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def gradsurgeon_sessions(request: pytest.FixtureRequest) -> TestedSessions:
-    """The sessions on the models that the body of the test has trained so far: a live sequence."""
+    """The sessions on the models that the body of the test trained so far: a live sequence."""
     if _MODELS not in request.node.stash:
         pytest.fail(
-            "the fixture gradsurgeon_sessions has nothing to show: the test has no marker. Put "
-            "`@pytest.mark.gradsurgeon` on it",
+            "the fixture gradsurgeon_sessions needs a marked test: add `@pytest.mark.gradsurgeon`",
             pytrace=False,
         )
     sessions: TestedSessions = request.node.stash[_MODELS].sessions
@@ -42,7 +41,7 @@ def gradsurgeon_sessions(request: pytest.FixtureRequest) -> TestedSessions:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Before the fixtures, as all plugins are, and after `skipif`.
+    # Plugins run before the fixtures, and after `skipif`.
     if (marker := item.get_closest_marker("gradsurgeon")) is not None:
         try:
             signature(_models).bind(item, *marker.args, **marker.kwargs)
@@ -70,7 +69,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    # Items live until the end of the run, and records may be large.
+    # pytest keeps items until the end of the run, and records may be large.
     if _MODELS in item.stash:
         del item.stash[_MODELS]
 
@@ -98,7 +97,7 @@ def _models(item: pytest.Item, rules: Any = None, *, mode: str = "act") -> Teste
 
 
 def _found(item: pytest.Item, rules: Any) -> Any:
-    """Return rules as they are, and of a relative path the file: beside the test, else in the root directory."""
+    """Return the rules; a relative path is looked up beside the test, then in the root directory."""
     if not isinstance(rules, str | os.PathLike) or "\n" in str(rules):
         return rules
     from gradsurgeon.errors import printable  # noqa: PLC0415 # only for marked tests
@@ -108,7 +107,7 @@ def _found(item: pytest.Item, rules: Any) -> Any:
         if place.is_file():
             return place
     looked = " and ".join(dict.fromkeys(printable(str(place)) for place in places))
-    raise _failure(f"names a rule file that is not there, looked for at {looked}: correct the path")
+    raise _failure(f"names a rule file that does not exist at {looked}: correct the path")
 
 
 def _shorten(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Rules in the `Trainer` of Hugging Face."""
+"""Rules in Hugging Face's `Trainer`."""
 
 from __future__ import annotations
 
@@ -31,37 +31,39 @@ except ModuleNotFoundError as error:
         "pip install 'gradsurgeon[transformers]'"
     ) from error
 
-# By the model, what is on it: a training that raises tells no callback, and the next one may have another one.
+# The rules on each model: a training that raises tells no callback, and the next may use another callback.
 _on: WeakKeyDictionary[Any, Applied] = WeakKeyDictionary()
 _NOT_FIRST = (
-    "this release of transformers does not show its list of callbacks: the numbers of the rules are in "
+    "this release of transformers hides its list of callbacks: the numbers of the rules are in "
     "trainer.state.log_history, but may be missing in TensorBoard and other reporters; pass sinks=[...] to "
     "TransformersCallback to send them there"
 )
 _NOT_TOLD = (
-    "this release of transformers does not show which checkpoint it goes on from; give what that has in `state-RANK.pt` to "
-    "`callback.session.load_state_dict()` in `on_train_begin` of a callback that comes after this one"
+    "this release of transformers hides the checkpoint that it resumes from; in `on_train_begin` of a callback after "
+    "this one, pass the content of its `state-RANK.pt` to `callback.session.load_state_dict()`"
 )
 
 
 class TransformersCallback(TrainerCallback):
     """Applies rules while ``Trainer.train`` trains: ``Trainer(..., callbacks=[TransformersCallback("rules.yaml")])``.
 
-    The rules act from the first step, after a checkpoint was restored, until the training ends. The trainer
-    tells no callback when it raises: then they stay on the model until its next training begins,
-    or `gradsurgeon.remove` is called. Each checkpoint of the trainer has what the rules have learnt, in `state-RANK.pt`,
-    and they go on from the one that the trainer resumes from, wherever it is; where it has none, a warning says so. The plan is printed on the first rank. Whatever the trainer logs while it trains,
-    on the console, in ``trainer.state.log_history`` and to its reporters, has of each rule that records norms
-    the norm of all tensors together, their median and how many are not finite, ``gradsurgeon/<rule>/total``,
-    ``median`` and ``not finite``; and how many events of each kind there were, ``gradsurgeon/events/<kind>``.
+    The rules act from the first step, after a checkpoint is restored, until the training ends. A trainer that
+    raises tells no callback. Then the rules stay on the model until its next training, or until
+    `gradsurgeon.remove`. Each checkpoint holds in `state-RANK.pt` what the rules learnt, and a resumed training
+    loads it; a checkpoint without it causes a warning. The first rank prints the plan.
+
+    The trainer's log on the console, in ``trainer.state.log_history`` and in its reporters gets further numbers. For
+    each rule that records norms these are the norm of all tensors together, the median, and the number of
+    non-finite norms: ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``. The number of events of each
+    kind is ``gradsurgeon/events/<kind>``.
 
     Args:
-        rules: whatever `gradsurgeon.load` takes.
-        names: patterns, as in rule files, of tensors that get a number each besides.
-        **options: further options of `gradsurgeon.apply`, but for `start_step`, which is the trainer's.
+        rules: as for `gradsurgeon.load`.
+        names: patterns, as in rule files, of tensors that get a number each.
+        **options: further options of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
 
     Attributes:
-        session: the session of the last training, whose records stay readable; ``None`` before.
+        session: the session of the last training, with readable records; ``None`` before.
 
     Raises:
         RuleFileError: the rules are not valid.
@@ -91,23 +93,25 @@ class TransformersCallback(TrainerCallback):
             print(session.plan)  # noqa: T201 # as the trainer prints its log
 
     def _resume(self, session: Session, step: int) -> None:
-        """Go on from what the rules knew at the checkpoint that the trainer has restored, where it has one."""
+        """Load the state of the rules from the checkpoint that the trainer restored, if there is one."""
         folder = self._restored()
         if isinstance(folder, (str, PathLike)):
             if (found := state_file.read(Path(folder))) is not None:
-                found.load(session._attachment.controller)  # noqa: SLF001 # with the file in its errors
+                found.load(session._attachment.controller)  # noqa: SLF001 # names the file in errors
             else:
                 name = state_name(_dist.rank())
                 where = printable(str(Path(folder) / name))
-                self._applied.begins_anew(f"there is no {where}, as without this callback")
+                self._applied.begins_anew(
+                    f"there is no {where}; a training without this callback writes none"
+                )
         elif step:
             self._applied.begins_anew(_NOT_TOLD)
 
     def _restored(self) -> object:
-        """Return the checkpoint that the trainer goes on from.
+        """Return the checkpoint that the trainer resumes from.
 
-        No callback is told, and neither `args` nor `state` has it; a checkpoint of the same step in the output
-        directory may be that of another training. So it is taken from the trainer, which is calling this one now.
+        The trainer passes it to no callback, and neither `args` nor `state` holds it. A checkpoint of the same
+        step in the output directory may belong to another training. So it is read from the calling trainer.
         """
         for scope in _callers():
             handler = getattr(scope.get("self"), "callback_handler", None)
@@ -119,7 +123,7 @@ class TransformersCallback(TrainerCallback):
         if self.session is None:
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        # On a machine of its own another rank may have none: it resumes from what the first one knows.
+        # A rank on another machine may have no folder; it resumes from the state of the first rank.
         if not folder.is_dir() and _dist.rank():
             return
         try:
@@ -127,7 +131,7 @@ class TransformersCallback(TrainerCallback):
         except OSError as error:
             why = printable(error.strerror or str(error))
             self._applied.warn(
-                f"what the rules have learnt is not in {printable(str(folder))}: {why}; training goes on"
+                f"cannot save what the rules learnt in {printable(str(folder))}: {why}; training continues"
             )
 
     def on_log(
@@ -137,7 +141,7 @@ class TransformersCallback(TrainerCallback):
             return
         metrics = self._applied.metrics()
         logs.update(metrics)
-        # The history has a copy, made just before.
+        # The history holds a copy, which the trainer made just before.
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, *_: Any, model: Any, **_kwargs: Any) -> None:
@@ -145,10 +149,10 @@ class TransformersCallback(TrainerCallback):
         self._applied.end()
 
     def _come_first(self) -> None:
-        """Stand before the reporters, which the trainer puts first: they report what the log holds when they see it.
+        """Move before the reporters, which the trainer puts first: they report the log as they find it.
 
-        No callback is given the list, so that it is taken from the handler that goes through it right now. Nobody is
-        left out or called twice: those that come after this one stay where they are.
+        The trainer passes the list to no callback, so it is read from the handler that is iterating over it. The
+        callbacks after this one keep their places, so none is skipped or called twice.
         """
         for scope in _callers():
             callbacks = getattr(scope.get("self"), "callbacks", None)
@@ -160,7 +164,7 @@ class TransformersCallback(TrainerCallback):
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:
-    """Yield the variables of the functions that are calling, the nearest first."""
+    """Yield the variables of the calling functions, the nearest first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
     while frame is not None:
         yield frame.f_locals

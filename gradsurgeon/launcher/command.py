@@ -1,7 +1,7 @@
 """`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment.
 
-The process is replaced, not wrapped: arguments, exit code, signals, tracebacks and `__main__` are those
-of plain Python, and children of all kinds inherit the environment.
+The launcher replaces itself, so no wrapper process remains: arguments, exit code, signals, tracebacks and
+`__main__` are as in plain Python, and all children inherit the environment.
 """
 
 import argparse
@@ -10,13 +10,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
+from gradsurgeon.launcher.settings import DISABLE, RULES, Settings, is_on
 from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import RUN_FILE, state_name
@@ -33,20 +33,17 @@ def main(argv: Sequence[str]) -> int:
     if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
         return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
-    problem = _problem(rules, arguments.record) or _problem_of_resuming(arguments.resume)
-    if problem := problem or _problem_of_sinks(arguments.sink):
+    if problem := next(_problems(rules, arguments), ""):
         return _fail(problem)
     environment = _settings(rules, arguments).environment(os.environ)
     if arguments.print_env:
         _print_difference(environment)
         return 0
-    is_command = target[0] == "--"
-    if (flag := _blocking_flag()) and not is_command:
+    if (flag := _blocking_flag()) and target[0] != "--":
         why = f"with {flag} Python looks at neither PYTHONPATH nor sitecustomize: leave {flag} out"
         if arguments.strict:
             return _fail(f"the rules cannot get into the script: {why}")
         say(f"the script runs on without rules: {why}")
-    environment |= launch_status.variables(environment, command=is_command)
     return _become_target(target, environment)
 
 
@@ -65,37 +62,27 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
     )
 
 
-def _problem(rules: str, record: str | None) -> str:
+def _problems(rules: str, arguments: argparse.Namespace) -> Iterator[str]:
     if not rules:
-        return f"no rules are given: pass `--rules FILE`, or set {RULES}"
-    if not Path(rules).is_file():
-        return f"{printable(rules)}: there is no such rule file"
-    if record and job.is_taken(Path(record)):
-        return f"{printable(record)} holds a run already: name another directory, or remove it"
-    return ""
-
-
-def _problem_of_resuming(resume: str | None) -> str:
-    if not resume:
-        return ""
-    folder, shown = Path(resume), printable(resume)
-    if not (folder / RUN_FILE).is_file():
-        return f"--resume: {shown} is no run directory"
-    if not any(folder.glob(state_name("*"))):
-        return (
-            f"--resume: {shown} holds no state to go on from: it was ended by force within its first minute, or "
-            "written by an older version; say `--start-step N`"
-        )
-    return ""
-
-
-def _problem_of_sinks(given: Sequence[str]) -> str:
-    reasons = (why_no_sink(text) for text in given)
-    return next((f"--sink: {reason}" for reason in reasons if reason), "")
+        yield f"no rules are given: pass `--rules FILE`, or set {RULES}"
+    elif not Path(rules).is_file():
+        yield f"{printable(rules)}: there is no such rule file"
+    if arguments.record and job.is_taken(Path(arguments.record)):
+        yield f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
+    if arguments.resume:
+        folder, shown = Path(arguments.resume), printable(arguments.resume)
+        if not (folder / RUN_FILE).is_file():
+            yield f"--resume: {shown} is no run directory"
+        if not any(folder.glob(state_name("*"))):
+            yield (
+                f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
+                "older version wrote it; pass `--start-step N` instead"
+            )
+    yield from (f"--sink: {reason}" for sink in arguments.sink if (reason := why_no_sink(sink)))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut a command line in two where the script begins: at the first word that is no option of ours."""
+    """Return the options of the launcher, and the script with its arguments: from the first other word on."""
     words = list(argv)
     script = 0
     while script < len(words):
@@ -107,14 +94,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def script_command(target: Sequence[str]) -> list[str]:
-    """Return the command that runs a script as plain Python would, with the flags of this one."""
+    """Return the command that runs a script as plain Python would, with the flags of this interpreter."""
     return [sys.executable, *_flags(), *target]
 
 
 def _flags() -> list[str]:
-    # What `subprocess` and `multiprocessing` themselves hand on: -O, -W, some -X and the like.
+    # `subprocess` and `multiprocessing` hand on the same flags: -O, -W, some -X and the like.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
-    # What they do not. `torchrun` starts its workers with -u: their output is not to wait in a buffer.
+    # They omit -u, with which `torchrun` starts its workers so that no output waits in a buffer.
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
     if sys.flags.inspect:
@@ -127,7 +114,7 @@ def _flags() -> list[str]:
 
 
 def _blocking_flag() -> str:
-    """Return the flag of this interpreter, handed on to scripts, with which rules cannot get in."""
+    """Return the flag of this interpreter that keeps rules out of scripts; empty if there is none."""
     flags = sys.flags
     given = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site}
     return next((flag for flag, on in given.items() if on), "")
@@ -140,15 +127,14 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
-    if target[0] == "--" and STATUS_FILE in environment and STATUS_FILE not in os.environ:
-        launch_status.leave_observer(environment)
+    environment |= launch_status.variables(environment, program)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":
-        # There `execve` starts another process and ends this one before it.
+        # On Windows, `execve` starts another process and ends this one first.
         return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
     try:
-        os.execve(program, command, environment)  # noqa: S606 # that is what was asked for
+        os.execve(program, command, environment)  # noqa: S606 # the user asked for this command
     except OSError as error:
         return _fail(f"{printable(program)}: {error.strerror}")
 
@@ -156,7 +142,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
 def _print_difference(environment: dict[str, str]) -> None:
     for key, value in environment.items():
         if os.environ.get(key) != value:
-            # As bytes: a path need not be text.
+            # Written as bytes, because a path need not be text.
             sys.stdout.buffer.write(os.fsencode(f"export {key}={shlex.quote(value)}\n"))
 
 
@@ -170,12 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradsurgeon run",
         usage=_USAGE,
         description="Run a training script with rules on it, without editing it.",
-        epilog="The exit code is that of the script, but for --strict: 2 where a rule, or all of them, could not "
-        "act. GRADSURGEON_DISABLE=1 turns everything off.",
+        epilog="The exit code is the script's own; with --strict it is 2 if a rule, or all rules, could not act. "
+        "GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--rules", metavar="FILE", help=f"the rule file; that of {RULES} if not given")
+    add("--rules", metavar="FILE", help=f"the rule file; default: the file in {RULES}")
     add("--record", metavar="DIR", help="write records to this run directory")
     add(
         "--sink",
@@ -188,13 +174,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--resume",
         metavar="RUN",
-        help="go on from what the rules of this run had learnt, and count on from its last update",
+        help="load what the rules of this run had learnt, and continue its step count",
     )
     add(
         "--start-step",
         metavar="N",
         type=_step,
-        help="number of the first update; with --resume, where the checkpoint of the script is older than the end "
+        help="number of the first update; with --resume, needed if the script's checkpoint is older than the end "
         "of that run",
     )
     add(
@@ -205,19 +191,19 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dry-run",
         action="store_true",
-        help="print the plan at the first step, write params.json, stop",
+        help="print the plan at the first step, write params.json, and stop",
     )
-    add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
+    add("--pdb", action="store_true", help="open the debugger at the update that a trap stops")
     add(
         "--quiet",
         action="store_true",
-        help="neither header nor summary: only errors, warnings, traps and skips",
+        help="print no header and no summary: only errors, warnings, traps and skips",
     )
-    add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
+    add("--strict", action="store_true", help="stop if the rules cannot act on the script")
     add(
         "--print-env",
         action="store_true",
-        help="print what a shell has to set so that plain `python` does the same, PYTHONPATH included, and stop",
+        help="print the variables, PYTHONPATH included, with which plain `python` does the same, and stop",
     )
     return parser
 

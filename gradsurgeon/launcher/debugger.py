@@ -1,7 +1,7 @@
-"""`run --pdb`: the debugger, in the line of the script that a trap has stopped."""
+"""`run --pdb`: the debugger, in the line of the script that a trap stopped."""
 
 import os
-import pdb  # noqa: T100 # it is what was asked for
+import pdb  # noqa: T100 # the user asked for it
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from gradsurgeon.launcher.messages import say
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
 _POLL_SECONDS = 0.2
-# Ranks that are started again may find the same store.
+# Restarted ranks may find the same store, so the key holds the number of the restart.
 _OVER = f"gradsurgeon/debugged/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -34,7 +34,7 @@ def _on_end(
     traceback: TracebackType | None,
 ) -> None:
     end(kind, error, traceback)
-    # The script may have raised another error from that of the trap.
+    # The script may have raised another error from the trap's error.
     while error is not None and not isinstance(error, TrapError):
         error = error.__cause__ or error.__context__
     if error is not None and error.__traceback__ is not None:
@@ -45,7 +45,7 @@ def _debug(error: TrapError, traceback: TracebackType) -> None:
     rank = _dist.rank()
     if _dist.world() > 1 and rank != error.rank:
         say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")
-        # Where the other rank kept the store, it has ended with it.
+        # If the other rank hosts the store, the store ends with it.
         with suppress(RuntimeError):
             while not _dist.store().check([_OVER]):
                 time.sleep(_POLL_SECONDS)
@@ -61,7 +61,7 @@ def _debug(error: TrapError, traceback: TracebackType) -> None:
 
 
 def cut_behind_the_script(traceback: TracebackType) -> None:
-    """Take the last frames, which are ours and torch's, off a traceback."""
+    """Drop the last frames of a traceback, which belong to gradsurgeon and torch."""
     last = frame = traceback
     while (deeper := frame.tb_next) is not None:
         frame = deeper

@@ -1,4 +1,4 @@
-"""From parameters that are trained to the models they belong to, among all live objects."""
+"""Find the models of trained parameters among all live objects."""
 
 import gc
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from gradsurgeon import _dist, _live
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the models that parameters belong to: the owners that are nobody's child.
+    """Return the models that own the parameters: the owners that are no child of another module.
 
-    Parameters have their full names that way, also where the optimizer has only some of them. Losses that
-    hold the model they train are passed over, and so are modules that keep the model and a copy of it (EMA).
+    In such a root each parameter has its full name, even if the optimizer holds only a few of them. Losses
+    that hold the model are skipped, and so are modules that keep the model beside a copy of it (EMA).
     """
     wanted = {id(param) for param in params}
-    # What only waits to be collected must not pass for a model.
+    # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()
     modules = _live.instances(nn.Module)
     parents: dict[int, list[nn.Module]] = {}
@@ -25,11 +25,21 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
                 parents.setdefault(id(child), []).append(module)
     _pass_over_keepers(parents, wanted)
-    roots: dict[int, nn.Module] = {}
+    roots: list[nn.Module] = []
+    seen: set[int] = set()
     for module in modules:
-        if any(id(param) in wanted for param in module._parameters.values()):  # noqa: SLF001 # as above
-            roots |= {id(root): root for root in _climb(module, parents)}
-    return _without_repetition(list(roots.values()), wanted)
+        trains = any(id(param) in wanted for param in module._parameters.values())  # noqa: SLF001 # as above
+        waiting = [module] if trains else []
+        while waiting:
+            current = waiting.pop()
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            above = parents.get(id(current), [])
+            waiting += above
+            if not above:
+                roots.append(current)
+    return _without_repetition(roots, wanted)
 
 
 def _is_loss(module: nn.Module) -> bool:
@@ -38,7 +48,7 @@ def _is_loss(module: nn.Module) -> bool:
 
 
 def _pass_over_keepers(parents: dict[int, list[nn.Module]], wanted: set[int]) -> None:
-    """Take out of the parents what only keeps a model and frozen copies of it: nobody trains such a whole."""
+    """Remove parents that only keep a model and frozen copies of it: such a whole is not trained."""
     for child, above in parents.items():
         parents[child] = [
             keeper
@@ -48,7 +58,7 @@ def _pass_over_keepers(parents: dict[int, list[nn.Module]], wanted: set[int]) ->
 
 
 def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
-    # Layers of one shape, of which one is trained, are in containers.
+    # A container may hold layers of one shape of which one is trained.
     if isinstance(keeper, nn.Sequential | nn.ModuleList | nn.ModuleDict) or any(
         param is not None
         for param in keeper._parameters.values()  # noqa: SLF001 # `parameters` hides shared ones
@@ -56,7 +66,7 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
         return False
     children = {id(module): module for module in keeper.children()}
     if (model := children.pop(child, None)) is None:
-        return False  # a place for a module that is empty
+        return False  # an empty place for a module
     copies = [module for module in children.values() if any(True for _ in module.parameters())]
     own = {id(param) for param in model.parameters()}
     alike = all(
@@ -67,7 +77,7 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
     )
     if not copies or not alike:
         return False
-    # A whole that is called may have a frozen and a trained part of one shape: only a copy has the same numbers.
+    # A module with a forward may have a frozen and a trained part of one shape: only a copy has equal numbers.
     is_called = type(keeper).forward is not nn.Module.forward
     return not is_called or all(_equal(copy, model) for copy in copies)
 
@@ -84,28 +94,12 @@ def _shapes(module: nn.Module) -> dict[str, Size]:
     return {name: param.shape for name, param in module.named_parameters()}
 
 
-def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    roots: list[nn.Module] = []
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        above = parents.get(id(current), [])
-        waiting += above
-        if not above:
-            roots.append(current)
-    return roots
-
-
 def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:
-    """Leave out roots whose trained parameters another one has as well: no gradient is edited twice."""
+    """Drop roots whose trained parameters all belong to other roots: no gradient is edited twice."""
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     held = {id(root): {id(param) for param in root.parameters()} for root in roots}
-    # The one that covers most; of several that cover as much, the one that holds least besides.
+    # First the root that covers most; among equals, the root with the fewest other parameters.
     order = sorted(roots, key=lambda r: (-len(held[id(r)] & wanted), len(held[id(r)])))
     for root in order:
         if not (held[id(root)] & wanted) <= covered:

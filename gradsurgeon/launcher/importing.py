@@ -1,4 +1,4 @@
-"""Waits for a script to import torch. Until then nothing has been paid for."""
+"""Wait for a script to import torch. Until then the launcher imports next to nothing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gradsurgeon.launcher.settings import PREFIX, Settings, from_environment
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
 else:
-    # The import system asks for no base class, and these would import compression, random numbers and more.
+    # The import system needs no base class, and these classes import compression, random numbers and more.
     Loader = MetaPathFinder = object
 
 
 def start() -> None:
-    """Arrange for the rules to be there once torch is, if the environment says so."""
+    """Put rules on this process once it imports torch, if the environment holds rules."""
     settings = from_environment(os.environ)
     if settings is None:
         return
-    # Another Python on the way, such as that of a tool, is left alone unless it may train something.
+    # Another Python, such as the interpreter of a tool, gets a message only if it imports torch.
     ours = os.environ.get(PREFIX, sys.prefix)
     if sys.prefix == ours:
-        launch_status.start()
+        launch_status.start(settings)
         waiting = partial(_activate, settings)
     else:
         reason = (
-            f"this is the Python of {sys.prefix}, gradsurgeon is installed in {ours}: install it in the "
-            "former, and use that one"
+            f"this is the Python of {sys.prefix}, and gradsurgeon is installed in {ours}: install it here, and "
+            "start `gradsurgeon run` from here"
         )
         waiting = partial(launch_status.run_without_rules, settings, reason)
     sys.meta_path.insert(0, _Finder("torch", waiting))
@@ -44,9 +44,9 @@ def start() -> None:
 
 def _activate(settings: Settings) -> None:
     launch_status.note(launch_status.TORCH_IMPORTED)
-    # Only now: this imports the rest of the package, and torch is there already.
     try:
-        from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415 # as said
+        # Imported late, because this module imports the rest of the package, and torch.
+        from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         launch_status.run_without_rules(settings, reason)
@@ -55,12 +55,12 @@ def _activate(settings: Settings) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Calls back once a module has been imported, and then takes itself off the path."""
+    """Calls back once a module is imported, and then removes itself from the path."""
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
         self._name = name
         self._imported = imported
-        # Threads that search through this finder: to them it has nothing to add.
+        # Threads that are inside this finder: their second search passes it by.
         self._searching: set[int] = set()
 
     def find_spec(
@@ -89,7 +89,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Executes a module by the loader it has, and calls back."""
+    """Executes a module by its own loader, and calls back."""
 
     def __init__(self, loader: Loader, executed: Callable[[], None]) -> None:
         self._loader = loader
@@ -99,12 +99,12 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Only what is ours is put back: another loader around this one may have put itself there.
+        # Put back only our own entries: another loader may have wrapped this one.
         if module.__spec__ is not None and module.__spec__.loader is self:
             module.__spec__.loader = self._loader
         if module.__loader__ is self:
             module.__loader__ = self._loader
-        # Nothing of what torch and we build here will ever be garbage.
+        # Nothing that torch and gradsurgeon build here ever becomes garbage.
         with _live.uncollected():
             self._loader.exec_module(module)
             self._executed()

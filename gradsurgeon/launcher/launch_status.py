@@ -1,57 +1,64 @@
-"""Says at the end of a launched script that no rule acted, if none of its processes trained anything.
+"""Say at the end of a launch that no rule acted, if none of its processes trained anything.
 
-Which process trains is not known beforehand: under torchrun the first one only waits for its workers.
-So all note in a file how far they came, the status file, and who was launched reads it at the end.
-
-A command may be anything, such as a shell, that cannot read it. The launcher turns into it, so that signals and
-exit code are those of the command; another process waits for its end, and is no child of the command, which may
-wait for any of its own.
+Which process trains is not known beforehand: under torchrun the first process only waits for its workers.
+So every process notes in a shared status file how far it came, and the launched process reads the file at
+its end. A command that is not this Python, such as a shell, reads no file: there the launch says nothing.
 """
 
 import atexit
 import os
-import select
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.settings import DRY_RUN, STATUS_FILE, STRICT, Settings
+from gradsurgeon.launcher.settings import Settings
 
-# The process that was launched, if it can read the status file at its end.
+STATUS_FILE = "GRADSURGEON_STATUS_FILE"
+# Process id of the launched process.
 _MAIN = "GRADSURGEON_MAIN"
-# A process has taken the rules; it has imported torch; it trains something, or has said why not.
-RULES_TAKEN, TORCH_IMPORTED, EXPLAINED = b"p", b"t", b"b"
+# The notes of a process: it imported torch; it trains something, or a message said why not.
+TORCH_IMPORTED, EXPLAINED = b"t", b"b"
 
-# What the process that was launched has noted: it needs no file.
+# The launched process keeps its own notes here, and needs no file.
 _noted: list[bytes] = []
 
-REFUSED = 2  # the exit code where the rules could not act
-_refusing: list[int] = []  # processes that are to end with it
+REFUSED = 2  # the exit code if the rules could not act
+_refusing: list[int] = []  # processes that will end with it
 
 
-def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
-    """Return the variables for what this process turns into; a ``command`` may not be Python."""
-    if base.get(STATUS_FILE):
-        return {}  # One launcher below another: the outer one reads the file.
-    import tempfile  # noqa: PLC0415 # every process of a launch imports this module, and it takes long
+def variables(base: Mapping[str, str], program: str) -> dict[str, str]:
+    """Return the variables for the program that this process becomes."""
+    if base.get(STATUS_FILE) or not _runs_this_python(program):
+        return {}  # The outermost of nested launchers reads the file.
+    import tempfile  # noqa: PLC0415 # every process of a launch imports this module, and `tempfile` is slow
 
     name = f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}"
-    told = {STATUS_FILE: str(Path(tempfile.gettempdir()) / name)}
-    return told if command else {_MAIN: str(os.getpid()), **told}
+    return {_MAIN: str(os.getpid()), STATUS_FILE: str(Path(tempfile.gettempdir()) / name)}
 
 
-def start() -> None:
-    # Before anything else is registered: they run last.
+def _runs_this_python(program: str) -> bool:
+    """Tell whether a program is this interpreter, or a script of its environment such as torchrun."""
+    folder = Path(sys.executable).parent
+    if Path(program).parent == folder and Path(program).name.startswith("python"):
+        return True
+    with suppress(OSError), Path(program).open("rb") as file:
+        head = file.read(512)
+        return head.startswith(b"#!") and os.fsencode(folder / "python") in head
+    return False
+
+
+def start(settings: Settings) -> None:
+    """Arrange for the message and the exit code at the end of this process."""
+    # Registered before any other function, so they run last.
     atexit.register(_leave)
     if os.environ.get(STATUS_FILE):
-        note(RULES_TAKEN)
-        atexit.register(_end, os.getpid())
+        atexit.register(_end, os.getpid(), settings.strict or bool(settings.dry_run))
 
 
 def note(stage: bytes) -> None:
+    """Note how far this process came."""
     if _is_main():
         _noted.append(stage)
     elif file := os.environ.get(STATUS_FILE):
@@ -60,59 +67,44 @@ def note(stage: bytes) -> None:
 
 
 def run_without_rules(settings: Settings, reason: str) -> None:
-    """Say in one line that the rules do not get into this script, which runs on unless strict."""
+    """Say in one line that this script gets no rules; it runs on unless the launch is strict."""
     note(EXPLAINED)
     say(f"the script runs on without rules: {reason}")
     if settings.strict:
         raise SystemExit(REFUSED) from None
 
 
-def why_no_rule_acted(stages: bytes) -> str:
-    if EXPLAINED in stages:
-        return ""
-    if TORCH_IMPORTED in stages:
-        return (
-            "no rule acted: no optimizer of torch was built on the parameters of a module, and none of them "
-            "changed between two backward passes (call gradsurgeon.apply in the script)"
-        )
-    if RULES_TAKEN not in stages:
-        return f"no process has taken the rules: no Python of {sys.prefix} ran"
-    # Nobody expects training from Python without torch, unless he says so.
-    return "no rule acted: no process has imported torch" if _is_training_expected() else ""
-
-
-def read_and_remove(file: str) -> bytes:
-    try:
-        stages = Path(file).read_bytes()
-        Path(file).unlink()
-    except OSError:
-        return b""
-    return stages
-
-
-def _is_training_expected() -> bool:
-    return any(os.environ.get(name) for name in (STRICT, DRY_RUN))
-
-
 def _is_main() -> bool:
     return os.environ.get(_MAIN) == str(os.getpid())
 
 
-def _end(pid: int) -> None:
+def _end(pid: int, training_expected: bool) -> None:  # noqa: FBT001 # `atexit` hands it on
     if os.getpid() != pid:
         return  # a forked child
     if hasattr(sys, "last_type"):
-        note(EXPLAINED)  # A traceback tells why.
-    if _is_main():
-        stages = b"".join(_noted) + read_and_remove(os.environ.get(STATUS_FILE, ""))
-        if text := why_no_rule_acted(stages):
-            say(text)
-            if _is_training_expected():
-                refuse()
+        note(EXPLAINED)  # by a traceback
+    if not _is_main():
+        return
+    stages = b"".join(_noted)
+    with suppress(OSError):
+        file = Path(os.environ[STATUS_FILE])
+        stages += file.read_bytes()
+        file.unlink()
+    if EXPLAINED in stages:
+        return
+    if TORCH_IMPORTED in stages:
+        say(
+            "no rule acted: no torch optimizer was built on the parameters of a module, and no parameter changed "
+            "between two backward passes (call gradsurgeon.apply in the script)"
+        )
+    elif training_expected:
+        say("no rule acted: no process imported torch")
+    if training_expected:
+        refuse()
 
 
 def refuse() -> None:
-    """Let this process end with 2, unless it fails by itself."""
+    """Make this process end with exit code 2, unless it fails by itself."""
     _refusing.append(os.getpid())
 
 
@@ -122,46 +114,11 @@ def exit_code_for(status: int) -> int:
 
 
 def _leave() -> None:
-    # Python lets nobody change the exit code once the script has ended: the process is left at once, after
-    # everything else that runs at exit. A traceback has a code of its own.
+    # After the script, Python accepts no other exit code. So this function ends the process, after all
+    # other functions at exit. A traceback has an exit code of its own.
     if os.getpid() not in _refusing or hasattr(sys, "last_type"):
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # whatever the script has put there
+        with suppress(Exception):  # the script may have replaced the stream
             stream.flush()
     os._exit(REFUSED)
-
-
-def leave_observer(environment: Mapping[str, str]) -> None:
-    """Leave a process behind that waits for the end of this one, whatever it turns into."""
-    try:
-        # By its number alone it might be another process by then.
-        end = os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):
-        return  # Only Linux has them.
-    between = os.fork()
-    if between == 0:
-        try:
-            os.setsid()  # What the terminal sends is for the command.
-            if os.fork() == 0:
-                os.environ.update(environment)
-                _observe(end)
-        finally:
-            os._exit(0)
-    os.waitpid(between, 0)
-    os.close(end)
-
-
-def _observe(end: int) -> NoReturn:
-    os.chdir("/")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    # Whoever reads what the command writes is not to wait for this process.
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    os.dup2(end, 3)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-    select.select([3], [], [])
-    stages = read_and_remove(os.environ[STATUS_FILE])
-    if text := why_no_rule_acted(stages):
-        say(text)
-    os._exit(0)

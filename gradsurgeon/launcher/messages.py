@@ -1,4 +1,4 @@
-"""Lines on stderr in the name of the program, never inside a progress bar of the script."""
+"""Lines on stderr, prefixed by the name of the program, that never break a progress bar of the script."""
 
 import sys
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def to_stderr(text: str) -> None:
-    """Write to stderr, or to the stderr that Python began with if the script's own takes no text.
+    """Write to stderr, or to Python's original stderr if the script's own accepts no text.
 
-    A script may close stderr, remove it, or replace it by any object, which may raise anything.
+    A script may close or remove stderr, or replace it by an object that raises anything.
     """
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(Exception):
-            # `print` takes None for stdout, which is the script's. A tee need not have `closed`.
+            # `print` would write to stdout for None. A tee need not have `closed`.
             if stream is not None and not getattr(stream, "closed", False):
-                print(text, file=stream, flush=True)  # there is no other channel
+                print(text, file=stream, flush=True)  # the launcher has no other channel
                 return
 
 
@@ -32,10 +32,10 @@ def write(lines: Iterable[str], rank: int) -> None:
         to_stderr(text)
         return
     with suppress(Exception), tqdm.get_lock():
-        # `external_write_mode` would also redraw those on a stdout that goes elsewhere.
+        # `external_write_mode` would also redraw bars on a redirected stdout.
         bars = [
             bar
-            for bar in tqdm._instances  # noqa: SLF001 # all there are
+            for bar in tqdm._instances  # noqa: SLF001 # all bars
             if hasattr(bar, "start_t") and bar.fp == sys.stderr
         ]
         for bar in bars:

@@ -5,20 +5,20 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, RecordError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.resuming import resume
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
-from gradsurgeon.runtime import Attachment, Options
+from gradsurgeon.runtime import Attachment, Options, state_file
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
 from gradsurgeon.sinks.sink import Sink
@@ -31,15 +31,15 @@ class Models:
         self.settings = settings
         self.rules = rules
         self.attached: list[AttachedModel] = []
-        # Where this process records its first model.
+        # The run directory of the first model of this process.
         self._folder = Path()
-        # The rules have turned out to fit the models.
+        # True once the rules turned out to fit the models.
         self.fitting = False
-        # By how they were asked for, once they are made.
+        # By the text of the option; made for the first model.
         self._sinks: dict[str, Sink] | None = None
 
     def cover(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether these are under rules already: what came to a model since its rules were bound is not."""
+        """Tell whether rules were bound to all of these; parameters that a model gained later are not bound."""
         bound = {param for model in self._alive() for param in model.bound_ids()}
         return all(id(param) in bound for param in params)
 
@@ -53,7 +53,7 @@ class Models:
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer | None
     ) -> None:
-        """Put the rules on the models of an optimizer, or of updates by hand, that have none yet."""
+        """Put the rules on models of an optimizer, or of manual updates, that have none yet."""
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
             whose = "the script" if optimizer is None else type(optimizer).__name__
@@ -64,15 +64,15 @@ class Models:
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Write the headers, now that training begins.
 
-        A model may have been incomplete when its optimizer was built, above all where it builds its
-        own: what has become larger since, or a part of something larger, is bound again.
+        A model may have been incomplete when its optimizer was built, above all if the model builds the
+        optimizer. A model that has grown since, or became part of a larger one, is bound again.
         """
         waiting = [model for model in self._alive() if not model.begun]
         params = [param for model in waiting for param in model.params()]
         for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [model for model in waiting if id(model.module()) in inside]
-            # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.
+            # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
             whole = {id(param) for param in root.parameters()}
             if parts and all(model.bound_ids() != whole for model in parts):
                 self._put_on(root, None)
@@ -82,7 +82,7 @@ class Models:
 
     def _begin(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> None:
         model.begun = True
-        # The process group may have come after the optimizer, and will be gone at the end.
+        # The process group may be newer than the optimizer, and will be gone at the end.
         model.rank = _dist.rank()
         if self.settings.quiet or self.settings.dry_run:
             return
@@ -96,7 +96,7 @@ class Models:
         write_header(model, list(owners))
 
     def _replace_parts(self, root: nn.Module) -> int:
-        """Let go of models that turn out to be a part of this one; return the step they were at."""
+        """Take the rules off models that are parts of this one; return the step of the furthest."""
         inside = {id(module) for module in root.modules()}
         step = self.settings.start_step or 0
         for model in self._alive():
@@ -135,7 +135,7 @@ class Models:
                 )
                 break
             except RecordError:
-                # Another process may have taken the directory since it was chosen: then there is a next one.
+                # Another process may have taken the directory meanwhile: then try the next one.
                 if record is None or record != self._folder or record == self._run_directory(""):
                     raise
         self._resume(session, title)
@@ -153,38 +153,52 @@ class Models:
             )
         )
         if len(self.attached) > 1:
-            # Models of one script like to have the same names for their parameters.
+            # Models of one script often have parameters of the same names.
             for model in self.attached:
                 model.session.context.title = model.title
 
     def _resume(self, session: Attachment, title: str) -> None:
-        """Let a model go on from what the rules on it have learnt in the run that is resumed."""
-        if not self.settings.resume or session.step > (self.settings.start_step or 0):
-            return  # A larger model takes over from a part that has been trained since.
-        folder = Path(self.settings.resume)
-        resume(session, folder / title if self.attached else folder, self.settings)
+        """Load what the rules on a model learnt in the run that is resumed."""
+        settings = self.settings
+        if not settings.resume or session.step > (settings.start_step or 0):
+            return  # A larger model replaces a part that was trained since.
+        folder = Path(settings.resume, title) if self.attached else Path(settings.resume)
+        try:
+            found = state_file.read(folder)
+            if found is not None:
+                end = found.load(session.controller, step=settings.start_step)
+                _warn_of_later_records(folder, end, settings.start_step)
+                return
+            text = f"{printable(str(folder))} cannot be resumed: it has no state of this model, or of this rank"
+        except GradSurgeonError as error:
+            text = str(error)
+        if settings.strict:
+            _stop(text)
+        say(text)
+        restart = "the rules start without what they had learnt"
+        if settings.start_step is None:
+            restart += (
+                ", and steps count from 0: pass --start-step N if the script continues a training"
+            )
+        say(restart)
 
     def _made_sinks(self) -> dict[str, Sink]:
-        """Return the sinks that were asked for, all models the same; a rank but the first one has none."""
+        """Return the requested sinks, which all models share; only the first rank has any."""
         if self._sinks is None:
             self._sinks = {}
             wanted = self.settings.sinks if os.environ.get("RANK", "0") == "0" else ()
             for text in () if self.settings.dry_run else wanted:
                 try:
                     self._sinks[text] = at_place(text)
-                except Exception as error:  # noqa: BLE001 # whatever a client raises: the script goes on
+                except Exception as error:  # noqa: BLE001 # no error of a client stops the script
                     reason = str(error).strip().partition("\n")[0] or type(error).__name__
                     if self.settings.strict:
-                        launch_status.refuse()
-                        say(
-                            f"error: the sink {printable(text)} cannot be made: {printable(reason)}"
-                        )
-                        raise SystemExit(launch_status.REFUSED) from None
+                        _stop(f"the sink {printable(text)} cannot be made: {printable(reason)}")
                     say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
         return self._sinks
 
     def _prefix(self) -> str:
-        """Return what the curves of a model begin with, where it is not the first one."""
+        """Return the prefix of the curves of a further model; empty for the first."""
         return f"model-{len(self.attached) + 1}" if self.attached else ""
 
     def _title(self, origin: str) -> str:
@@ -195,10 +209,10 @@ class Models:
         return title
 
     def _run_directory(self, title: str) -> Path | None:
-        """Return the run directory of a model: the one asked for, or one inside it for further models.
+        """Return the run directory of a model: the requested one, or a folder inside it for further models.
 
-        Processes of one script that are no ranks of one group, such as those of a sweep, have
-        directories of their own; so have ranks that are started once more.
+        Processes of one script that are no ranks of one group, such as a sweep, have directories of their
+        own; so have restarted ranks.
         """
         if not self.settings.record or self.settings.dry_run:
             return None
@@ -206,7 +220,7 @@ class Models:
             return self._folder / title
         base = self._folder = Path(self.settings.record)
         number = 1
-        # Ranks go by their own files: they come to the same number without asking each other.
+        # Each rank looks for its own file, so all ranks find the same number without asking each other.
         while (
             job.is_of_another_start(self._folder)
             or (self._folder / database_name(_dist.rank())).exists()
@@ -224,3 +238,37 @@ class Models:
     def shortfalls(self) -> list[str]:
         models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
         return planning.shortfalls(self.rules, models)
+
+
+def _stop(error: str) -> NoReturn:
+    launch_status.refuse()
+    say(f"error: {error}")
+    raise SystemExit(launch_status.REFUSED) from None
+
+
+def _warn_of_later_records(folder: Path, end: int, start_step: int | None) -> None:
+    """Say if a run has records of updates that its state, saved once a minute, does not include."""
+    from gradsurgeon.store.rank_file import RankFile  # noqa: PLC0415 # only a resumed run has a database
+
+    path = folder / database_name(0)
+    if _dist.rank() or not path.is_file():
+        return
+    try:
+        records = RankFile(path, 0)
+        # A run that was closed may have one more backward pass, without an update.
+        last, first_unknown = records.last_step(), end + (records.closed is not None)
+        records.close()
+    except RecordError as error:
+        say(f"the state may be older than the records of the run, which cannot be read: {error}")
+        return
+    if last is None or last < first_unknown:
+        return
+    steps = f"steps continue at {end:,}"
+    if start_step is None:
+        steps += "; if the script's checkpoint is of another step, stop it and pass --start-step N"
+    else:
+        steps = f"steps continue at {start_step:,}, from --start-step"
+    say(
+        f"the saved state of the rules in {printable(str(folder))} is from before step {end:,}, but its records go "
+        f"on to step {last:,}: the run was killed, or could not write; {steps}"
+    )

@@ -1,4 +1,4 @@
-"""Sees to it that a launched script ends as it would, with the summary and complete records."""
+"""Write the summary and complete the records at the end of a launched script, however it ends."""
 
 import atexit
 import os
@@ -21,7 +21,7 @@ from gradsurgeon.planning import manifest_file
 
 
 class ScriptEnd:
-    """What is left to do when the process ends; in a process that never trained, nothing."""
+    """The work at the end of a process that trains; other processes have none."""
 
     def __init__(self, settings: Settings, models: Models) -> None:
         self._settings = settings
@@ -30,15 +30,15 @@ class ScriptEnd:
         self._prepared = self._done = False
 
     def prepare(self) -> None:
-        # What a session writes at its end is to come before its records are closed at exit.
+        # Registered last, so it runs first: sessions write before their records are closed at exit.
         atexit.unregister(self._finish)
         atexit.register(self._finish)
         if self._prepared:
             return
         self._prepared = True
-        # Of whoever trains: a forked worker may be the first to do so.
+        # The process that trains, which may be a forked worker.
         self._pid = os.getpid()
-        # Keep the records where the script leaves by `os._exit`, which runs nothing else.
+        # A script that leaves by `os._exit` runs nothing else, and would lose the last records.
         Patch(os, "_exit", self._exit)
         SigtermHandler(self._finish).install()
         if self._settings.pdb:
@@ -51,13 +51,13 @@ class ScriptEnd:
             leave(launch_status.exit_code_for(status))
 
     def dry_run(self) -> None:
-        """Print the plans, write the manifests and stop, where that is what was asked for."""
+        """Print the plans, write the manifests and exit, if the launch is a dry run."""
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True
         code = 0
         for number, model in enumerate(self._models.attached if _dist.rank() == 0 else ()):
-            print(model.plan, flush=True)  # noqa: T201 # it is the product
+            print(model.plan, flush=True)  # noqa: T201 # the product of a dry run
             path = Path(self._settings.dry_run)
             if number:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
@@ -72,28 +72,28 @@ class ScriptEnd:
 
     def _finish(self) -> None:
         if self._done or os.getpid() != self._pid:
-            return  # A forked child ends its own way: the records are its parent's.
+            return  # The records belong to the parent of a forked child.
         self._done = True
         models = self._models
         ended_by = getattr(sys, "last_value", None)
         refused = isinstance(ended_by, BindError) and not models.fitting
         with warnings.catch_warnings():
-            # What there is to warn of at the end is in the summary.
+            # The summary shows the warnings of the end.
             warnings.simplefilter("ignore", GradSurgeonWarning)
             for model in models.attached:
-                # Of a run that was refused nothing stays in the way of the next.
+                # A refused run leaves no directory that would block the next run.
                 if refused:
                     model.session.discard()
                 else:
                     model.session.remove()
-        if models.attached and not refused:  # Otherwise the traceback tells why.
+        if models.attached and not refused:  # A refusal has a traceback.
             self._say()
 
     def _say(self) -> None:
-        # Without an optimizer that steps nobody has said so yet.
+        # If no optimizer took a step, the rules were never checked against the models.
         problems = [] if self._models.fitting else self._models.shortfalls()
         if self._settings.dry_run:
-            text = "dry run: no optimizer took a step until the end, so that no plan was made"
+            text = "dry run: no optimizer took a step, so there is no plan"
             problems = [text, *problems]
         elif not self._settings.quiet:
             for model in self._models.attached:

@@ -1,70 +1,49 @@
-"""What the launcher tells the processes it starts, through their environment."""
+"""The settings of a launch, as processes hand them to their children through the environment."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap")
 RULES, DISABLE = "GRADSURGEON_RULES", "GRADSURGEON_DISABLE"
-# The interpreter that the package is installed for; others on the way are left alone.
+# The interpreter that has the package; processes of other interpreters run without rules.
 PREFIX = "GRADSURGEON_PREFIX"
-RECORD, START_STEP = "GRADSURGEON_RECORD", "GRADSURGEON_START_STEP"
-RESUME = "GRADSURGEON_RESUME"
-SINKS = "GRADSURGEON_SINKS"  # one in a line
-DRY_RUN, STRICT = "GRADSURGEON_DRY_RUN", "GRADSURGEON_STRICT"
-# The file in which the processes of a launch note how far they came.
-STATUS_FILE = "GRADSURGEON_STATUS_FILE"
-_SWITCHES = {
-    "observe": "GRADSURGEON_OBSERVE",
-    "pdb": "GRADSURGEON_PDB",
-    "quiet": "GRADSURGEON_QUIET",
-    "strict": STRICT,
-}
+# All other settings, as JSON.
+OPTIONS = "GRADSURGEON_OPTIONS"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How rules are to be put on a script: as the options say; paths are absolute, empty for none."""
+    """How to put rules on a script. Paths are absolute; an empty path means none."""
 
     rules: str
     record: str = ""
-    # Where to write the manifest before stopping at the first step.
-    dry_run: str = ""
-    # Of the first update; of none, where the run that is resumed says it.
-    start_step: int | None = None
-    # The run directory to go on from.
-    resume: str = ""
-    # As `sinks.at_place` takes them.
-    sinks: tuple[str, ...] = ()
+    dry_run: str = ""  # where to write the manifest before stopping at the first step
+    start_step: int | None = None  # number of the first update; without it a resumed run decides
+    resume: str = ""  # the run directory to resume from
+    sinks: tuple[str, ...] = ()  # in the form that `sinks.at_place` accepts
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
     strict: bool = False
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        environment = {key: value for key, value in base.items() if key not in _ALL}
+        """Return the environment in which Python puts the rules on what it runs."""
+        environment = {key: value for key, value in base.items() if key != OPTIONS}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
-        start_step = "" if self.start_step is None else str(self.start_step)
-        values = {
-            RECORD: self.record,
-            DRY_RUN: self.dry_run,
-            START_STEP: start_step,
-            RESUME: self.resume,
-            SINKS: "\n".join(self.sinks),
-        }
-        environment |= {key: value for key, value in values.items() if value}
-        environment |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
-        # An empty entry is the working directory; an empty variable is none.
-        given = environment.get("PYTHONPATH", "")
-        paths = given.split(os.pathsep) if given else []
+        defaults = asdict(Settings(rules=self.rules))
+        given = {key: value for key, value in asdict(self).items() if value != defaults[key]}
+        if given:
+            environment[OPTIONS] = json.dumps(given)
+        # An empty entry of PYTHONPATH is the working directory; an empty variable has no entries.
+        before = environment.get("PYTHONPATH", "")
+        paths = before.split(os.pathsep) if before else []
         paths = [str(BOOTSTRAP), *(entry for entry in paths if entry != str(BOOTSTRAP))]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         return environment
-
-
-_ALL = {RULES, PREFIX, RECORD, START_STEP, RESUME, SINKS, DRY_RUN, *_SWITCHES.values()}
 
 
 def is_on(value: str) -> bool:
@@ -72,25 +51,21 @@ def is_on(value: str) -> bool:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`."""
+    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`.
+
+    Raises:
+        ValueError: the variable with the options was not written by `run`.
+    """
     rules = environment.get(RULES, "")
     if not rules or is_on(environment.get(DISABLE, "")):
         return None
-    step = environment.get(START_STEP, "")
-    if step and not step.isdecimal():
-        raise ValueError(f"{START_STEP} is a number of steps, 0 or more, not {step!r}")
-    switches = {name: is_on(environment.get(key, "")) for name, key in _SWITCHES.items()}
-    return Settings(
-        rules=_absolute(rules),
-        record=_absolute(environment.get(RECORD, "")),
-        dry_run=environment.get(DRY_RUN, ""),
-        start_step=int(step) if step else None,
-        resume=_absolute(environment.get(RESUME, "")),
-        sinks=tuple(environment.get(SINKS, "").split("\n")) if environment.get(SINKS) else (),
-        **switches,
-    )
-
-
-def _absolute(path: str) -> str:
-    # The script may change directory before it gets there.
-    return str(Path(path).absolute()) if path else ""
+    try:
+        options = json.loads(environment.get(OPTIONS) or "{}")
+        # Absolute, because the script may change the directory before it imports torch.
+        settings = Settings(rules=str(Path(rules).absolute()), **options)
+    except (TypeError, ValueError):
+        text = (
+            f"{OPTIONS} is not what `gradsurgeon run --print-env` prints: set it anew, or unset it"
+        )
+        raise ValueError(text) from None
+    return replace(settings, sinks=tuple(settings.sinks))

@@ -1,8 +1,8 @@
-"""SIGTERM ends a launched script as it ends any other, after its summary.
+"""SIGTERM ends a launched script as it ends any script, after the summary and the last records.
 
-Python runs a handler in the main thread, between two lines: never, where that thread waits in C for a
-collective that will not come. So the main thread finishes if it can; where it does not, a second thread
-does, which Python wakes from the signal itself. However long that takes, the process ends.
+Python runs signal handlers in the main thread, between two instructions. A rank that waits in C for a
+collective would therefore never run the handler, and ignore the signal. So a second thread, which the
+signal itself wakes, finishes if the main thread does not. Either way the process ends within seconds.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from typing import Any
 
 from gradsurgeon.launcher.messages import say
 
-_TURN_SECONDS = 1.0  # for the main thread to begin
-_LIMIT_SECONDS = 2.0  # for the summary
+_TURN_SECONDS = 1.0  # within which the main thread must begin
+_LIMIT_SECONDS = 2.0  # within which the summary must be complete
 
 
 class SigtermHandler:
-    """Finishes at SIGTERM, where the script leaves that to us."""
+    """Finishes at SIGTERM, unless the script handles the signal."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -30,12 +30,12 @@ class SigtermHandler:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Handle the signal, unless the script does; if it will do so later, it is left to it."""
+        """Handle the signal unless the script does; a handler that the script sets later replaces this one."""
         free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if not free or threading.current_thread() is not threading.main_thread():
             return
         signal.signal(signal.SIGTERM, self._handle)
-        if os.name != "nt":  # There no signal comes from outside.
+        if os.name != "nt":  # On Windows no signal comes from outside.
             self._start_thread()
 
     def _start_thread(self) -> None:
@@ -43,7 +43,7 @@ class SigtermHandler:
         os.set_blocking(self._write, False)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if before != -1:
-            # Somebody is told of signals already: the main thread has to do.
+            # The script, such as its event loop, already uses the descriptor: the main thread must do.
             signal.set_wakeup_fd(before)
             return
         os.register_at_fork(
@@ -52,11 +52,11 @@ class SigtermHandler:
         threading.Thread(target=self._wait, name="gradsurgeon", daemon=True).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Finish, and die of the signal as if nobody had handled it."""
+        """Finish, and then die of the signal as if there were no handler."""
         del frame
         if signal.getsignal(number) != self._handle:
-            return  # A handler of the script's hands on to the one before it: without us there is none.
-        # A second signal does not wait.
+            return  # A handler of the script called the handler before it, which was the default.
+        # A second signal ends the process at once.
         signal.signal(number, signal.SIG_DFL)
         self._finish_once()
         os.kill(os.getpid(), number)
@@ -73,21 +73,21 @@ class SigtermHandler:
 
     def _wait(self) -> None:
         while number := os.read(self._read, 1):
-            # Every signal arrives as its number. One that the script handles is left to the script.
+            # Each signal arrives as its number. Signals that the script handles are left to the script.
             ours = self._begun.is_set() or signal.getsignal(signal.SIGTERM) == self._handle
             if number[0] == signal.SIGTERM and ours:
                 break
         if not self._begun.wait(_TURN_SECONDS):
-            # Not here: what it waits for may never come either.
+            # In a third thread, because the summary may wait for something that never comes.
             threading.Thread(target=self._finish_once, daemon=True).start()
         if not self._over.wait(_LIMIT_SECONDS):
             say("terminated before the summary was complete")
-        # `signal.signal` is for the main thread alone.
+        # `signal.signal` works in the main thread only.
         ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _before_fork(self) -> None:
-        # Until the child has handlers of its own, a signal to it would wake the thread of its parent.
+        # Before the child has its own handlers, a signal to the child would wake the thread of the parent.
         mask: Any = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self._forking.mask = mask
 

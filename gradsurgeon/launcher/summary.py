@@ -1,4 +1,4 @@
-"""One model of a launched script, with the header and the summary of it on stderr."""
+"""One model of a launched script, and its header and summary on stderr."""
 
 import weakref
 from collections import Counter
@@ -22,20 +22,20 @@ _MOST_EVENTS = 5
 
 @dataclass(slots=True, eq=False)
 class AttachedModel:
-    title: str  # class name of the model, with a number where there are several of a kind
-    module: weakref.ref[nn.Module]  # weakly, as the session has it
+    title: str  # class name of the model, with a number if there are several of one class
+    module: weakref.ref[nn.Module]  # weak, as in the session
     plan: Plan
     session: Attachment
-    record: str  # its run directory, empty for none
-    rank: int  # of this process, kept for when its process group is gone
-    observing: bool  # nothing is edited
-    start: int  # number of its first update
-    sinks: Sequence[str] = ()  # the trackers that it is sent to
-    begun: bool = False  # training has begun, and its header is written
-    replaced: bool = False  # another one has taken its place, with all of its parameters
+    record: str  # the run directory, empty for none
+    rank: int  # of this process; the process group may be gone at the end
+    observing: bool  # the rules edit nothing
+    start: int  # number of the first update
+    sinks: Sequence[str] = ()  # the trackers that get its records
+    begun: bool = False  # training has begun, and the header is written
+    replaced: bool = False  # another model with all of its parameters took its place
 
     def params(self) -> list[nn.Parameter]:
-        """Return the parameters of the model, none once it is gone."""
+        """Return the parameters of the model; none once the model is gone."""
         module = self.module()
         return [] if module is None else list(module.parameters())
 
@@ -67,7 +67,7 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
         f"{rule}: {text}"
         for rule, texts in model.plan.rule_warnings.items()
         for text in texts
-        if text != NO_MATCH  # its row says so
+        if text != NO_MATCH  # the row of the rule says so
     ]
     lines += [f"  note: {printable(text)}" for text in (*model.plan.warnings, *of_rules)]
     if model.observing:
@@ -83,7 +83,7 @@ def write_summary(model: AttachedModel) -> None:
     session = model.session
     statuses = session.status()
     if not model.begun and not any(status.fired for status in statuses.values()):
-        text = "no gradient came until the end, so no rule acted on it"
+        text = "no gradient arrived, so no rule acted on it"
         write([f"gradsurgeon: {model.title}: {text}"], model.rank)
         return
     since = f", from step {model.start}" if model.start else ""
@@ -104,7 +104,7 @@ def write_summary(model: AttachedModel) -> None:
 
 
 def write_failures(model: AttachedModel) -> None:
-    """Say what of the records is lost: at the end nobody sees a warning any more."""
+    """Say which records are lost: at the end of the process, warnings are no longer shown."""
     lost = model.session.context.recorder.lost
     write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)  # of any rank
 
@@ -119,7 +119,7 @@ def _events(events: Sequence[Event]) -> list[str]:
     for event in shown[-_MOST_EVENTS:]:
         text = printable(event.message.partition("\n")[0])
         rule = f", rule {printable(event.rule)}" if event.rule else ""
-        # Messages that are raised as well begin with the step.
+        # The message of an exception begins with the step.
         where = "" if text.startswith("step ") else f"step {event.step}{rule}: "
         lines.append(f"  {event.kind}: {where}{text}")
     return lines

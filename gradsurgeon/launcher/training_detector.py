@@ -1,4 +1,4 @@
-"""Waits for something to be trained: an optimizer that is built, or weights that change without one."""
+"""Wait for training: an optimizer that is built, or weights that change without an optimizer."""
 
 import gc
 import sys
@@ -32,7 +32,7 @@ _SAMPLED = 16
 
 
 def activate(settings: Settings) -> None:
-    """Put the rules on whatever this process is going to train; stop it where they are not valid."""
+    """Put the rules on the models that this process will train; end the process if the rules are invalid."""
     try:
         rules = api.load(settings.rules)
     except RuleFileError as error:
@@ -45,59 +45,59 @@ def activate(settings: Settings) -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer has, or that change without one.
+    """Finds the models of the parameters that an optimizer holds, or that change without an optimizer.
 
-    Without a ``script_end`` who has installed it looks after the end, and after rules that match nothing.
+    Without a ``script_end``, the caller handles the end, and rules that match nothing.
     """
 
     def __init__(self, models: Models, script_end: ScriptEnd | None = None) -> None:
         self._models = models
         self._script_end = script_end
-        # How many parameters each had when its models were last searched.
+        # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Those that were there before, as long as they have not stepped.
+        # Optimizers that existed before, as long as they have not stepped.
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._end_waiting: Callable[[], None] | None = None
         self._checked = False
-        # A few elements of the parameters that the last pass reached, as long as there is no optimizer.
+        # A few elements of the parameters that the last pass reached, while there is no optimizer.
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}
         self._undo = ExitStack()
 
     def install(self) -> None:
         self._undo.callback(Patch(Optimizer, "__init__", self._construct).undo)
-        # Before the hook of the sessions, which is to find those that come during a step.
+        # Registered before the hook of the sessions, which must find sessions that begin during a step.
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
         self._undo.callback(registry.unwatch_steps)
         self._wait_for_backward()
 
     def uninstall(self) -> None:
-        """Wait for nothing any more. The sessions stay on the models."""
+        """Stop waiting. The sessions stay on the models."""
         self._stop_waiting()
         self._samples.clear()
         self._undo.close()
 
     def search_built(self) -> None:
-        """Find the models of the optimizers that are there already, whether they are going to step or not."""
-        gc.collect()  # What only waits to be collected is never going to.
+        """Find the models of the existing optimizers, whether they will step or not."""
+        gc.collect()  # An unreachable optimizer will never step.
         for optimizer in _live.instances(Optimizer):
             self._idle.add(optimizer)
             try:
                 self._search(optimizer)
             except GradSurgeonError:
-                # Whoever trains with it is told then.
+                # The error is raised again when this optimizer steps.
                 self._sizes.pop(optimizer, None)
 
     def _construct(
         self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
-        # The first one makes torch import its compiler, of which all stays.
+        # The first optimizer makes torch import its compiler, which allocates no garbage.
         with _live.uncollected():
             construct(optimizer, *args, **kwargs)
         self._search(optimizer)
 
     def _wait_for_backward(self) -> None:
-        """Wait for the first backward pass of a new model, and for all as long as there is no optimizer."""
+        """Wait for the first backward pass of a new model; without an optimizer, for every pass."""
         if self._end_waiting is None:
             self._end_waiting = _backward_calls.before(self._before_backward)
 
@@ -113,13 +113,13 @@ class TrainingDetector:
         for optimizer in list(self._sizes):
             self._search(optimizer)
         if set(self._sizes) - set(self._idle):
-            self._samples.clear()  # They keep the parameters that they were taken of.
+            self._samples.clear()  # The samples keep their parameters alive.
         else:
             self._search_updated(call.outputs)
         self._begin()
 
     def _search_updated(self, outputs: Sequence[Any]) -> None:
-        """Find the models that a script updates by hand: their weights have changed since the last pass."""
+        """Find the models that a script updates by hand: their weights changed since the last pass."""
         roots = roots_of_pass(outputs)
         leaves = [leaf for leaf in BackwardGraph(roots).leaves() if isinstance(leaf, nn.Parameter)]
         before, self._samples = self._samples, {id(leaf): (leaf, _sample(leaf)) for leaf in leaves}
@@ -130,16 +130,14 @@ class TrainingDetector:
         ]
         self._wait_for_backward()
         if updated and not self._models.cover(updated):
-            say(
-                "weights are updated without an optimizer of torch: the rules act from the second update on"
-            )
+            say("weights change without a torch optimizer: the rules act from the second update on")
             self._models.attach(roots_of(updated), leaves, None)
             self._check()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
         self._idle.discard(optimizer)
-        # One that was copied or loaded has not been built.
+        # The constructor of a copied or loaded optimizer never ran.
         self._search(optimizer)
         if self._models.is_any_waiting:
             self._stop_waiting()
@@ -157,14 +155,14 @@ class TrainingDetector:
             self._script_end.prepare()
 
     def _search(self, optimizer: Optimizer) -> None:
-        # Wrappers that skip the constructor of their base may have no groups of their own.
+        # A wrapper that skips the constructor of its base may have no groups.
         groups = getattr(optimizer, "param_groups", ())
         size = sum(len(group["params"]) for group in groups)
         if self._sizes.get(optimizer) == size:
             return
         params = [param for group in groups for param in group["params"]]
         if any(map(is_lazy, params)):
-            # They have a shape by the first backward pass.
+            # Lazy parameters have a shape by the first backward pass.
             self._sizes[optimizer] = -1
             self._wait_for_backward()
             return

@@ -1,4 +1,4 @@
-"""Shows warnings and log lines of the package as lines of the launcher; all others are left to the script."""
+"""Show warnings and log lines of the package as lines of the launcher; others are left to the script."""
 
 import logging
 import warnings
@@ -19,10 +19,10 @@ class WarningLines(logging.Handler):
 
     def install(self) -> None:
         """Show them from now on, unless the script shows or records warnings by itself."""
-        # `showwarning`, which is public, is for the script to replace: it goes before this, and loses the source
-        # of a warning about a resource where it is replaced.
+        # The public `showwarning` is the script's to replace: Python calls it before this function. Replacing
+        # it here would also lose the source of a ResourceWarning.
         Patch(warnings, "_showwarnmsg_impl", self._show)
-        # What happens to updates is logged: the first trap or skipped step of a kind at once.
+        # Events of updates are logged, the first trap or skipped step of a kind at once.
         logging.getLogger("gradsurgeon").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

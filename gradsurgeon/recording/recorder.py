@@ -282,8 +282,8 @@ class Recorder:
         for store in (self.records, *self._open):
             for row, values, absent in packed:
                 store.add(row.key, row.step, values, absent, replace=row.replace)
-        if self.records.dropped and self._event_log is not None and self.writer is None:
-            self._event_log.notice_once("records", _DROPPED, step=rows[-1][0].step)
+        if packed and self.records.dropped and self._event_log is not None and self.writer is None:
+            self._event_log.notice_once("records", _DROPPED, step=packed[-1][0].step)
 
 
 @dataclass(frozen=True, slots=True)

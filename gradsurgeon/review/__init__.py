@@ -1,4 +1,4 @@
-"""Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
+"""Review of rules: lint finds problems in a file, diff shows the effect of a change, both in several formats."""
 
 from gradsurgeon.review.linter import lint
 

@@ -1,11 +1,9 @@
-"""Two rule sets and the names of a model -> what the change from one to the other does. Pure."""
+"""Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.diff_warnings import DiffWarning, warnings
 from gradsurgeon.review.matched_rules import (
@@ -22,15 +20,15 @@ from gradsurgeon.schema import RuleSet
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    id: str  # in the new file; of a removed rule in the old one
+    id: str  # in the new file; for a removed rule, in the old file
     old_id: str  # empty for an added rule
     action: str
     target: str
-    options: tuple[OptionChange, ...]  # that differ; of an added or removed rule all that it gives
-    before: tuple[str, ...]  # the names that it matched, in model order; tags by their patterns
-    after: tuple[str, ...]
-    elements_before: int  # of the parameters
-    elements_after: int
+    options: tuple[
+        OptionChange, ...
+    ]  # the changed options; for an added or removed rule, the given ones
+    before: Match  # no match for an added rule
+    after: Match  # no match for a removed rule
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,17 @@ class Difference:
     manifest: Manifest
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
-    changed: tuple[RuleChange, ...]  # whose options differ
-    renamed: tuple[RuleChange, ...]  # with another id and nothing else
+    changed: tuple[RuleChange, ...]  # rules with other options
+    renamed: tuple[RuleChange, ...]  # rules with another id and equal options
     unchanged: tuple[str, ...]
     order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
     order_after: tuple[str, ...]  # ... and in the new one
     params: tuple[ChainChange, ...]  # in model order
-    tensors: tuple[ChainChange, ...]  # of modules and tags, as ``conv1 output.grad``
-    covered: tuple[int, int]  # how many parameters have rules, before and after
-    lost: tuple[str, ...]  # parameters that rules edited, trapped or froze, and no rule does now
+    tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
+    covered: tuple[int, int]  # number of parameters with rules, before and after
+    lost: tuple[
+        str, ...
+    ]  # parameters that rules edited, trapped or froze before, and none does now
     warnings: tuple[DiffWarning, ...]  # the worst first
 
     @property
@@ -57,16 +57,16 @@ class Difference:
 
     @cached_property
     def in_effect(self) -> bool:
-        """Whether a training run could show a difference: an id counts, an order that no tensor sees does not."""
+        """Whether a training run could show a difference; an id counts, an order without effect does not."""
         rules = self.added or self.removed or self.changed or self.renamed
         return bool(rules or self.params or self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `json.dumps` makes the documented form of, version 1."""
+        """Return the documented JSON form, version 1."""
         return {
             "version": 1,
-            "added": [_one_side(one, one.after, one.elements_after) for one in self.added],
-            "removed": [_one_side(one, one.before, one.elements_before) for one in self.removed],
+            "added": [_one_side(change, change.after) for change in self.added],
+            "removed": [_one_side(change, change.before) for change in self.removed],
             "changed": [_both_sides(change) for change in self.changed],
             "renamed": [_both_sides(change) for change in self.renamed],
             "order_changed": self.order_changed,
@@ -81,14 +81,14 @@ class Difference:
         }
 
 
-def _one_side(change: RuleChange, names: Sequence[str], elements: int) -> dict[str, Any]:
+def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
     return {
         "id": change.id,
         "action": change.action,
         "target": change.target,
-        "params": names if change.target == "params" else (),
-        "modules": names if change.target == "modules" else (),
-        "elements": elements,
+        "params": match.names if change.target == "params" else (),
+        "modules": match.names if change.target == "modules" else (),
+        "elements": match.elements,
     }
 
 
@@ -99,15 +99,15 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
         "target": change.target,
         "was": change.old_id,
         "fields": [option.to_dict() for option in change.options],
-        "params_before": change.before,
-        "params_after": change.after,
-        "elements_before": change.elements_before,
-        "elements_after": change.elements_after,
+        "params_before": change.before.names,
+        "params_after": change.after.names,
+        "elements_before": change.before.elements,
+        "elements_after": change.after.elements,
     }
 
 
 def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
-    """Return what a change of rules does to a model; rules that match nothing are warnings."""
+    """Return the effect of a change of rules on a model; a rule that matches nothing is a warning."""
     matcher = Matcher(manifest)
     before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
     pairs = pair_rules(before, after)
@@ -135,29 +135,20 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         order_after=order_after,
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
-        covered=(len(before.params_under(_any)), len(after.params_under(_any))),
+        covered=(len(before.params_under()), len(after.params_under())),
         lost=tuple(lost),
         warnings=tuple(warnings(pairs, chains, lost)),
     )
 
 
-def _any(rule: Rule) -> bool:
-    del rule
-    return True
-
-
 def _rule_change(pairs: RulePairs, old: str, new: str) -> RuleChange:
     rule = pairs.after.rules[new] if new else pairs.before.rules[old]
-    first = pairs.before.matches[old] if old else Match()
-    second = pairs.after.matches[new] if new else Match()
     return RuleChange(
         id=rule.id,
         old_id=old,
         action=rule.action,
         target=rule.target,
         options=pairs.option_changes(old, new),
-        before=first.names,
-        after=second.names,
-        elements_before=first.elements,
-        elements_after=second.elements,
+        before=pairs.before.matches[old] if old else Match(),
+        after=pairs.after.matches[new] if new else Match(),
     )

@@ -1,6 +1,6 @@
-"""How problems are written: for people, for programs, for pull requests, for code scanning.
+"""Write problems for people, for programs, for pull requests and for code scanning.
 
-Everything from a user's file is escaped for where it goes.
+All text from a user's file is escaped for the format.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import Problem, printable
 from gradsurgeon.review import checks
-from gradsurgeon.review.github import annotation
 from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
@@ -43,7 +42,7 @@ def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
     text = f"{problem.full()}\n" if form == "full" else problem.concise()
     if not colour:
         return text
-    # The place is escaped text: it cannot hold what is looked for here.
+    # The place is escaped, so the first match is the severity.
     head = f"{problem.place}: {problem.severity}:"
     lit = f"{problem.place}: {_COLOURS[problem.severity]}{problem.severity}:{_RESET}"
     return lit + text.removeprefix(head)
@@ -68,13 +67,28 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
         yield annotation(_WORDS[problem.severity], where, _message_and_hint(problem))
 
 
+def annotation(word: str, properties: Mapping[str, object], text: str) -> str:
+    """Return a command such as ``error``, with escaped arguments that cannot end it."""
+    given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
+    return f"::{word} {given}::{_data(text)}"
+
+
+def _data(text: str) -> str:
+    lines = (printable(line) for line in text.replace("\r\n", "\n").split("\n"))
+    return "%0A".join(line.replace("%", "%25").replace("\r", "%0D") for line in lines)
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
 def _path_from(root: Path, file: str) -> str:
-    """Return a path relative to ``root``, with slashes; one that lies elsewhere stays as it is."""
+    """Return a path relative to ``root``, with slashes; a path outside of it stays as it is."""
     path = Path(file)
     try:
-        # Not resolved: a link is reviewed where it stands.
-        return Path(os.path.abspath(path)).relative_to(root).as_posix()  # noqa: PTH100 # as above
-    except ValueError:  # elsewhere, or no path at all
+        # Not resolved, because a link is reviewed at its own path.
+        return Path(os.path.abspath(path)).relative_to(root).as_posix()  # noqa: PTH100 # `resolve` would follow links
+    except ValueError:  # outside of the root, or no path at all
         return path.as_posix()
 
 
@@ -111,7 +125,7 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
                 "level": problem.severity,
                 "message": {"text": _message(_message_and_hint(problem))},
                 "locations": [{"physicalLocation": _location(problem, root)}],
-                # Alike lines of one file are told apart by their order.
+                # Equal lines of one file differ by their number.
                 "partialFingerprints": {"gradsurgeon/v1": f"{mark}:{seen[file, mark]}"},
             }
         )
@@ -139,7 +153,7 @@ def _rule(check: str, about: CheckInfo) -> dict[str, object]:
 
 
 def _message(text: str) -> str:
-    """Escape a text for SARIF: braces are doubled, and it can embed no link."""
+    """Escape a text for SARIF: double the braces, and break links."""
     return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
 
 
@@ -160,7 +174,7 @@ def _location(problem: Problem, root: Path) -> dict[str, object]:
 
 
 def _fingerprint(problem: Problem) -> str:
-    """Return a hash of a problem that survives when its line moves: messages may hold line numbers."""
+    """Return a hash of a problem that stays the same if its line moves; messages may hold line numbers."""
     place = problem.place
     marked = place.line_text[place.col - 1 : place.col - 1 + place.width]
     parts = [problem.check, re.sub(r"\s+", " ", place.line_text).strip(), marked]

@@ -1,9 +1,9 @@
-"""The files of a commit, read by asking git: a rule file as it was, with the includes as they were.
+"""Read the files of a commit through git: a rule file, with its includes, as it was then.
 
-The repository may belong to a stranger, and what it is configured with can make git run commands. So git
-is only asked for names and for objects: nothing is checked out, shown or compared, which is what hooks,
-filters, drivers and pagers are for. What is left is an object that is not there, as in a partial clone:
-git would fetch it, by commands that the repository names. It is told to fetch nothing and to know no protocol.
+The repository may belong to a stranger, and its configuration can make git run commands. So this module
+asks git for names and objects only: git runs hooks, filters, drivers and pagers when it checks out, shows or
+compares. For an object that is missing, as in a partial clone, git would run a fetch command of the
+repository. The variables below forbid fetching and disable all protocols.
 """
 
 import os
@@ -20,7 +20,7 @@ from gradsurgeon.schema import Located
 
 _SECONDS = 60
 _LINK = "120000"
-# What a user may have set for discovery. All else that begins with GIT_ leads git elsewhere.
+# Users may set these for discovery. All other GIT_ variables could lead git to another repository.
 _KEPT_VARIABLES = (
     "GIT_CEILING_DIRECTORIES",
     "GIT_DISCOVERY_ACROSS_FILESYSTEM",
@@ -32,8 +32,8 @@ _KEPT_VARIABLES = (
 _VARIABLES = {
     "LC_ALL": "C",
     "GIT_NO_LAZY_FETCH": "1",
-    "GIT_ALLOW_PROTOCOL": "none",  # older versions of git do not know the former
-    # Objects are those that a commit names.
+    "GIT_ALLOW_PROTOCOL": "none",  # for versions of git without GIT_NO_LAZY_FETCH
+    # Replaced objects and grafts would show other content than the commit.
     "GIT_NO_REPLACE_OBJECTS": "1",
     "GIT_GRAFT_FILE": os.devnull,
     "GIT_LITERAL_PATHSPECS": "1",
@@ -42,7 +42,7 @@ _SETTINGS = ("core.commitGraph=false", "fetch.bundleURI=", "advice.graftFileDepr
 
 
 class GitError(HintedError):
-    """Git could not do what it was asked."""
+    """Git failed."""
 
 
 class _Entry(NamedTuple):
@@ -55,7 +55,7 @@ class GitTree:
     """The files of one commit; an implementation of `schema.Files`."""
 
     def __init__(self, ref: str) -> None:
-        self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
+        self.ref = ref  # a branch, a tag, or any other name of a commit
 
     def open(self, path: str) -> source.Document:
         return self._document(path, f"{self.ref}:{path}")
@@ -65,7 +65,7 @@ class GitTree:
         return packs.Included(document.file, folder / name, folder)
 
     def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
-        """Return the file that a relative entry names: below ``folder``, in this same commit."""
+        """Return the file of a relative entry: below ``folder``, in the same commit."""
         packs.check_portable(entry)
         inside = posixpath.normpath(entry)
         if inside == ".." or inside.startswith("../"):
@@ -95,23 +95,23 @@ class GitTree:
 
     @cached_property
     def _top(self) -> tuple[str, str]:
-        """The current folder as seen from the top one, and the hash of the top one in the commit."""
-        # Asked for once: a branch that moves meanwhile changes nothing.
+        """The current folder relative to the top folder, and the hash of the top folder in the commit."""
+        # Read once, so that a branch that moves meanwhile changes nothing.
         options = ("--absolute-git-dir", "--show-prefix", "--verify", "--quiet")
         known = self.ref.isprintable() and not self.ref.startswith("-")
         printed = _ask("rev-parse", *options, f"{self.ref}^{{tree}}" if known else "", fails=True)
         git_dir, prefix, root, *_ = [*os.fsdecode(printed).split("\n"), "", ""]
-        # As ordinary files inside a clone, one would stand in the place of the real repository.
+        # A bare repository among the files of a clone would replace the real repository.
         if git_dir and pathlib.Path.cwd().resolve().is_relative_to(pathlib.Path(git_dir).resolve()):
-            cause = f"it is a bare repository, or the inside of one: {git_dir}"
-            hint = "run it in a working tree, or write the file of the commit to the disk"
+            cause = f"the current folder is inside a bare repository: {git_dir}"
+            hint = "run the command in a working tree, or write the file of the commit to the disk"
             raise GitError(cause, hint)
         if not root:
             remote, _, branch = self.ref.partition("/")
             fetch = f"`git fetch {remote} {branch}`" if branch else "`git fetch`"
             hint = (
-                f"is it fetched? Try {fetch}; a checkout in CI may need its whole history; a file whose "
-                "name holds a colon is written with `./` before it"
+                f"try {fetch}; a checkout in CI may need the whole history; write `./` before the name of a file "
+                "that holds a colon"
             )
             raise GitError(f"`{self.ref[:60]}` names no commit", hint)
         return prefix, root
@@ -119,7 +119,7 @@ class GitTree:
     def _file(self, path: str) -> _Entry:
         entry = self._entry(path)
         if entry is None:
-            hint = "paths count from the top of the repository, and from here after `./`"
+            hint = "paths are relative to the top of the repository, and with `./` to the current folder"
             raise GitError(f"`{self.ref}` has no such file", hint)
         if wrong := _not_a_file(entry):
             raise GitError(f"it is {wrong}", "name a file of UTF-8 text")
@@ -159,8 +159,8 @@ def _blob(entry: _Entry) -> bytes:
 
 
 def _ask(*arguments: str, fails: bool = False) -> bytes:
-    """Return what git prints; that it fails without a word is no error where it ``fails``."""
-    # A relative folder on the path is skipped: a repository could bring its own git.
+    """Return the output of git; with ``fails``, a failure without a message is no error."""
+    # Relative folders on the path are skipped, because a repository could bring its own git.
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
     if git is None:
@@ -171,7 +171,7 @@ def _ask(*arguments: str, fails: bool = False) -> bytes:
         if not key.startswith("GIT_") or key in _KEPT_VARIABLES
     }
     try:
-        done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user's that begins with a dash
+        done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user begins with a dash
             (git, *(part for text in _SETTINGS for part in ("-c", text)), *arguments),
             env=kept | _VARIABLES,
             stdin=subprocess.DEVNULL,
@@ -186,10 +186,10 @@ def _ask(*arguments: str, fails: bool = False) -> bytes:
     if done.returncode and (done.stderr or not fails):
         said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
         hint = (
-            "if an object is not here, as in a partial clone: reading fetches nothing, `git show` of the "
-            "file does, if you trust the repository"
+            "this command fetches no missing objects of a partial clone; if you trust the repository, "
+            "`git show` of the file fetches them"
         )
         if "not a git repository" in said:
-            hint = "run it inside the repository, or name two files"
-        raise GitError(f"git says: {said or f'nothing, and ends with {done.returncode}'}", hint)
+            hint = "run the command inside the repository, or name two files"
+        raise GitError(f"git failed: {said or f'exit code {done.returncode}'}", hint)
     return done.stdout

@@ -1,4 +1,4 @@
-"""What checks ask about the rules of a file: what each selects, which of two acts first, how they meet."""
+"""Answers to the questions of checks: which tensors a rule selects, which of two acts first, where they overlap."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,13 +10,13 @@ from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
 from gradsurgeon.schema import RuleSet
 
-# Rules are compared two by two, pattern by pattern: a file may hold thousands.
+# Rules are compared in pairs, pattern by pattern, and a file may hold thousands of rules.
 MAX_COMPARED = 400
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is asked of a rule for every other rule, so it is worked out once."""
+    """Facts about a rule that each comparison with another rule needs."""
 
     tensor: tuple[str, str]
     when: tuple[int, int]  # order, then position in the file
@@ -39,11 +39,11 @@ class LintContext:
         }
         self._is_within = cache(frozenset[str].issubset)
         sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
-        # Those that are compared with each other: all but in a huge file.
+        # The rules that are compared with each other: all of them, except in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
-        """Return the names that a pattern of a rule matches, each with its canonical name, if names are known."""
+        """Return the names that a pattern matches, with their canonical names; ``None`` if names are unknown."""
         hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
         return None if hits is None else {name: thing.name for name, thing in hits.items()}
 
@@ -53,7 +53,7 @@ class LintContext:
         return self.matched.matches[rule.id].members
 
     def never_matches(self, rule: Rule, pattern: str) -> bool:
-        """Tell whether it is certain that a pattern matches nothing that the patterns of a rule match."""
+        """Tell whether a pattern certainly matches no name that the patterns of a rule match."""
         patterns = self._facts[rule.id].patterns
         if len(rule.exclude) + len(patterns) > MAX_COMPARED:
             return False
@@ -63,9 +63,9 @@ class LintContext:
         return self._facts[first.id].when < self._facts[second.id].when
 
     def overlap(self, first: Rule, second: Rule) -> bool:
-        """Tell whether it is certain that two rules act on one tensor in one step.
+        """Tell whether two rules certainly act on one tensor in one step.
 
-        Without names it is certain where what a pattern of one matches is matched by the other.
+        Without names this is certain if one rule selects all that a pattern of the other matches.
         """
         if self._facts[first.id].tensor != self._facts[second.id].tensor:
             return False
@@ -81,7 +81,7 @@ class LintContext:
         return any(self._selects_all_of(wide, narrow, text) for text in texts)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
-        """Tell whether it is certain that ``wide`` acts on all that ``narrow`` acts on, in every step of it."""
+        """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
         if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
             return False
         if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
@@ -93,11 +93,11 @@ class LintContext:
         return all(self._selects_all_of(wide, narrow, text) for text in texts)
 
     def _selects_all_of(self, wide: Rule, narrow: Rule, text: str) -> bool:
-        """Tell whether ``wide`` selects all that ``narrow`` selects by ``text``, one of its patterns."""
+        """Tell whether ``wide`` selects every name that ``narrow`` selects by ``text``, one of its patterns."""
         facts, narrow_facts = self._facts[wide.id], self._facts[narrow.id]
         if not any(_contains(wide, pattern, text) for pattern in facts.patterns):
             return False
-        # The conditions of the one hold wherever those of the other do.
+        # Each condition of the wide rule is also a condition of the narrow one.
         if not facts.where.items() <= narrow_facts.where.items():
             return False
         if wide.model not in (None, narrow.model):
@@ -110,7 +110,7 @@ class LintContext:
 
 
 def _contains(rule: Rule, wide: str, narrow: str) -> bool:
-    # The root has a name that no pattern but itself matches.
+    # Only the pattern "." matches the root.
     if rule.target == "modules" and ROOT in (wide, narrow):
         return wide == narrow
     return contains(wide, narrow)

@@ -1,4 +1,4 @@
-"""All that lint finds in valid rules, less what comments suppress."""
+"""Find the problems of rule files, except the problems that comments suppress."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from gradsurgeon.schema import Inspection, RuleSet, bounded
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes; that it cannot be read is one of them."""
+    """Return all problems of a file and its includes; an unreadable file is one of the problems."""
     try:
         document = source.read(path)
     except RuleFileError as error:
@@ -23,6 +23,7 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
+    """Return the problems of rules that were read, in the order of files and lines."""
     own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
     suppressions = Suppressions(own_files)
     order = {source.file: index for index, source in enumerate(inspected.sources)}
@@ -35,7 +36,7 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
     found = sorted(_problems_of_rules(inspected, manifest), key=position)
     kept += bounded([problem for problem in found if not suppressions.take(problem)])
     if manifest is not None:
-        # What is needed where no names are known is not useless where they are.
+        # A comment that suppresses a problem without names is not useless if lint knows the names.
         for problem in _problems_of_rules(inspected, None):
             suppressions.take(problem)
     severities = {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
@@ -55,8 +56,10 @@ def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iter
             if place is None:
                 continue
             message = finding.message
-            if rules.place(finding.rule.id).file != place.file:  # shown at the include
-                message = f"rule `{finding.rule.id}` of this pack: {message}"
+            if rules.place(finding.rule.id).file != place.file:  # the place is the include
+                named = f"`{finding.rule.id}`"
+                where = "in this pack," if named in message else f"rule {named} of this pack:"
+                message = f"{where} {message}"
             yield Problem(place, check.id, message, finding.hint, check.severity)
     if len(context.compared) < len(context.rules):
         first = context.rules[len(context.compared)]
@@ -65,10 +68,10 @@ def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iter
 
 
 def _place(rules: RuleSet, finding: Finding, *, always: bool) -> Place | None:
-    """Return where to show a finding; ``None`` where it is about rules of one pack only.
+    """Return where to show a finding; ``None`` if it concerns the rules of one pack only.
 
-    Nobody can change a pack: what it does beside other rules is shown at the entry that includes it,
-    and so is, ``always``, what makes it unusable for a model.
+    Users cannot change a pack. So a finding that involves other rules is shown at the entry that includes
+    the pack; with ``always``, so is any finding, because it makes the pack unusable for a model.
     """
     file = rules.place(finding.rule.id).file
     alone = all(rules.place(rule.id).file == file for rule in finding.others)

@@ -1,6 +1,6 @@
-"""A difference as a comment on a pull request, in the Markdown of GitHub.
+"""A difference as a comment on a pull request, in GitHub's Markdown.
 
-Nothing that a user wrote stands outside of code: there neither markup nor @mentions mean anything.
+All text of users is in code spans, in which neither markup nor @mentions have a meaning.
 """
 
 from bisect import bisect_right
@@ -16,12 +16,12 @@ LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
 _WIDEST = 400  # characters of one piece of code
 _LEADS = {"+": "new", "-": "removed; it was", "~": ""}
 _LEGEND = (
-    "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is how many of the model's "
-    "parameters a rule acts on, *Elements* how many numbers those are. *Tightened*: the rule lets "
-    "less through, or acts more often, than before; *loosened* is the opposite."
+    "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is the number of parameters that a "
+    "rule acts on, *Elements* the number of their elements. A *tightened* rule lets less through, or acts "
+    "more often, than before; *loosened* is the opposite."
 )
 _CUT = (
-    "*Cut here, because a comment on GitHub has an end: {} lines are left out. "
+    "*Cut here, because GitHub limits the length of a comment: {} lines are left out. "
     "`gradsurgeon diff` in a terminal shows every rule, `--format json` has all.*"
 )
 
@@ -32,7 +32,7 @@ def render(difference: Difference, *, limit: int = LIMIT) -> str:
     sizes = list(accumulate(len(line) + 1 for line in lines))
     if sizes[-1] <= limit:
         return "\n".join(lines).rstrip("\n") + "\n"
-    # Whole lines, as many as fit; then what they leave open is closed.
+    # Keep as many whole lines as fit, then close the element that they leave open.
     closing = ["", "</details>"]
     room = limit - sum(len(line) + 1 for line in (*closing, "", _CUT.format(len(lines))))
     kept = lines[: bisect_right(sizes, room)]
@@ -42,7 +42,7 @@ def render(difference: Difference, *, limit: int = LIMIT) -> str:
 
 
 def marker(file: str) -> str:
-    """Return a hidden line by which a program finds its comment on a file again."""
+    """Return a hidden line by which a program finds its own comment on a file."""
     shown = quote(file, safe="/._-:~", errors="backslashreplace").replace("--", "-%2D")
     return f"<!-- gradsurgeon:diff {shown} -->"
 
@@ -51,8 +51,8 @@ def code(text: str) -> str:
     """Return a user's text as code, safe inside and outside of a table."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
-    # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
-    # something to what looks for tags alone, and `##[` is a command in the log of a job.
+    # A bar ends a cell even in code, a backtick ends code, and outer blanks are lost. Some readers look for
+    # tags everywhere, and in the log of a job `##[` is a command.
     if shown.strip() == shown != "" and not set("`|<") & set(shown) and "##[" not in shown:
         return f"`{shown}`"
     inner = "".join(char if char.isalnum() else f"&#{ord(char)};" for char in shown)
@@ -62,11 +62,11 @@ def code(text: str) -> str:
 def _lines(difference: Difference) -> Iterator[str]:
     phrases = Phrases(difference, code, "→")
     yield marker(difference.new.file)
-    yield f"**What the change of {code(difference.new.file)} does: {phrases.summary()}.**"
+    yield f"**Effect of the change of {code(difference.new.file)}: {phrases.summary()}.**"
     yield ""
     manifest = difference.manifest
     size = f"{len(manifest.params):,} parameters, {short(manifest.elements)} elements"
-    yield f"Rules say what happens to gradients in training. Model: {code(manifest.origin)}, {size}."
+    yield f"Rules act on gradients in training. Model: {code(manifest.origin)}, {size}."
     yield ""
     if difference.warnings:
         yield "> [!WARNING]"
@@ -108,7 +108,7 @@ def _chains(phrases: Phrases) -> Iterator[str]:
     what = "tensor is" if number == 1 else "tensors are"
     yield f"<summary>{number:,} {what} under other rules than before</summary>"
     yield ""
-    yield "The rules of each tensor, in the order in which they take effect."
+    yield "The rules of each tensor, in order of effect."
     yield ""
     yield "| Tensors | Before | Now |"
     yield "|---|---|---|"

@@ -1,13 +1,13 @@
-"""What each rule of a set matches in a model, and the chain of rules of each tensor.
+"""The matches of each rule in a model, and the chain of rules of each tensor.
 
-Unlike `planning.bind` this never raises: a rule that cannot act is what a review is about. And it is
-made for two rule sets that are nearly alike: what both select is matched once.
+Unlike `planning.bind` this never raises: a review reports a rule that cannot act. Two similar rule sets share
+one `Matcher`, which matches equal selections once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule, in_order
 from gradsurgeon.match import compile_pattern
@@ -16,44 +16,46 @@ from gradsurgeon.planning import (
     Param,
     Thing,
     clashes,
+    examples,
     is_for,
     name_indexes,
     obstacles,
     undecided,
 )
+from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
 
 def protects(rule: Rule) -> bool:
-    """Tell whether a rule stands between a gradient and the weight; the others look on."""
+    """Tell whether a rule edits, traps or freezes; other rules only observe."""
     return rule.edits or isinstance(rule, TrapRule | FreezeRule)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What one selection picks out of a model."""
+    """The matches of one selection in a model."""
 
-    things: tuple[Thing, ...] = ()  # none for tags, whose names the script makes
-    names: tuple[str, ...] = ()  # canonical, in model order; of tags the patterns
+    things: tuple[Thing, ...] = ()  # none for tags, which the script names
+    names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
     members: frozenset[str] = frozenset()  # the names as a set
     elements: int = 0  # of the parameters
-    is_for: bool = True  # whether the rule is for this model at all
-    undecided: tuple[str, ...] = ()  # conditions that the names do not tell: nothing is matched
+    is_for: bool = True  # False if `model` names another class
+    undecided: tuple[str, ...] = ()  # conditions that the names cannot decide; then nothing matches
 
     @property
     def decided(self) -> bool:
-        """Whether the number of matches is known and means something."""
+        """Whether the number of matches is known, and the rule is for this model."""
         return self.is_for and not self.undecided
 
 
 class Matcher:
-    """Matches rules with the names of a model, once per distinct selection."""
+    """Matches rules against the names of a model, once per distinct selection."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.names = name_indexes(manifest)
         self._matches: dict[object, Match] = {}
-        # Rules that select the same share one set, so that two sets are compared once.
+        # Rules with equal matches share one set, so two sets are compared once.
         self._sets: dict[frozenset[str], frozenset[str]] = {}
 
     def match(self, rule: Rule) -> Match:
@@ -78,13 +80,22 @@ class Matcher:
         return Match(things, names, self._sets.setdefault(members, members), elements)
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, Thing] | None:
-        """Return what a pattern of a rule matches, by the name that it matched; ``None`` for tags."""
+        """Return the matches of a pattern, by the name that it matched; ``None`` for tags."""
         names = self.names.get(rule.target)
         return None if names is None else names.hits(compile_pattern(pattern))
 
 
+class Flaw(NamedTuple):
+    """Why training with a rule would end with an error before its first step."""
+
+    kind: Literal["no-match", "expect", "cannot-act"]
+    at: tuple[str, ...]  # the option in the file
+    text: str
+    hint: str
+
+
 class MatchedRules:
-    """The rules of one set by their ids, in file order, with what each matches in one model."""
+    """The rules of one set by id, in file order, with their matches in one model."""
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
         self.rules = {rule.id: rule for rule in rules.rules}
@@ -93,7 +104,7 @@ class MatchedRules:
 
     @cached_property
     def chains(self) -> dict[str, tuple[str, ...]]:
-        """Per tensor, the ids of its rules in order of effect; keys and order as in `Plan.chains`."""
+        """The ids of the rules of each tensor in order of effect; keys and order as in `Plan.chains`."""
         chains: dict[str, list[str]] = {}
         for rule in in_order(self.rules.values()):
             suffix = "" if rule.target == "params" else f" {rule.ref}"
@@ -101,32 +112,28 @@ class MatchedRules:
                 chains.setdefault(name + suffix, []).append(rule.id)
         return {key: tuple(chain) for key, chain in chains.items()}
 
-    def params_under(self, asked: Callable[[Rule], bool]) -> frozenset[str]:
-        rules = self.rules.values()
-        ids = [rule.id for rule in rules if rule.target == "params" and asked(rule)]
-        return frozenset().union(*(self.matches[rule].members for rule in ids))
+    def params_under(self, asked: Callable[[Rule], bool] = lambda _: True) -> frozenset[str]:
+        """Return the parameters under rules, or under the rules for which ``asked`` is true."""
+        rules = [rule for rule in self.rules.values() if rule.target == "params" and asked(rule)]
+        return frozenset().union(*(self.matches[rule.id].members for rule in rules))
 
-    def has_no_match(self, rule_id: str) -> bool:
-        """Tell whether a rule matches nothing although it is not optional."""
+    def flaws(self, rule_id: str) -> Iterator[Flaw]:
+        """Yield why training with a rule would end before its first step."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
-        return match.decided and not match.names and not rule.optional
-
-    def no_match(self, rule_id: str) -> str:
-        rule = self.rules[rule_id]
-        return self.matcher.names[rule.target].no_match(rule)
-
-    def breaks_expect(self, rule_id: str) -> bool:
-        rule, match = self.rules[rule_id], self.matches[rule_id]
-        return match.decided and rule.expect is not None and rule.expect.params != len(match.names)
-
-    def obstacles(self, rule_id: str) -> list[str]:
-        match = self.matches[rule_id]
-        if not match.is_for or self.rules[rule_id].target == "tensors":
-            return []
-        if match.undecided:
-            return list(match.undecided)
-        rule = self.rules[rule_id]
-        return [*obstacles(rule, match.things, self.matcher.manifest), *self._clashes[rule_id]]
+        if match.decided and not match.names and not rule.optional:
+            text = self.matcher.names[rule.target].no_match(rule)
+            hint = "correct the pattern, or write `optional: true` if it may match nothing"
+            yield Flaw("no-match", (rule.target,), text, hint)
+        if match.decided and rule.expect is not None and rule.expect.params != len(match.names):
+            matched = f"matched {len(match.names)}{examples(match.things)}"
+            text = f"expected {count(rule.expect.params, 'parameter')}, {matched}"
+            yield Flaw("expect", ("expect", "params"), text, "correct the pattern or the `expect`")
+        if match.is_for and rule.target != "tensors":
+            texts = match.undecided or (
+                *obstacles(rule, match.things, self.matcher.manifest),
+                *self._clashes[rule_id],
+            )
+            yield from (Flaw("cannot-act", ("id",), text, "") for text in texts)
 
     @cached_property
     def _clashes(self) -> Mapping[str, list[str]]:
@@ -138,7 +145,7 @@ class MatchedRules:
 
 
 class ChainChange(NamedTuple):
-    """A tensor that goes through other rules than before, by id in order of effect."""
+    """A tensor whose chain of rules differs: ids in order of effect."""
 
     name: str
     before: tuple[str, ...]
@@ -148,8 +155,8 @@ class ChainChange(NamedTuple):
 def changed_chains(
     before: MatchedRules, after: MatchedRules, new_ids: Mapping[str, str]
 ) -> list[ChainChange]:
-    """Return the tensors whose chain differs; that a rule has another id is no difference."""
-    # Few distinct chains stand for many tensors.
+    """Return the tensors whose chain differs; a renamed rule is no difference."""
+    # Many tensors share few distinct chains.
     renamed = {
         chain: tuple(new_ids.get(rule, rule) for rule in chain)
         for chain in set(before.chains.values())

@@ -1,4 +1,4 @@
-"""What ``--model`` and ``--import`` name: the only part of reviews that runs code of the user."""
+"""Load the model or module of ``--model`` and ``--import``: the only part of a review that runs user code."""
 
 import importlib
 import os
@@ -15,8 +15,8 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
     """Return the model that a spec names.
 
     Args:
-        spec: ``MODULE:NAME`` of the model, or of what builds it.
-        with_values: build it for real; names alone are read from one on the meta device.
+        spec: ``MODULE:NAME`` of the model, or of a function that builds it.
+        with_values: build the model with values; otherwise on the meta device, which is enough for names.
     """
     with _stdout_to_stderr():
         torch = _torch()
@@ -33,19 +33,19 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
 
 
 def import_module(name: str) -> Any:
-    """Import a module of the user; the current folder is searched as well."""
+    """Import a module of the user; Python also searches the current folder."""
     with _stdout_to_stderr():
         return _imported(name)
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what the user's code prints to stderr, also from compiled parts and child processes."""
+    """Send the output of the user's code to stderr, also from compiled parts and child processes."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        # Prints, too, or they would come out of the buffer later than the rest.
+        # Python's own prints, too: buffered, they would appear after the rest.
         with redirect_stdout(sys.stderr):
             yield
     finally:
@@ -57,7 +57,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 def _torch() -> Any:
     try:
         return importlib.import_module("torch")
-    except (ImportError, OSError) as error:  # OSError: a build that does not fit the machine
+    except (ImportError, OSError) as error:  # OSError: a build for another machine
         what = (
             "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
         )
@@ -82,7 +82,7 @@ def _imported(name: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
         what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
         raise ModelError(_failure(what, error)) from None
 
@@ -98,11 +98,13 @@ def _build(torch: Any, spec: str, build: Any, *, with_values: bool) -> Any:
         try:
             with torch.device("meta"):
                 return build()
-        except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
+        except Exception as error:  # noqa: BLE001 # many errors are possible without values
             reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-        sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
+        sys.stderr.write(
+            f"cannot build it on the meta device ({reason}): building it with values\n"
+        )
         return build()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
         raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
 
 

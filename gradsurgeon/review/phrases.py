@@ -1,7 +1,6 @@
-"""What a difference says in words, the same in a terminal and in a pull request."""
+"""A difference in words, the same in a terminal and in a pull request."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from gradsurgeon.review.rule_changes import OptionChange
 
 _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
-_MAX_OVERLAPS = 10  # pairs of rules that newly change the same tensors
+_MAX_OVERLAPS = 10  # groups of tensors that several rules change
 _MAX_CHAIN = 40  # rules of one chain
 _QUOTED = (
     "params",
@@ -26,7 +25,6 @@ _QUOTED = (
     "losses",
     "memory",
 )
-_USELESS = {"no-match": "matches nothing in", "cannot-act": "cannot act on"}
 _ENDS = "training with these rules ends with an error before its first step"
 
 Ids = tuple[str, ...]
@@ -34,11 +32,11 @@ Ids = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """What one difference says."""
+    """The phrases for one difference."""
 
     difference: Difference
-    code: Callable[[str], str]  # writes what a user wrote, escaped for where it goes
-    arrow: str  # stands between before and after
+    code: Callable[[str], str]  # escapes a user's text for the form of output
+    arrow: str  # between before and after
 
     def summary(self) -> str:
         found = self.difference
@@ -58,59 +56,50 @@ class Phrases:
         return f"{rules}; {covered} parameters under rules{lost}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield the warnings. Of many pairs of rules that overlap, only the first are written out."""
-        warnings = self.difference.warnings
-        overlaps = [warning for warning in warnings if warning.kind == "overlap"]
-        left_out = {warning.rules for warning in overlaps[_MAX_OVERLAPS:]}
-        for warning in warnings:
-            is_left_out = warning.kind == "overlap" and warning.rules in left_out
-            if warning.kind != "more-overlaps" and not is_left_out:
+        """Yield the warnings; of many overlaps only the first are written out."""
+        overlaps = 0
+        for warning in self.difference.warnings:
+            overlaps += warning.kind == "overlap"
+            if warning.kind != "overlap" or overlaps <= _MAX_OVERLAPS:
                 yield self._warning(warning)
-        if more := overlaps[_MAX_OVERLAPS:]:
-            over = any(warning.kind == "more-overlaps" for warning in warnings)
-            first, second = map(self.code, more[0].rules)
-            yield (
-                f"{'Over ' * over}{count(len(more), 'other pair')} of rules now change tensors together, "
-                f"such as {first} and {second}: `--format json` has {'the first' if over else 'all'}."
-            )
+        if (more := overlaps - _MAX_OVERLAPS) > 0:
+            groups = count(more, "other group")
+            yield f"several rules now change {groups} of tensors: `--format json` has all."
 
     def _warning(self, warning: DiffWarning) -> str:
         rules = [self.code(rule) for rule in warning.rules]
-        names = self.names(warning.names)
-        if warning.kind == "lost-protection":
-            what = f"{count(len(warning.names), 'parameter')} lost all protection"
-            return f"{what}: no rule edits, freezes or traps the gradient now: {names}."
-        if warning.kind in ("lost-trap", "weaker-trap"):
-            return self._of_trap(warning, rules[0], names)
-        if said := _USELESS.get(warning.kind):
-            return f"{rules[0]} {said} this model: {_ENDS}. {self.code(warning.detail)}"
-        if warning.kind == "expect":
-            broken = "it breaks its own `expect`, so"
-            return f"{rules[0]} {warning.detail} parameters: {broken} {_ENDS}."
-        if warning.kind == "overlap":
-            first, second = warning.detail.split(", then ")
-            target = next(r.target for r in self.difference.new.rules if r.id == warning.rules[0])
-            shared = f"{count(len(warning.names), NOUNS[target])}: {names}"
-            order = f"First {rules[0]} ({first}), then {rules[1]} ({second})."
-            return f"{rules[0]} and {rules[1]} now both change {shared}. {order}"
-        chains = (*self.difference.params, *self.difference.tensors)
-        example = next(chain for chain in chains if chain.name == warning.names[0])
-        before, now = self.chain(example.before), self.chain(example.after)
-        what = f"the order of effects changed for {count(len(warning.names), 'tensor')}"
-        return f"{what}: {names}. Such as {before} before, {now} now."
-
-    def _of_trap(self, warning: DiffWarning, rule: str, names: str) -> str:
-        params = {param.name for param in self.difference.manifest.params}
-        noun = "parameter" if params.issuperset(warning.names) else "tensor"
-        what = f"{count(len(warning.names), noun)}: {names}"
-        if warning.kind == "weaker-trap":
-            return f"{rule} {warning.detail} on {what}."
-        return f"{rule} was taken off {what}: no {self.code(warning.detail)} looks there now."
+        things, detail = self._counted(warning.names), warning.detail
+        match warning.kind:
+            case "lost-protection":
+                lost = f"{count(len(warning.names), 'parameter')} lost all protection"
+                names = self.names(warning.names)
+                text = f"{lost}: no rule edits, freezes or traps the gradient now: {names}."
+            case "lost-trap":
+                trap = self.code(detail)
+                text = f"{rules[0]} no longer acts on {things}: no {trap} is there now."
+            case "weaker-trap":
+                text = f"{rules[0]} {detail} on {things}."
+            case "no-match":
+                text = f"{rules[0]} matches nothing in this model: {_ENDS}. {self.code(detail)}"
+            case "cannot-act":
+                text = f"{rules[0]} cannot act on this model: {_ENDS}. {self.code(detail)}"
+            case "expect":
+                text = f"{rules[0]} {detail}: {_ENDS}."
+            case "overlap":
+                points = detail.split(", then ")
+                order = [f"{rule} ({point})" for rule, point in zip(rules, points, strict=True)]
+                text = f"{len(rules)} rules now change {things}. In order of effect: {self._chained(order)}."
+            case "order":
+                chains = (*self.difference.params, *self.difference.tensors)
+                example = next(chain for chain in chains if chain.name == warning.names[0])
+                before, now = self.chain(example.before), self.chain(example.after)
+                text = f"the order of effects changed for {things}. For the first: {before} before, {now} now."
+        return text
 
     def order(self) -> str:
         seen = any(warning.kind == "order" for warning in self.difference.warnings)
         effect = "" if seen else "; no tensor sees another order"
-        return f"the rules stand in another order in the file{effect}"
+        return f"the rules are in another order in the file{effect}"
 
     def changes(self) -> Iterator[tuple[str, RuleChange, list[str]]]:
         found = self.difference
@@ -124,10 +113,11 @@ class Phrases:
             yield "~", change, [f"renamed from {self.code(change.old_id)}"]
 
     def binds(self, change: RuleChange) -> tuple[str, str]:
-        things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")
+        before, after = change.before, change.after
+        things = self._from_to(f"{len(before.names):,}", f"{len(after.names):,}")
         if change.target != "params":
             return f"{things} {NOUNS[change.target]}s", ""
-        return things, self._from_to(short(change.elements_before), short(change.elements_after))
+        return things, self._from_to(short(before.elements), short(after.elements))
 
     def unchanged(self) -> str:
         ids = self.difference.unchanged
@@ -144,11 +134,18 @@ class Phrases:
         more = len(folded) - _MAX_NAMES
         return ", ".join(shown) + (f" and {count(more, 'other')}" if more > 0 else "")
 
+    def _counted(self, names: Sequence[str]) -> str:
+        params = {param.name for param in self.difference.manifest.params}
+        noun = "parameter" if params.issuperset(names) else "tensor"
+        return f"{count(len(names), noun)}: {self.names(names)}"
+
     def chain(self, ids: Sequence[str]) -> str:
-        shown = [self.code(rule) for rule in ids[:_MAX_CHAIN]]
-        if (more := len(ids) - _MAX_CHAIN) > 0:
-            shown.append(f"{more} more")
-        return f" {self.arrow} ".join(shown) or "no rule"
+        return self._chained([self.code(rule) for rule in ids]) or "no rule"
+
+    def _chained(self, rules: Sequence[str]) -> str:
+        more = len(rules) - _MAX_CHAIN
+        shown = [*rules[:_MAX_CHAIN], *([f"{more} more"] if more > 0 else [])]
+        return f" {self.arrow} ".join(shown)
 
     def chains(self) -> list[tuple[tuple[Ids, Ids], list[str]]]:
         groups: dict[tuple[Ids, Ids], list[str]] = {}
@@ -163,25 +160,9 @@ class Phrases:
         absent = "always" if option.name in {"steps", "optional"} else "not given"
         texts = (_spelled(option.name, value) for value in (option.before, option.after))
         before, after = (self.code(text) if text else absent for text in texts)
-        said = option.meaning or "; ".join(self._of_losses(option))
-        meaning = f": {said}" if said else ""
+        meaning = f": {option.meaning}" if option.meaning else ""
         name = self.code(option.name)
         return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
-
-    def _of_losses(self, option: OptionChange) -> Iterator[str]:
-        """Yield what became of the losses that an option names."""
-        before, after = option.before, option.after
-        if option.name in ("losses", "memory"):
-            lists = (after or [], before or []), (before or [], after or [])
-            for (names, others), word in zip(lists, ("more", "fewer"), strict=True):
-                if found := [self.code(name) for name in names if name not in others]:
-                    yield f"{len(found)} {word}: {', '.join(found)}"
-        elif option.name == "preference":
-            # One that is not given counts as 1.
-            was, now = defaultdict(lambda: 1.0, before or {}), defaultdict(lambda: 1.0, after or {})
-            for name in dict.fromkeys((*was, *now)):
-                if was[name] != now[name]:
-                    yield f"{self.code(name)} counts {'more' if now[name] > was[name] else 'less'}"
 
     def _given(self, option: OptionChange) -> str:
         value = option.after if option.before is None else option.before

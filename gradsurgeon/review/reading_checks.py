@@ -1,4 +1,4 @@
-"""The checks of reading a rule file, as code scanning services list them."""
+"""The checks that run while a rule file is read, with the texts that `explain` and SARIF show."""
 
 from dataclasses import dataclass
 
@@ -15,27 +15,27 @@ class CheckInfo:
 _WARNINGS = ("unused-suppression", "yaml-1.1-lookalike")
 # The first sentence is the summary, the rest is the help.
 _TEXTS = {
-    "bad-include": "An entry of `include` leads to nothing that can be included. "
+    "bad-include": "An entry of `include` names nothing that can be included. "
     "Name a pack such as gradsurgeon:nan-trap@1, or a file inside the folder of the including "
     "file.",
     "bad-pattern": "A pattern cannot be read. "
-    "Patterns know `*`, `?`, `[0-9]`, `{a,b}` and `{0..11}`; `re:` begins a regular "
+    "Patterns may contain `*`, `?`, `[0-9]`, `{a,b}` and `{0..11}`; `re:` begins a regular "
     "expression.",
     "bad-requires": "The value of `requires` is no comparison of versions. "
     'Write comparisons with commas between them, such as ">=0.1, <0.3".',
-    "bad-value": "An option has a value that it cannot have. "
-    "`gradsurgeon explain ACTION` lists what each option takes.",
-    "bad-version": "The file is not written for a version of the rule language that is known here. "
+    "bad-value": "The value of an option is not allowed. "
+    "`gradsurgeon explain ACTION` lists the values of each option.",
+    "bad-version": "The file is written for an unknown version of the rule language. "
     "Begin the file with `version: 1`, or upgrade gradsurgeon.",
-    "duplicate-key": "A key stands twice in one mapping. "
+    "duplicate-key": "A mapping holds a key twice. "
     "YAML readers disagree on which of the two counts: remove one.",
     "duplicate-rule-id": "Two rules have the same id. "
-    "Reviews, diffs and records go by the id, over all included files: rename one.",
+    "Reviews, diffs and records identify rules by id, across all included files: rename one.",
     "empty-file": "The file holds no rules. A rule file has `version: 1` and a list of `rules`.",
     "key-type": "A key is not text. "
-    "Quote the key: `no`, `on` and numbers are easily meant as words.",
+    "Quote the key: unquoted `no`, `on` and numbers are often meant as words.",
     "merge-key": "The merge key `<<` is not allowed. "
-    "It hides what a rule holds, and is no part of YAML 1.2: write the keys out.",
+    "It hides the options of a rule, and is no part of YAML 1.2: write the keys out.",
     "missing-key": "A key that must be given is missing. "
     "`gradsurgeon explain ACTION` says which options must be given.",
     "no-rules": "The list of rules is empty. Add a rule, or remove the file.",
@@ -43,26 +43,26 @@ _TEXTS = {
     "Begin the file with `version: 1`, then `rules:` and the list of rules.",
     "several-documents": "The file holds more than one YAML document. "
     "Remove the `---` or split the file.",
-    "too-large": "The file is larger or more deeply nested than is read. "
-    "Limits keep hostile files from stopping a job: split it with `include`.",
+    "too-large": "The file is too large, or nested too deeply. "
+    "The limits keep hostile files from stopping a job: split the file with `include`.",
     "unknown-action": "There is no such action. `gradsurgeon explain` lists all actions.",
     "unknown-key": "There is no such key. "
-    "A misspelt option would do nothing in silence: correct or remove it.",
+    "A misspelt option would silently do nothing: correct or remove it.",
     "unmet-requirement": "The file requires another gradsurgeon. "
     "Install a version that meets `requires`.",
     "unreadable-file": "The file cannot be read. Name a readable file of UTF-8 text.",
     "unused-suppression": "A comment suppresses nothing. "
-    "It would hide the next problem of the kind: remove it, or correct the name. It counts "
-    "for its own line, alone on a line for the line below, behind the `id` of a rule for the "
+    "It would hide the next problem of this kind: remove it, or correct the name. A comment "
+    "applies to its own line; alone on a line, to the next line; behind the `id` of a rule, to the "
     "whole rule.",
     "wrong-type": "A value is of the wrong type. "
     "Quoted numbers are texts, and patterns are quoted.",
-    "yaml-1.1-lookalike": "A value means something else to tools that read YAML 1.1. "
-    "In YAML 1.2 `no` is a text and `010` is ten: quote the word or write the number plainly.",
+    "yaml-1.1-lookalike": "Tools that read YAML 1.1 read a value differently. "
+    "In YAML 1.2 `no` is text and `010` is ten: quote the word, or write the number plainly.",
     "yaml-syntax": "The text is not YAML. "
-    "Most often a pattern is not quoted: `*`, `{`, `[`, `!`, `&` mean something to YAML.",
+    "Most often a pattern is not quoted: `*`, `{`, `[`, `!`, `&` have a meaning in YAML.",
     "yaml-tag": "A YAML tag is not allowed. "
-    "A rule file is data and makes no objects: remove the tag, or quote the text.",
+    "A rule file is plain data and creates no objects: remove the tag, or quote the text.",
 }
 
 

@@ -1,4 +1,4 @@
-"""Which rule of the new file is which rule of the old one, and which of their options differ."""
+"""Pair the rules of two files, and find the options that differ."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from pydantic.fields import FieldInfo
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
 from gradsurgeon.review.matched_rules import MatchedRules, protects
 
-# Not given, these are shown as such: what that means is not their default, but depends on the rule.
+# If these are not given, their meaning depends on the rule, so no default is filled in.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
 
 
 @dataclass(frozen=True, slots=True)
 class OptionChange:
     name: str  # with dots into mappings: ``where.ndim``
-    before: Any  # the value as a rule file has it, ``None`` where it is not given
+    before: Any  # the value as in a rule file, ``None`` if it is not given
     after: Any
     direction: Direction = "changed"
-    meaning: str = ""  # what that means where the direction alone would not tell
+    meaning: str = ""  # the consequence, if the direction alone does not say it
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -34,8 +34,8 @@ class OptionChange:
 def given_options(rule: Rule) -> dict[str, Any]:
     """Return the options of a rule that differ from their defaults, as plain values.
 
-    Defaults that depend on the rule are filled in, so that writing them out is no difference: ``at``
-    and ``tensor`` are always there where they mean something.
+    ``at`` and ``tensor`` are always included if the rule uses them: their defaults depend on the rule, and
+    writing a default out is no difference.
     """
     options: dict[str, Any] = {"action": rule.action}
     for name, info in type(rule).model_fields.items():
@@ -62,12 +62,12 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def comparable_options(rule: Rule) -> frozenset[tuple[str, Hashable]]:
-    """Return the options of a rule in a form that is equal for two rules if no option differs."""
+    """Return the options of a rule in a form that is equal for equal options."""
     return frozenset((name, _comparable(value)) for name, value in given_options(rule).items())
 
 
 def _comparable(value: Any) -> Hashable:
-    # Of lists only the content counts: the order of patterns selects nothing else.
+    # The order of a list has no effect on what the rule selects.
     return frozenset(value) if isinstance(value, list) else repr(value)
 
 
@@ -77,7 +77,7 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
     for name in dict.fromkeys((*before, *after)):
         first, second = _value(old, before, name), _value(new, after, name)
         same = _comparable(first) == _comparable(second)
-        if name == "steps":  # one schedule can be written in several ways
+        if name == "steps":  # a schedule can be written in several ways
             same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
         if same:
             continue
@@ -114,7 +114,7 @@ def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
 
 
 def _field(rule: Rule, name: str) -> FieldInfo | None:
-    """Return the field of an option, ``None`` where the rule has no such field or mapping."""
+    """Return the field of an option, ``None`` if the rule has no such field or mapping."""
     options: Any = rule
     *mappings, key = name.split(".")
     for mapping in mappings:
@@ -125,7 +125,7 @@ def _field(rule: Rule, name: str) -> FieldInfo | None:
 
 @dataclass(frozen=True)
 class RulePairs:
-    """The rules of both sides: ``new_ids`` leads from old ids to new ones, ``old_ids`` back."""
+    """The rules of both files: ``new_ids`` maps old ids to new ids, ``old_ids`` the other way."""
 
     before: MatchedRules
     after: MatchedRules
@@ -133,7 +133,7 @@ class RulePairs:
     old_ids: Mapping[str, str]
 
     def option_changes(self, old: str, new: str) -> tuple[OptionChange, ...]:
-        """Return the options that differ, or all options of a rule that was added or removed."""
+        """Return the options that differ; of an added or removed rule, all options that it gives."""
         if old and new:
             return changed_options(self.before.rules[old], self.after.rules[new])
         rule = self.after.rules[new] if new else self.before.rules[old]
@@ -144,10 +144,7 @@ class RulePairs:
 
 
 def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
-    """Return which rule of the new file is which of the old one.
-
-    One under another id was renamed where no option differs.
-    """
+    """Pair the rules of two files by id, and the remaining ones by equal options, as renamed rules."""
     new_ids = {rule: rule for rule in before.rules if rule in after.rules}
     come: dict[Hashable, list[str]] = {}
     for key, rule in reversed(after.rules.items()):

@@ -1,4 +1,4 @@
-"""Where a review gets rules and names from: files, commits, manifests, weights, models."""
+"""Read rules and names for a review from files, commits, manifests, weights and models."""
 
 import re
 
@@ -12,14 +12,14 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
-    """Return the names in a file, or those of the model that ``MODULE:NAME`` is or builds, for which its code runs."""
+    """Return the names in a file, or the names of the model ``MODULE:NAME``, whose code runs."""
     if params is not None:
         return manifest_file.read(params)
     return planning.from_model(model_loading.load_model(model or ""))
 
 
 def rules_at(spec: str) -> RuleSet:
-    """Return the rules of ``rules.yaml`` on the disk, or of ``origin/main:rules.yaml`` and its includes in a commit."""
+    """Return the rules of a file such as ``rules.yaml``, or of ``origin/main:rules.yaml`` in a commit."""
     ref, path = split(spec)
     if ref is None:
         return schema.validate(source.read(path))
@@ -34,13 +34,13 @@ def rules_at(spec: str) -> RuleSet:
 def split(spec: str) -> tuple[str | None, str]:
     """Return the commit and the path in a text; the commit is ``None`` for a file on disk.
 
-    A colon always means a commit, whatever files there are: otherwise a branch could add a file of
-    that name, and be compared with it instead of with the commit. ``./a:b.yaml`` is a file, as no name
-    of a commit begins with a dot or a slash; so is a path with a Windows drive.
+    A colon always means a commit. Otherwise a branch could add a file of that name, and the review would
+    compare with the file. ``./a:b.yaml`` is a file, because no commit begins with a dot or a slash; a path
+    with a Windows drive is a file, too.
     """
     if spec.startswith((".", "/", "\\")) or _DRIVE.match(spec):
         return None, spec
-    depth = 0  # `main@{10:00}` and `HEAD^{/fix: it}` hold colons of their own
+    depth = 0  # `main@{10:00}` and `HEAD^{/fix: it}` hold colons inside the name of the commit
     for at, char in enumerate(spec):
         depth += (char == "{") - (char == "}")
         if char == ":" and depth <= 0:

@@ -1,4 +1,4 @@
-"""``# gradsurgeon: ignore[check-id]``: comments that suppress problems, and those that suppress none."""
+"""``# gradsurgeon: ignore[check-id]``: comments that suppress problems, and the useless ones among them."""
 
 import bisect
 import re
@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\b(?:\[([^\]\n]*)\])?")
 class _Suppression:
     check: str
     place: Place
-    lines: tuple[int, int]  # the first and the last line for whose problems it counts
+    lines: tuple[int, int]  # the first and the last line that it applies to
     used: bool = field(default=False, compare=False)
 
 
@@ -30,7 +30,7 @@ class Suppressions:
                 self._by_check.setdefault(key, []).append(suppression)
 
     def take(self, problem: Problem) -> bool:
-        """Tell whether a comment suppresses a problem, and mark that comment as used."""
+        """Tell whether a comment suppresses a problem, and mark the comment as used."""
         if problem.severity == "error":
             return False
         suppressed = False
@@ -41,7 +41,10 @@ class Suppressions:
         return suppressed
 
     def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
-        """Yield a problem for each name in a comment that suppresses nothing, as far as checks have looked."""
+        """Yield a problem for each name in a comment that suppresses nothing.
+
+        If the rules were not ``checked``, only wrong names are problems.
+        """
         for group in self._by_check.values():
             for suppression in group:
                 unused = checked and not suppression.used
@@ -52,7 +55,7 @@ class Suppressions:
 def _why_useless(
     check: str, severities: Mapping[str, str], *, unused: bool
 ) -> tuple[str, str] | None:
-    """Return message and hint about a suppression that suppresses nothing; ``None`` if it is fine."""
+    """Return message and hint for a useless suppression; ``None`` if it is fine."""
     shown = check[:60]
     if not check:
         return "the comment names no check", "write `# gradsurgeon: ignore[check-id]`"
@@ -63,7 +66,7 @@ def _why_useless(
         reason = "" if check == CHECK else ": it is an error"
         return f"`{shown}` cannot be suppressed{reason}", "remove the comment"
     if unused:
-        return f"`{shown}` finds nothing here that could be suppressed", "remove the comment"
+        return f"`{shown}` finds nothing here to suppress", "remove the comment"
     return None
 
 
@@ -82,7 +85,7 @@ def _read(source: Located) -> Iterator[_Suppression]:
 
 
 def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
-    """Yield column and text of each name in the brackets; one empty name if there is none."""
+    """Yield column and text of each name in the brackets; one empty name if there are none."""
     if not (comment[1] or "").strip(" ,\t"):
         yield comment.start(), ""
         return
@@ -91,7 +94,7 @@ def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
 
 
 def _lines_below(lines: Sequence[str]) -> list[int]:
-    """Return, for each line, the next line that is not just a comment."""
+    """Return, for each line, the next line that is more than a comment."""
     below = [0, *range(2, len(lines) + 2)]
     for number in range(len(lines) - 1, 0, -1):
         if lines[number].lstrip().startswith("#"):

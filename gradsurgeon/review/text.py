@@ -38,7 +38,8 @@ def _lines(difference: Difference) -> Iterator[str]:
 def _rules(phrases: Phrases) -> Iterator[str]:
     for sign, change, details in phrases.changes():
         things, elements = phrases.binds(change)
-        noun = f" parameters ({elements} elements)" if change.target == "params" else ""
+        plural = "s" * (things != "1")
+        noun = f" parameter{plural} ({elements} elements)" if change.target == "params" else ""
         yield f"{sign} {change.id}  {change.action} on {things}{noun}"
         for detail in details:
             yield f"      {detail}"
@@ -62,10 +63,10 @@ def _chains(phrases: Phrases) -> Iterator[str]:
 
 
 def _shown(text: str) -> str:
-    """Return a user's text for a terminal, and for the log of a job, which may obey what it reads.
+    """Return a user's text without commands, for a terminal and for the log of a job.
 
-    To a job of GitHub a line that begins with `::` is a command, and so is `##[` anywhere in it.
+    GitHub reads a line of a log that begins with `::` as a command, and `##[` anywhere in a line.
     """
     shown = printable(text).replace("##[", "#\\x23[")
-    # Blanks before it are no help.
+    # GitHub ignores blanks before the command.
     return shown.replace("::", "\\x3a:", 1) if shown.lstrip().startswith("::") else shown

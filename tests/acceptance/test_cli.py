@@ -257,4 +257,4 @@ class TestTheRest:
         assert cli.main(["schema"]) == 2
         err = capsys.readouterr().err
         assert "RuntimeError: broken" in err
-        assert "gradsurgeon: internal error: this is a fault of gradsurgeon" in err
+        assert "gradsurgeon: internal error in gradsurgeon" in err

@@ -151,7 +151,7 @@ class TestExitCodes:
         (here / "new.yaml").write_text(f"version: 1\nrules:\n{more}{rules}")
         done = call("diff", *SIDES, "--exit-code", cwd=here)
         assert done.returncode == 0
-        note = "note: the rules stand in another order in the file; no tensor sees another order"
+        note = "note: the rules are in another order in the file; no tensor sees another order"
         assert note in done.stdout
 
     def test_every_problem_of_a_side(self, here: pathlib.Path) -> None:

@@ -127,7 +127,7 @@ def test_no_file_of_others_is_written_over(here: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "`--format parquet` needs `-o FILE`: parquet is no text for standard output"),
+        ((), "`--format parquet` needs `-o FILE`: standard output is for text, and parquet is binary"),
         (("--stat", "l3", "-o", "x"), "nothing recorded fits the rule, statistic and name asked for"),
         (("-o", "no/such/file"), "cannot write no/such/file: No such file or directory"),
         (("-o", "run"), "cannot write run: Is a directory"),

@@ -136,7 +136,7 @@ class TestPlan:
         assert done.returncode == 0
         assert json.loads(done.stdout)["model"] == {"params": 2, "elements": 15}
         assert re.search(
-            r"^not built on the meta device \(RuntimeError: .*\): building it for real$",
+            r"^cannot build it on the meta device \(RuntimeError: .*\): building it with values$",
             done.stderr,
             re.MULTILINE,
         )

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from bounds import TIMEOUT
 from commands import WITHOUT_TORCH, call, environment
-from runs import another_process, meta, values, write
+from runs import another_process, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.store import Key
@@ -308,35 +308,13 @@ class TestElsewhere:
         assert steps[-1] > steps[0]
         assert "steps/s" in lines[1]
 
-    def test_once(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
-        writer.event(Event("trap", "norms", 2, 0, "w", "bad"))
-        done = call("watch", "run", "--once", cwd=tmp_path, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
-        lines = done.stdout.splitlines()
-        assert lines[0] == "rules.yaml on Net: running, step 2"
-        assert lines[2:4] == ["events (1): trap 1", "  step 2  trap  norms  w  bad"]
-        assert any(re.fullmatch(r"  w +▃▅▆ +3 +2 +3", line) for line in lines)
-
-    def test_it_waits_only_if_told_to(self, tmp_path: pathlib.Path) -> None:
+    def test_a_run_that_is_not_there(self, tmp_path: pathlib.Path) -> None:
         done = call("watch", "run", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "gradsurgeon: run: there is no run (run.json), which begins with the training: pass --wait to "
-            "wait for it, or the directory that `record=` or `--record` names\n"
+            "gradsurgeon: run: there is no run (run.json) yet: start the training first, and name the directory of "
+            "its `record=` or `--record`\n"
         )
-
-        def train() -> None:
-            writer = RunWriter(tmp_path / "run", meta=meta())
-            writer.add(KEY, 7, values(5.0))
-            writer.close()
-
-        late = threading.Timer(8.0, train)
-        late.start()
-        done = call("watch", "run", "--wait", "--every", "0.2", cwd=tmp_path)
-        late.join()
-        assert done.returncode == 0
-        assert done.stderr == "gradsurgeon: waiting for a run in run; Ctrl-C ends that\n"
-        assert re.search(r"step 7  total norm 5  0 events\nthe run has finished\n$", done.stdout)
 
     def test_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
@@ -349,18 +327,12 @@ class TestElsewhere:
         writer.close()
         shutil.copytree(tmp_path / "run", tmp_path / "other")
         (tmp_path / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
-        for options in ((), ("--once",), ("--wait",)):
-            done = call("watch", "other", *options, cwd=tmp_path)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
+        done = call("watch", "other", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
 
     @pytest.mark.parametrize("every", ["0.1", "-1", "nan", "inf", "often"])
     def test_odd_numbers_of_seconds(self, tmp_path: pathlib.Path, every: str) -> None:
         done = call("watch", "run", f"--every={every}", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"argument --every: {every!r} is no number of at least 0.2" in done.stderr
-
-    def test_blocks_that_cannot_be_shown(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
-        done = call("watch", "run", "--once", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
-        assert (done.returncode, done.stderr) == (0, "")
-        assert r"\u2583\u2585\u2586 " in done.stdout

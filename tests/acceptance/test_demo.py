@@ -76,7 +76,7 @@ def test_the_trap_names_step_rule_and_border(quickstart: subprocess.CompletedPro
 def test_it_ends_in_the_diagnosis(quickstart: subprocess.CompletedProcess[str]) -> None:
     first, *_ = quickstart.stdout.splitlines()
     assert f"breaks it at step {demo.FAULT_STEP}: a square root of negative numbers" in first
-    end = quickstart.stdout.partition("What was broken, as the trap has found it:\n")[2]
+    end = quickstart.stdout.partition("The trap found the cause:\n")[2]
     head, at, *_ = end.splitlines()
     assert head == (
         "diagnosis (reproduced): NaN born in the forward pass of the root (DigitsNet): aten.sqrt"
@@ -93,13 +93,15 @@ def test_nothing_moved_at_the_fault_and_everything_after(
     # 8 parameters, each with exp_avg, exp_avg_sq and step.
     expected = f"step {demo.FAULT_STEP}: no weight or moment moved: checked 32 tensors"
     assert expected in quickstart.stdout
-    assert "the step after it: 32 of 32 tensors moved" in quickstart.stdout
+    assert "the next step: 32 of 32 tensors moved" in quickstart.stdout
 
 
 def test_the_output_tells_the_story_in_order(quickstart: subprocess.CompletedProcess[str]) -> None:
     out = quickstart.stdout
     marks = ["plan: ", "TRAP ", "no weight or moment moved", "summary: ", "norms (l2)", "rules (4)"]
-    places = [out.index(mark) for mark in [*marks, "events (2)", "What was broken", "done: "]]
+    places = [
+        out.index(mark) for mark in [*marks, "events (2)", "The trap found the cause", "done: "]
+    ]
     assert places == sorted(places)
     assert "to know" not in out
     assert "NEVER FIRED" not in out
@@ -142,7 +144,9 @@ def test_the_demo_fails_with_a_trap_that_looks_elsewhere(tmp_path: Path) -> None
     found = run("--epochs", "4", "--rules", str(rules))
     assert found.returncode == 1, found.stdout + found.stderr
     # By then, the NaN has reached the weights of the convolutions, and through them everything.
-    assert re.search(rf"FAILED: one trap .*: fc\d\.\w+ at step {demo.FAULT_STEP + 1}", found.stdout)
+    assert re.search(
+        rf"FAILED: expected one trap.*: fc\d\.\w+ at step {demo.FAULT_STEP + 1}", found.stdout
+    )
 
 
 def test_a_trap_that_raises_stops_the_demo_with_its_report(tmp_path: Path) -> None:

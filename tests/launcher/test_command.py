@@ -49,7 +49,8 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
         rules=str(tmp_path / "r.yaml"),
         record=str(tmp_path / "run"),
         dry_run=str(tmp_path / "params.json"),
-        start_step=7,
+        start_step=0,
+        sinks=("tensorboard:a", "wandb:b"),
         observe=True,
         pdb=True,
         quiet=True,
@@ -98,9 +99,10 @@ def test_a_switch_that_is_off_is_off(off: str) -> None:
     assert found == Settings(rules="/r.yaml")
 
 
-def test_a_step_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(ValueError, match="GRADSURGEON_START_STEP is a number of steps, 0 or more"):
-        from_environment({"GRADSURGEON_RULES": "/r.yaml", "GRADSURGEON_START_STEP": "-3"})
+@pytest.mark.parametrize("options", ["{", "7", '{"unknown": 1}'])
+def test_options_that_run_did_not_write_are_an_error(options: str) -> None:
+    with pytest.raises(ValueError, match="GRADSURGEON_OPTIONS is not what `gradsurgeon run"):
+        from_environment({"GRADSURGEON_RULES": "/r.yaml", "GRADSURGEON_OPTIONS": options})
 
 
 @pytest.mark.parametrize(

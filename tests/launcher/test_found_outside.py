@@ -176,8 +176,8 @@ optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
 """
     done = folder.run(script)
     assert done.lines == [
-        "gradsurgeon: Linear: no gradient came until the end, so no rule acted on it",
-        "gradsurgeon: Linear-2: no gradient came until the end, so no rule acted on it",
+        "gradsurgeon: Linear: no gradient arrived, so no rule acted on it",
+        "gradsurgeon: Linear-2: no gradient arrived, so no rule acted on it",
     ]
 
 

@@ -110,13 +110,13 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 @pytest.mark.parametrize(
     ("script", "seen"),
     [
-        (NO_STEP.format(optimizer=SGD), "no optimizer took a step until the end"),
-        (NO_STEP.format(optimizer=""), "no optimizer of torch was built on the parameters"),
+        (NO_STEP.format(optimizer=SGD), "no optimizer took a step, so there is no plan"),
+        (NO_STEP.format(optimizer=""), "no torch optimizer was built on the parameters"),
         (
             NO_STEP.format(optimizer=SGD).replace("model(", "# "),
-            "no optimizer took a step until the end",
+            "no optimizer took a step, so there is no plan",
         ),
-        ("import torch", "no optimizer of torch was built on the parameters of a module"),
+        ("import torch", "no torch optimizer was built on the parameters of a module"),
     ],
     ids=["no step", "no optimizer", "no gradient", "nothing"],
 )

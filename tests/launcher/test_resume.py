@@ -105,7 +105,7 @@ def test_other_rules_are_told_apart_by_name(folder: Folder) -> None:
     ("damage", "told"),
     [
         ("no run", "gradsurgeon run: --resume: other is no run directory"),
-        ("no state", "gradsurgeon run: --resume: run holds no state to go on from: "),
+        ("no state", "gradsurgeon run: --resume: run holds no state to resume from: "),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_at_once(folder: Folder, damage: str, told: str) -> None:
@@ -131,8 +131,8 @@ def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: boo
     told = "is damaged, no whole file of `torch.save`; go on from another one, or remove it"
     assert f"{head}{path}: {told}: then the rules begin anew with what they learn" in done.lines
     anew = (
-        "gradsurgeon: the rules begin anew with what they learn, and steps are counted from 0: add --start-step N where "
-        "the training of the script goes on"
+        "gradsurgeon: the rules start without what they had learnt, and steps count from 0: pass --start-step N if the "
+        "script continues a training"
     )
     assert (anew in done.lines) is not strict
     assert (folder.path / "x.mlp").exists() is not strict
@@ -142,7 +142,7 @@ def test_a_model_that_the_run_did_not_have_begins_anew(folder: Folder) -> None:
     folder.run(SCRIPT.replace("train(nn.Linear(8, 1)", "# "), rules=SPIKES, env=part(0, 3, "x"))
     done = folder.run(SCRIPT, "--resume", "run", rules=SPIKES, record=False, env=part(0, 3, "y"))
     assert done.code == 0
-    said = "cannot be resumed from: this model, or this rank, has no state in that run"
+    said = "cannot be resumed: it has no state of this model, or of this rank"
     assert [line for line in done.lines if line.endswith(said)] == [
         f"gradsurgeon: {folder.path / 'run' / 'Linear'} {said}"
     ]
@@ -181,13 +181,12 @@ def test_a_run_that_was_killed_tells_what_its_state_does_not_know(
     done = folder.run(first, *options, rules=rules, record=False, env=part(0, 3, "y"))
     assert done.code == 0, done.lines
     assert state["step"] == 20
-    (line,) = [line for line in done.lines if "had learnt" in line]
+    (line,) = [line for line in done.lines if "saved state" in line]
     start = given or "20"
-    assert (
-        f"{folder.path / 'run'} is that before step 20, and its records go on to step 29: " in line
-    )
-    assert f"steps are counted on from {start}" in line
-    assert ("--start-step says" if given else "add --start-step N") in line
+    run = folder.path / "run"
+    assert f"{run} is from before step 20, but its records go on to step 29: " in line
+    assert f"steps continue at {start}" in line
+    assert ("from --start-step" if given else "pass --start-step N") in line
     assert any(f"from step {start}" in line for line in done.lines)
 
 

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_lightning_without_the_callback_is_told_of(tmp_path: Pat
     with pytest.warns(GradSurgeonWarning) as told:
         fit(tmp_path, STEPS, callback, str(tmp_path / "last.ckpt"))
     assert [str(one.message) for one in told if one.category is GradSurgeonWarning] == [
-        f"training goes on from step {BROKEN_OFF}, and the rules begin anew with what they learn: the checkpoint was "
+        f"training resumes at step {BROKEN_OFF}, but the rules start without what they had learnt: the checkpoint was "
         "written without this callback"
     ]
     assert callback.session is not None
@@ -207,8 +207,8 @@ class TestTransformers:
             train(tmp_path, callback, STEPS, True)
         (text,) = [str(one.message) for one in told if one.category is GradSurgeonWarning]
         assert text == (
-            f"training goes on from step {BROKEN_OFF}, and the rules begin anew with what they learn: there is no "
-            f"{tmp_path}/checkpoint-{BROKEN_OFF}/state-0.pt, as without this callback"
+            f"training resumes at step {BROKEN_OFF}, but the rules start without what they had learnt: there is no "
+            f"{tmp_path}/checkpoint-{BROKEN_OFF}/state-0.pt; a training without this callback writes none"
         )
         assert callback.session is not None
         assert [event.message for event in callback.session.events][:1] == [text]
@@ -230,7 +230,7 @@ class TestTransformers:
         trainer.state.global_step = 5
         with pytest.warns(GradSurgeonWarning) as told:
             callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
-        assert any("does not show which checkpoint it goes on from" in str(o.message) for o in told)
+        assert any("hides the checkpoint that it resumes from" in str(o.message) for o in told)
         callback.on_train_end(trainer.args, trainer.state, trainer.control, model=model)
 
     @pytest.mark.parametrize("damage", ["junk", "NaN"])
@@ -258,7 +258,7 @@ class TestTransformers:
         path = tmp_path / f"checkpoint-{BROKEN_OFF}" / "state-0.pt"
         path.mkdir(parents=True)
         callback = TransformersCallback(RULES)
-        with pytest.warns(GradSurgeonWarning, match="is not in .*checkpoint-9: Is a directory"):
+        with pytest.warns(GradSurgeonWarning, match="cannot save .*checkpoint-9: Is a directory"):
             train(tmp_path, callback, STEPS)
         assert entered(callback) == STEPS
         assert (tmp_path / f"checkpoint-{STEPS}" / "state-0.pt").is_file()

@@ -61,8 +61,9 @@ class TestRules:
         assert [one.id for one in found.added] == ["new"]
         assert [one.id for one in found.removed] == ["old"]
         assert found.unchanged == ("norms",)
-        assert found.added[0].after == ("head.weight",)
-        assert (found.removed[0].before, found.removed[0].elements_before) == (
+        assert found.added[0].after.names == ("head.weight",)
+        removed = found.removed[0].before
+        assert (removed.names, removed.elements) == (
             tuple(f"h.{at}.{kind}.weight" for at in range(3) for kind in KINDS),
             36,
         )
@@ -71,8 +72,8 @@ class TestRules:
     def test_names_and_elements_of_a_changed_rule(self) -> None:
         found = diff([zero(params="h.*")], [zero(params="h.{0..1}.*")])
         (change,) = found.changed
-        assert (len(change.before), change.elements_before) == (6, 36)
-        assert (len(change.after), change.elements_after) == (4, 24)
+        assert (len(change.before.names), change.before.elements) == (6, 36)
+        assert (len(change.after.names), change.after.elements) == (4, 24)
         assert [(one.name, one.before, one.after) for one in change.options] == [
             ("params", ["h.*"], ["h.{0..1}.*"])
         ]
@@ -254,7 +255,7 @@ class TestFindings:
                 {"params": "h.*"},
                 "lost-trap",
                 ("embed.weight", "head.weight"),
-                "t was taken off 2 parameters: embed.weight, head.weight: no nan-trap looks there now.",
+                "t no longer acts on 2 parameters: embed.weight, head.weight: no nan-trap is there now.",
             ),
             (
                 {"then": "warn", "exclude": "h.*"},
@@ -319,7 +320,9 @@ class TestFindings:
         assert kinds(diff([bad], [{**bad, "at": "step"}])) == []
         assert kinds(diff([bad], [good])) == []
         (finding, _) = diff([good], [bad]).warnings
-        assert finding.detail == "expects 6, matches 2"
+        assert (
+            finding.detail == "expected 6 parameters, matched 2 (h.0.attn.weight, h.0.mlp.weight)"
+        )
 
     def test_overlaps_with_the_order_of_effects(self) -> None:
         found = diff(
@@ -555,7 +558,7 @@ class TestMarkdown:
     def test_the_worked_example(self, example: Difference) -> None:
         lines = markdown.render(example).splitlines()
         assert lines[1] == (
-            "**What the change of `new.yaml` does: 2 added, 1 removed, 2 changed; "
+            "**Effect of the change of `new.yaml`: 2 added, 1 removed, 2 changed; "
             "51 → 48 of 51 parameters under rules; 3 lost all protection.**"
         )
 
@@ -607,7 +610,7 @@ class TestLosses:
         old = {"id": "it", "action": "combine", "params": "*", "method": "mean"}
         before, after = (load({**old, "losses": ["a", one]}) for one in ("b", "<img src=x>\x1b[2J"))
         shown = compare(before, after, manifest())
-        assert "1 more: " in markdown.render(shown)
+        assert "&#60;img" in markdown.render(shown)
         assert "<img" not in markdown.render(shown)
         assert "\x1b" not in text.render(shown)
 

@@ -141,8 +141,8 @@ class TestCommands:
         evil.lose(lost)
         message, hint = refusal("main:rules.yaml")
         assert not evil.mark.exists()
-        assert message.startswith("cannot read the file: git says: ")
-        assert hint.startswith("if an object is not here, as in a partial clone")
+        assert message.startswith("cannot read the file: git failed: ")
+        assert hint.startswith("this command fetches no missing objects of a partial clone")
 
     def test_nor_where_the_configuration_of_a_working_tree_says_so(self, evil: Evil) -> None:
         evil.configure(PROMISOR + "[extensions]\n\tworktreeConfig = true\n")
@@ -181,8 +181,8 @@ class TestObjects:
         for folder in ("examples", "examples/below"):
             monkeypatch.chdir(evil.folder / folder)
             message, hint = refusal("main:rules.yaml")
-            assert f"it is a bare repository, or the inside of one: {evil.folder}" in message
-            assert hint.startswith("run it in a working tree")
+            assert f"the current folder is inside a bare repository: {evil.folder}" in message
+            assert hint.startswith("run the command in a working tree")
             monkeypatch.chdir(evil.folder)
 
     def test_objects_are_those_that_the_commit_names(self, evil: Evil) -> None:

@@ -108,7 +108,7 @@ class TestCommits:
         assert problem("HEAD:../../r.yaml")[1].endswith("the path leads out of the repository")
         assert problem("HEAD:r.yaml")[1:] == (
             "cannot read the file: `HEAD` has no such file",
-            "paths count from the top of the repository, and from here after `./`",
+            "paths are relative to the top of the repository, and with `./` to the current folder",
         )
 
     def test_a_file_in_the_top_folder_is_the_one_that_its_includes_name(
@@ -193,10 +193,10 @@ class TestSpecs:
                 "`origin/main` names no commit",
                 "`git fetch origin main`",
             ),
-            ("--output=x:r.yaml", "`--output=x` names no commit", "is it fetched?"),
+            ("--output=x:r.yaml", "`--output=x` names no commit", "try `git fetch"),
             (":r.yaml", "there is no commit before the colon", "such as HEAD:rules.yaml"),
             ("HEAD:", "there is no file behind the colon", "such as HEAD:rules.yaml"),
-            ("a\nb:r.yaml", "names no commit", "is it fetched?"),
+            ("a\nb:r.yaml", "names no commit", "try `git fetch"),
             ("HEAD:a\0b", "git cannot be run: embedded null byte", ""),
         ],
     )
@@ -217,8 +217,8 @@ class TestSpecs:
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         monkeypatch.chdir(tmp_path)
         _, message, hint = problem("HEAD:r.yaml")
-        assert "git says: fatal: not a git repository" in message
-        assert hint == "run it inside the repository, or name two files"
+        assert "git failed: fatal: not a git repository" in message
+        assert hint == "run the command inside the repository, or name two files"
 
     def test_without_git(self, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(repository.folder))

@@ -1,7 +1,6 @@
-"""Python imports this before any script, where `gradsurgeon run` has put its folder on the path.
+"""Python imports this file before any script if `gradsurgeon run` put its folder on the path.
 
-It must be quick, and must not fail: it runs in every process below the one that was launched, in
-those that have nothing to do with training as well.
+The file must be quick and must not fail: every process of a launch runs it, also those that train nothing.
 """
 
 import contextlib
@@ -15,13 +14,13 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120
 
 
 def _leave_the_path() -> None:
-    # Scripts find `sys.path` as without the launcher; their children get it by the environment.
-    # As `site` has made them: absolute, but for relative ones where the working directory is gone.
+    # Scripts find `sys.path` as without the launcher; their children get the folder from the environment.
+    # `site` made the entries absolute, except relative ones if the working directory is gone.
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
 
 def _run_the_hidden_sitecustomize() -> None:
-    """Import the `sitecustomize` that this one has taken the place of, if there is one."""
+    """Import the `sitecustomize` that this file hides, if there is one."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
@@ -30,7 +29,7 @@ def _run_the_hidden_sitecustomize() -> None:
 
 
 def _make_importable() -> None:
-    """Let the package be found from where this file lies, also where it is not installed."""
+    """Make the package importable from the folder of this file if it is not installed."""
     if importlib.util.find_spec("gradsurgeon") is None:
         folder = os.path.join(_ROOT, "gradsurgeon")  # noqa: PTH118 # as above
         spec = importlib.util.spec_from_file_location(
@@ -45,7 +44,7 @@ def _make_importable() -> None:
 
 
 def _note_explained() -> None:
-    """Tell who reads the status file at the end that all has been said: without the package."""
+    """Note in the status file, without the package, that a message has told the reason."""
     if file := os.environ.get("GRADSURGEON_STATUS_FILE"):
         with contextlib.suppress(OSError), open(file, "ab") as out:  # noqa: PTH123 # as above
             out.write(b"b")
@@ -57,10 +56,10 @@ try:
     from gradsurgeon.launcher.importing import start
 
     start()
-except Exception as error:  # noqa: BLE001 # whatever it is, the script is to run
+except Exception as error:  # noqa: BLE001 # the script must run in any case
     print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
     _note_explained()
-    if os.environ.get("GRADSURGEON_STRICT"):
+    if '"strict": true' in os.environ.get("GRADSURGEON_OPTIONS", ""):
         sys.stderr.flush()
-        os._exit(2)  # An exception is a fatal error here: no script has begun.
+        os._exit(2)  # Python would report an exception here as a fatal error.
 _run_the_hidden_sitecustomize()

@@ -1,4 +1,4 @@
-"""What every check has in common."""
+"""The base class of checks."""
 
 import re
 from abc import ABC, abstractmethod
@@ -13,20 +13,20 @@ from gradsurgeon.review.lint_context import LintContext
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    rule: Rule  # where it is shown
-    at: tuple[str | int, ...]  # at which option of the rule in its file: ``("steps", "every")``
+    rule: Rule  # the rule at which it is shown
+    at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
     hint: str
-    others: tuple[Rule, ...] = ()  # which the finding is about as well
+    others: tuple[Rule, ...] = ()  # further rules that the finding is about
 
 
 class Check(ABC):
     """One question about valid rules. The docstring of a subclass is its page, with the example below."""
 
-    # `error`: training cannot begin. `warning`: the rules hardly do what was meant. `note`: they may.
+    # `error`: training cannot begin. `warning`: probably a mistake. `note`: a fact worth knowing.
     severity: ClassVar[Severity] = "warning"
-    BAD: ClassVar[str]  # rules in which it finds something ...
-    # ... in a model with these parameters, where it needs one.
+    BAD: ClassVar[str]  # rules in which the check finds something
+    # The parameters of the model in which it finds it, if it needs names.
     NAMES: ClassVar[tuple[str, ...]] = ()
 
     @property

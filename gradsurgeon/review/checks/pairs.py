@@ -10,11 +10,11 @@ from gradsurgeon.review.lint_context import LintContext
 class CombinedTwice(Check):
     """Two rules certainly combine the losses of the same gradients in the same step.
 
-    A `combine` takes the gradients of single losses and leaves one. A second one would find them gone, so training
-    with both ends with an error before its first step.
+    A `combine` replaces the gradients of single losses by one gradient. A second `combine` would find no single
+    losses, so training with both ends with an error before its first step.
 
-    Leave the names of one rule out of the other by `exclude`, or give the two `steps` that do not meet: one method
-    first and another one later is fine.
+    Exclude the names of one rule from the other, or give the two `steps` that do not overlap: one method first
+    and another one later is fine.
     """
 
     severity = "error"
@@ -33,26 +33,26 @@ class CombinedTwice(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is not None:  # what cannot act there is told with the names
+        if context.matched is not None:  # `cannot-act` reports it if names are known
             return
         combining = [rule for rule in context.compared if _combines(rule)]
         for index, rule in enumerate(combining):
             others = tuple(other for other in combining[:index] if context.overlap(other, rule))
             if others:
-                has = f"ha{'s' if len(others) == 1 else 've'}"
-                message = f"it combines gradients that {_listed(others)} {has} combined already"
-                hint = "use `exclude`, or give them `steps` that do not meet"
+                message = (
+                    f"`{rule.id[:60]}` combines gradients that {_listed(others)} already combined"
+                )
+                hint = "use `exclude`, or give them `steps` that do not overlap"
                 yield Finding(rule, (rule.target,), message, hint, others)
 
 
 class EffectiveOrder(Check):
-    """Two edits of the same gradients take effect in another order than they stand in the file.
+    """Two edits of the same gradients take effect in another order than in the file.
 
-    What acts at `backward` comes before what acts at `step`, wherever it stands: the rule above does
-    not get its gradient before this one, but after it. A clip above a scale is a clip of what has been
-    scaled.
+    Rules at `backward` act before rules at `step`, whatever their order in the file: the rule above gets the
+    gradient after this one. A clip at `step` above a scale at `backward` clips the scaled gradient.
 
-    Put the rules in the order in which they take effect, or give this one the point of the other by
+    Put the rules in the order in which they take effect, or give this one the point of the other with
     `at`. The plan shows the effective order for each tensor.
     """
 
@@ -72,25 +72,24 @@ class EffectiveOrder(Check):
         for rule, others in _overlapping_edits(context):
             later = tuple(other for other in others if context.acts_before(rule, other))
             if later:
-                stand = f"which stand{'s' * (len(later) == 1)} above it"
-                message = f"it acts at `{rule.point}`, before {_listed(later)}, {stand}"
+                message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
                 hint = "put them in the order in which they act, or choose another `at`"
                 if isinstance(rule, LossRule):
-                    message = f"it acts on single losses, before {_listed(later)}, {stand}"
-                    hint = "put it above: the others see the losses combined"
+                    message = f"`{rule.id[:60]}` acts on single losses, before {_listed(later)} above it in the file"
+                    hint = "put this rule first: the others see the combined losses"
                 key = "at" if "at" in rule.model_fields_set else "action"
                 yield Finding(rule, (key,), message, hint, later)
 
 
 class JudgedBeforeEdits(Check):
-    """A trap that judges before all edits stands below an edit of the same gradients.
+    """A trap that judges before all edits is below an edit of the same gradients.
 
-    `spike-trap` judges the gradient as the script hands it over, wherever it stands in the file. What an edit
-    at `step` above it has left is not what is compared with the norms before; and where the trap cuts, it
-    shortens by the same factor once more what the edit may have shortened already.
+    `spike-trap` judges the gradient as the script hands it over, whatever its place in the file. It does not see
+    the result of an edit at `step` above it. If the trap clips, it shortens the edited gradient once more, by a
+    factor for the unedited one.
 
-    Put the trap above these edits: then what is judged is what is cut, and the edits see what the cut has left.
-    Edits at `backward` act before the trap judges, wherever they stand.
+    Put the trap above these edits: then it clips the gradient that it judged, and the edits see the result.
+    Edits at `backward` act before the trap judges, wherever they are in the file.
     """
 
     BAD = """
@@ -119,8 +118,8 @@ class JudgedBeforeEdits(Check):
                 and not _one_is_moot(context, rule, other)
             )
             if above:
-                leave = f"leave{'s' * (len(above) == 1)}"
-                message = f"it judges what the script hands over, not what {_listed(above)} above it {leave}"
+                edit = f"edit{'s' * (len(above) == 1)}"
+                message = f"`{rule.id[:60]}` judges the gradient before {_listed(above)} above it {edit} it"
                 hint = f"put the {rule.name()} first"
                 yield Finding(rule, ("action",), message, hint, above)
 
@@ -128,12 +127,11 @@ class JudgedBeforeEdits(Check):
 class OverlappingEdits(Check):
     """Two rules certainly change the same tensors in the same step.
 
-    Every rule that matches applies; there is no "last match wins". The second one sees what the first
-    one has left. Where the names of a model are known, that is exact. Otherwise it is said where a pattern
-    of one rule is `*`, is a pattern of the other rule as well, or matches a name that the other rule
-    gives without wildcards.
+    Every matching rule applies; there is no "last match wins". The second rule sees the result of the first.
+    With the names of a model, this check is exact. Without names, it reports a rule with the pattern `*`, with
+    a pattern of the other rule, or with a pattern that matches a full name in the other rule.
 
-    If both are meant, nothing. Otherwise leave the names of one rule out of the other by `exclude`.
+    If you mean both, do nothing. Otherwise exclude the names of one rule from the other.
     """
 
     severity = "note"
@@ -153,19 +151,19 @@ class OverlappingEdits(Check):
         for rule, others in _overlapping_edits(context):
             if others:
                 change = f"change{'s' * (len(others) == 1)}"
-                message = f"it changes tensors that {_listed(others)} {change} as well"
+                message = f"`{rule.id[:60]}` changes tensors that {_listed(others)} also {change}"
                 hint = "both apply, one after the other: if one is enough, use `exclude`"
                 yield Finding(rule, (rule.target,), message, hint, others)
 
 
 class ShadowedRule(Check):
-    """A rule has no effect, because another one zeroes or freezes all that it acts on.
+    """A rule has no effect, because another rule zeroes or freezes all its tensors.
 
-    The rule looks as if it did something. Who removes the other one brings it to life. Found are edits of
-    tensors that are certainly zero already, that are set to zero later, or that belong to frozen
-    parameters, in every step in which the edit acts.
+    The rule only seems to act, and removing the other rule would activate it. The check finds edits of tensors
+    that are certainly zero already, that become zero later, or that belong to frozen parameters, in every
+    step in which the edit acts.
 
-    Remove one of the two, or let them act on different names or in different `steps`.
+    Remove one of the two, or give them different names or different `steps`.
     """
 
     BAD = """
@@ -189,14 +187,14 @@ class ShadowedRule(Check):
 
 
 class TrapAfterSanitize(Check):
-    """A trap waits for what another rule has removed.
+    """A trap cannot trip, because another rule removes every NaN first.
 
-    `nan-trap` looks after each backward pass. Where all its tensors are under a `sanitize`, or under a
-    `zero`, every NaN and every infinity has been replaced by then: it cannot trip, while the file looks as
-    if the run were guarded.
+    `nan-trap` checks gradients after each backward pass. If a `sanitize` or a `zero` covers all its tensors, that
+    rule has replaced every NaN and every infinity by then. The trap cannot trip, although the file looks as if
+    it guarded the run.
 
-    Narrow `sanitize` down to the known culprit and let the trap guard the rest. To know how often
-    there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
+    Restrict `sanitize` to the known source of NaN, and let the trap guard the rest. To count the replaced
+    elements, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
     """
 
     BAD = """
@@ -211,7 +209,7 @@ class TrapAfterSanitize(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
-        # One that judges the final gradient expects to see it sanitized.
+        # A trap that judges the final gradient expects it to be sanitized.
         traps = (rule for rule in context.compared if isinstance(rule, TrapRule))
         for trap in (rule for rule in traps if not rule.judges_first):
             before = tuple(
@@ -221,18 +219,18 @@ class TrapAfterSanitize(Check):
             )
             if before:
                 replace = f"replace{'s' * (len(before) == 1)}"
-                message = f"the trap never sees a NaN: {_listed(before)} {replace} it before"
-                hint = "narrow that rule down, or remove the trap"
+                message = f"the trap never sees a NaN: {_listed(before)} {replace} it first"
+                hint = "restrict that rule, or remove the trap"
                 yield Finding(trap, ("action",), message, hint, before)
 
 
 class ZeroIsNotFreeze(Check):
     """A parameter whose gradient is set to zero still moves.
 
-    The optimizer goes on with what it has: weight decay shrinks the weight, and the momentum of
-    earlier steps carries it on. The gradient counts as one of zeros in the statistics of Adam.
+    Weight decay still shrinks the weight, and the momentum of earlier steps still moves it. Adam counts the
+    zeros as a gradient in its statistics.
 
-    To keep a parameter as it is, use `freeze`. To drop what a loss contributes to it, `zero` is right.
+    To keep a parameter unchanged, use `freeze`. To drop the gradient of a loss, use `zero`.
     """
 
     severity = "note"
@@ -244,7 +242,7 @@ class ZeroIsNotFreeze(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         message = "zero is not freeze: weight decay and momentum still move the weight"
-        hint = "to keep a parameter as it is use `freeze`"
+        hint = "to keep a parameter unchanged, use `freeze`"
         for rule in context.rules:
             if rule.action != "zero" or rule.target != "params":
                 continue
@@ -282,19 +280,18 @@ def _one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:
 
 
 def _moot(context: LintContext, rule: Rule, by: Rule) -> str:
-    """Return why a rule has no effect beside another one; empty if it has one, or may have."""
+    """Return why another rule makes a rule useless; empty if it does not, or may not."""
     if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
         return ""
     first = context.acts_before(by, rule)
     if by.action == "freeze":
-        if rule.edits or (isinstance(rule, FreezeRule) and first):
-            return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
-        return ""
-    if not rule.edits:
-        return ""
-    if first:
-        return (
-            f"does nothing: `{by.id}` has set all of it to zero before" if rule.keeps_zero else ""
-        )
-    # Of two that zero the same, the later one is superfluous, as the first branch says.
-    return "" if rule.action == "zero" else f"has no effect: `{by.id}` sets all of it to zero later"
+        moot = rule.edits or (isinstance(rule, FreezeRule) and first)
+        reason = f"does nothing: `{by.id}` keeps the optimizer off these parameters"
+    elif first:
+        moot = rule.edits and rule.keeps_zero
+        reason = f"does nothing: `{by.id}` already set all its tensors to zero"
+    else:
+        # If both zero the same tensors, only the later rule is useless.
+        moot = rule.edits and rule.action != "zero"
+        reason = f"has no effect: `{by.id}` sets all its tensors to zero later"
+    return reason if moot else ""

@@ -4,27 +4,27 @@ import re
 from collections.abc import Iterable, Iterator
 
 from gradsurgeon.actions import Rule, TargetKind
-from gradsurgeon.planning import examples
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
+from gradsurgeon.review.matched_rules import Flaw
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
-# Matches a word or a choice of words: no name with a dot in it.
+# A word or a choice of words, which cannot match a name with a dot.
 _WORDS = re.compile(r"\^?[\w|()-]*[A-Za-z][\w|()-]*\$?")
 _WORD = re.compile(r"[\w-]+")
-# What commas outside of braces and brackets divide, and a dash where a range has two dots.
+# The parts between commas outside of braces and brackets; a range with a dash instead of two dots.
 _PIECE = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]]*\]|[^{}\[\],;])+")
 _DASH = re.compile(r"\{\s*([0-9]+)\s*(?:-|\.\.\.|:)\s*([0-9]+)\s*\}")
 
 
 class NoMatch(Check):
-    """A rule matches nothing in the model whose names lint is given with `--params`.
+    """A rule matches nothing in the model whose names `--params` gives to lint.
 
     Training with such a rule ends with an error before its first step. Most often a name is misspelt, or
     the model has changed and the rule has not.
 
-    Correct the pattern: the nearest names are given. Where a rule is meant for some models only, write
-    `optional: true`, or `model:` with the class that it is for.
+    Correct the pattern: the message has the nearest names. If a rule is meant for some models only, write
+    `optional: true`, or `model:` with the class of the model.
     """
 
     severity = "error"
@@ -36,25 +36,20 @@ class NoMatch(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is None:
-            return
-        for rule in context.rules:
-            if context.matched.has_no_match(rule.id):
-                hint = "correct the pattern, or write `optional: true` if it may match nothing"
-                slips = (meant for _, text in _patterns(rule) for _, meant in _other_syntax(text))
-                hint = next((f"write {meant}" for meant in slips), hint)
-                yield Finding(rule, (rule.target,), context.matched.no_match(rule.id), hint)
+        for rule, flaw in _flaws(context, "no-match"):
+            slips = (meant for _, text in _patterns(rule) for _, meant in _other_syntax(text))
+            hint = next((f"write {meant}" for meant in slips), flaw.hint)
+            yield Finding(rule, flaw.at, flaw.text, hint)
 
 
 class BrokenExpect(Check):
     """A rule matches another number of parameters than its `expect` says.
 
-    Training with such a rule ends with an error before its first step. The number was written down so that
-    a pattern cannot come to mean something else unnoticed, and in the model whose names lint is given
-    with `--params` it now does.
+    Training with such a rule ends with an error before its first step. The number is there so that a pattern
+    cannot change its meaning unnoticed, and in the model whose names `--params` gives to lint, it has.
 
-    Look at what the rule matches with `gradsurgeon plan`. Correct the pattern if that is wrong, the number
-    if it is right.
+    `gradsurgeon plan` shows the matches of the rule. If they are wrong, correct the pattern; if they are right,
+    correct the number.
     """
 
     severity = "error"
@@ -67,27 +62,20 @@ class BrokenExpect(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is None:
-            return
-        for rule in context.rules:
-            if rule.expect is not None and context.matched.breaks_expect(rule.id):
-                things = context.matched.matches[rule.id].things
-                matched = f"matched {len(things)}{examples(things)}"
-                message = f"expected {rule.expect.params} parameters, {matched}"
-                hint = "correct the pattern or the `expect`"
-                yield Finding(rule, ("expect", "params"), message, hint)
+        for rule, flaw in _flaws(context, "expect"):
+            yield Finding(rule, flaw.at, flaw.text, flaw.hint)
 
 
 class CannotAct(Check):
-    """A rule cannot act on what it matches, or nobody can tell what it matches.
+    """A rule cannot act on its matches, or the names cannot decide what it matches.
 
-    Training with such a rule ends with an error before its first step. With the names of a model, which
-    lint is given with `--params`, these are found: rules on parameters that have no shape yet, that are
-    complex or sparse and do not bear the action, or that several ranks divide so that the rule cannot get
-    at them; and conditions that the file of names does not decide.
+    Training with such a rule ends with an error before its first step. With the names of a model, from
+    `--params`, the check finds rules on parameters that have no shape yet, that are complex or sparse and do
+    not allow the action, or that are sharded so that the rule cannot reach them. It also finds conditions that
+    the file of names cannot decide.
 
-    The message says what the rule can do instead. For conditions that cannot be decided, give lint the
-    names as `gradsurgeon params` writes them.
+    The message says what the rule can do instead. For undecided conditions, give lint the names as
+    `gradsurgeon params` writes them.
     """
 
     severity = "error"
@@ -96,24 +84,21 @@ class CannotAct(Check):
 - id: norms
   action: norm-log
   params: "fc.*"
-  where: {module_type: "Linear"}  # a file of weights does not tell the classes
+  where: {module_type: "Linear"}  # a file of weights has no classes
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is None:
-            return
-        for rule in context.rules:
-            for text in context.matched.obstacles(rule.id):
-                yield Finding(rule, ("id",), text, "")
+        for rule, flaw in _flaws(context, "cannot-act"):
+            yield Finding(rule, flaw.at, flaw.text, flaw.hint)
 
 
 class NumberPrefix(Check):
-    """A star right behind a number takes more digits, too.
+    """A star right behind a number also matches more digits.
 
-    `layers.1*` means layer 1, and 10 to 19, and 100: a pattern that was right for a small model grows
-    with the model. Where the names of a model are known, it is found if the model has such a longer number.
+    `layers.1*` means layers 1, 10 to 19, and 100: a pattern that was right for a small model grows with the
+    model. With the names of a model, the check reports it only if the model has such a longer number.
 
-    Close the number by a dot, as in `layers.1.*`, or name a range: `layers.{10..19}.*`.
+    End the number with a dot, as in `layers.1.*`, or write a range: `layers.{10..19}.*`.
     """
 
     BAD = """
@@ -130,17 +115,17 @@ class NumberPrefix(Check):
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
-                hint = f'close the number: "{text.replace(number[0], f"{number[1]}.*", 1)[:80]}"'
+                hint = f'end the number with a dot: "{text.replace(number[0], f"{number[1]}.*", 1)[:80]}"'
                 yield Finding(rule, path, message, hint)
 
 
 class PartialRegex(Check):
-    """A regular expression matches the whole name, but looks like a part of it.
+    """A regular expression must match the whole name, but looks like a part of a name.
 
-    `re:attn` matches a parameter that is called `attn`, and neither `attn.weight` nor `h.0.attn.bias`. As
-    an `exclude` or as one of several patterns it would miss almost without a sound. Found are expressions
-    of words only, and those with an anchor at one end and nothing that is open at the other, as in
-    `re:^layers` or `re:bias$`; where the names of a model are known, only if they match none.
+    `re:attn` matches a parameter named `attn`, and neither `attn.weight` nor `h.0.attn.bias`. In an `exclude` or
+    a list of patterns the mistake is easily missed. The check finds expressions of words only, and expressions
+    with an anchor at one end and no wildcard at the other, as in `re:^layers` or `re:bias$`. With the names of a
+    model, it reports only expressions without a match.
 
     Write `re:.*attn.*`, or the glob `*attn*`.
     """
@@ -165,10 +150,10 @@ class PartialRegex(Check):
 
 
 class OtherSyntax(Check):
-    """A pattern is written as lists or ranges are in another language.
+    """A pattern uses the list or range syntax of another language.
 
-    In `"tok.weight, pos.weight"` the comma is a part of one name, and `{0-3}` is the text `0-3`. Such a pattern matches
-    nothing, or less than was meant. Where the names of a model are known, it is found if the model has no such name.
+    In `"tok.weight, pos.weight"` the comma is part of one name, and `{0-3}` is the text `0-3`. Such a pattern
+    matches nothing, or too little. With the names of a model, the check reports only patterns without a match.
 
     Write a YAML list, `["tok.weight", "pos.weight"]`, a choice, `{tok,pos}.weight`, or a range with two dots, `{0..3}`.
     """
@@ -191,14 +176,14 @@ class OtherSyntax(Check):
 
 
 class UselessExclude(Check):
-    """An `exclude` takes nothing out.
+    """An `exclude` excludes nothing.
 
-    Somebody meant to keep the rule off something, and it acts there: the exclude is misspelt, or lacks
-    a star. `exclude: "bias"` is the name `bias`, not all biases. Where the names of a model are not known,
-    only what is certain is found: the exclude is a name without wildcards, or all patterns are.
+    The rule acts on tensors that it was meant to spare: the exclude is misspelt, or lacks a star. `exclude: "bias"`
+    is the name `bias`, not all biases. Without the names of a model, the check finds certain cases only: the
+    exclude is a name without wildcards, or all patterns are.
 
-    Correct or remove it. Of a tied parameter, excluding any of its names excludes it; where the names
-    are not known, lint cannot see that, and the warning is to be suppressed.
+    Correct or remove it. Any name of a tied parameter excludes the parameter; without names, lint cannot see
+    that, and you may have to suppress the warning.
     """
 
     BAD = """
@@ -219,6 +204,13 @@ class UselessExclude(Check):
                     yield Finding(rule, ("exclude", index), why, hint)
 
 
+def _flaws(context: LintContext, kind: str) -> Iterator[tuple[Rule, Flaw]]:
+    if context.matched is None:
+        return
+    for rule in context.rules:
+        yield from ((rule, flaw) for flaw in context.matched.flaws(rule.id) if flaw.kind == kind)
+
+
 def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
@@ -226,7 +218,7 @@ def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
 
 
 def _other_syntax(text: str) -> Iterator[tuple[str, str]]:
-    """Yield why a glob looks like a list or a range of another language, and what is to be written instead."""
+    """Yield why a glob looks like a list or range of another language, and what to write instead."""
     if text.startswith("re:"):
         return
     if dash := _DASH.search(text):
@@ -235,9 +227,9 @@ def _other_syntax(text: str) -> Iterator[tuple[str, str]]:
     pieces = [piece.strip() for piece in _PIECE.findall(text)]
     if len(pieces) > 1:
         listed = ", ".join(f'"{piece[:40]}"' for piece in pieces[:3])
-        more = ", ..." * (len(pieces) > 3)  # noqa: PLR2004 # enough to see what is meant
+        more = ", ..." * (len(pieces) > 3)  # noqa: PLR2004 # three are enough to understand
         yield (
-            "a comma outside of braces is a part of the name: it separates no patterns",
+            "a comma outside of braces is part of the name and separates no patterns",
             f"[{listed}{more}]",
         )
 
@@ -248,7 +240,7 @@ def _goes_on(number: str, hits: Iterable[str] | None) -> bool:
 
 
 def _partial(body: str, target: TargetKind) -> bool:
-    # Modules and tags can be called by one word; then only a mere word is odd as an expression.
+    # A module or tag may have a name of one word; there only a plain word is odd as an expression.
     words = _WORDS if target == "params" else _WORD
     if words.fullmatch(body):
         return True
@@ -256,19 +248,19 @@ def _partial(body: str, target: TargetKind) -> bool:
     last = body.endswith("$") and not body.endswith(r"\$")
     if first == last or "|" in body:
         return False
-    # Open at the other end: a repeat, a dot.
+    # The other end is open if it has a repeat or a group.
     return (
         not body.endswith(("*", "+", "}", ")")) if first else not body.startswith((".*", ".+", "("))
     )
 
 
 def _takes_nothing(context: LintContext, rule: Rule, text: str) -> str:
-    """Return why an exclude leaves nothing out; empty if it does, or may."""
+    """Return why an exclude excludes nothing; empty if it excludes something, or may."""
     hits = context.hits(rule, text)
     if hits is None:
-        name = f"`{text[:60]}` matches no name that the patterns of the rule can match"
+        name = f"`{text[:60]}` cannot match a name that the patterns of the rule match"
         return name if context.never_matches(rule, text) else ""
-    # By any alias: what is excluded under one name is excluded.
+    # Compared by canonical name, because any alias excludes a parameter.
     wanted = {name for p in rule.patterns for name in (context.hits(rule, p.text) or {}).values()}
     taken = wanted.intersection(hits.values())
-    return "" if taken else f"`{text[:60]}` takes nothing out of the match"
+    return "" if taken else f"`{text[:60]}` excludes none of the matches"

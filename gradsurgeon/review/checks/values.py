@@ -11,12 +11,12 @@ from gradsurgeon.review.lint_context import LintContext
 class BoundOnContributions(Check):
     """A bound at `backward` does not bound the gradient.
 
-    At `backward` a `clamp` or `clip-norm` sees what one backward pass contributes. Under gradient
-    accumulation the sum can exceed the bound; under DDP each rank bounds its own share before the
-    average. So a change of the number of micro-batches, or of ranks, changes what the rule does.
+    At `backward` a `clamp` or `clip-norm` bounds the contribution of one backward pass. Under gradient
+    accumulation the sum can exceed the bound; under DDP each rank bounds its own share before the average.
+    So the effect of the rule depends on the number of micro-batches and of ranks.
 
-    Write `at: step`, where the bound holds for the gradient that the optimizer gets. If each
-    contribution is what you mean to bound, suppress the warning.
+    Write `at: step` to bound the gradient that the optimizer gets. If you mean to bound each contribution,
+    suppress the warning.
     """
 
     BAD = """
@@ -33,20 +33,20 @@ class BoundOnContributions(Check):
             contribution = rule.target == "params" and rule.point == "backward"
             if contribution and rule.takes_at and not rule.linear:
                 message = (
-                    f"{rule.action} at `backward` bounds what each backward pass contributes: under "
+                    f"{rule.action} at `backward` bounds the contribution of each backward pass: under "
                     "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"
                 )
                 yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")
 
 
 class ClampWithoutZero(Check):
-    """The bounds of a clamp of gradients leave no room for zero.
+    """The bounds of a clamp of gradients exclude zero.
 
-    With a `min` above 0 or a `max` below 0 every element is pushed in one direction at every step, also
-    where the loss does not depend on it, and training cannot come to rest. Sparse gradients are refused
-    when the rule is bound, because the result would be dense.
+    With a `min` above 0 or a `max` below 0, every element moves in one direction at every step, even if the loss
+    does not depend on it, and training cannot converge. Binding refuses such a rule on sparse gradients, because
+    the result would be dense.
 
-    Let the bounds enclose 0, such as `min: -0.1` and `max: 0.1`. Mostly a minus sign is missing.
+    Include 0 in the bounds, such as `min: -0.1` and `max: 0.1`. Often a minus sign is missing.
     """
 
     BAD = """
@@ -60,26 +60,24 @@ class ClampWithoutZero(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         for rule in context.rules:
-            # Values may well have to be positive; gradients may not.
+            # A positive bound makes sense for values, but not for gradients.
             if not isinstance(rule, Clamp) or rule.keeps_zero or not rule.ref.grad:
                 continue
             key = "min" if rule.min is not None and rule.min > 0 else "max"
             bound = getattr(rule, key)
             what = "below" if key == "min" else "above"
-            message = (
-                f"no element may be {what} {bound:g}, so that a gradient of 0 becomes {bound:g}"
-            )
-            hint = "let the bounds enclose 0: is a minus sign missing?"
+            message = f"no element may be {what} {bound:g}, so a gradient of 0 becomes {bound:g}"
+            hint = "include 0 in the bounds: is a minus sign missing?"
             yield Finding(rule, (key,), message, hint)
 
 
 class ScaleByZero(Check):
     """A factor of zero does not remove a NaN.
 
-    NaN times 0 is NaN, and infinity times 0 is NaN, too: a gradient that was to be removed for its bad
-    elements reaches the optimizer all the same.
+    NaN times 0 is NaN, and so is infinity times 0. A gradient that should be removed because of its non-finite
+    elements still reaches the optimizer.
 
-    Use `zero`, which writes zeros over whatever is there.
+    Use `zero`, which overwrites every element with zero.
     """
 
     BAD = """

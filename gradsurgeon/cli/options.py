@@ -1,0 +1,73 @@
+"""Options and helpers that several commands share."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gradsurgeon.errors import GradSurgeonError, printable
+
+RULE_FILE = "a rule file, or REF:FILE of a git commit"
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", help="a run directory, finished or still being written"
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        action="append",
+        dest="modules",
+        default=[],
+        metavar="MODULE",
+        help="import a module, which runs its code, for the actions and statistics that it defines; "
+        "Python also searches the current folder; may be given several times",
+    )
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Add the two sources of names, of which exactly one must be given."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    add_params_file(group)
+    add_model(group)
+
+
+def add_params_file(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--params",
+        metavar="FILE",
+        help="the names of the model: params.json as `gradsurgeon params` writes it, *.safetensors, or "
+        "*.index.json beside the weights; needs neither torch nor the model",
+    )
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:NAME",
+        help="the model, or a function or class that returns it, such as train.net:build; imports your "
+        "code, also from the current folder",
+    )
+
+
+@contextmanager
+def writing(output: str | None) -> Iterator[None]:
+    """Name the file in the error if it cannot be written; errors of standard output pass through.
+
+    Raises:
+        GradSurgeonError: the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if output is None:
+            raise
+        raise GradSurgeonError(
+            f"cannot write {printable(output)}: {error.strerror or error}"
+        ) from None
