@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.planning import named_modules
-from gradsurgeon.runtime.kept_step import (
+from gradsurgeon.forensics.kept_step import (
     Buffers,
     FailedStep,
     Fingerprint,
@@ -25,6 +24,7 @@ from gradsurgeon.runtime.kept_step import (
     KeptCall,
     KeptLoss,
 )
+from gradsurgeon.planning import named_modules
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Path as TensorPath
 

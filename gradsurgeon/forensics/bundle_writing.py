@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.bundle_reading import FORMAT, JSON, TENSORS, code_of
-from gradsurgeon.runtime.kept_step import (
+from gradsurgeon.forensics.kept_step import (
     FailedStep,
     HostRandom,
     KeptCall,
@@ -65,6 +65,20 @@ class _Tensors:
 
 class NotWrittenError(Exception):
     """The step holds what a bundle cannot hold."""
+
+
+def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
+    """Write a bundle into a folder; return the diagnosis with its place, or with the reason why there is none."""
+    innocent = failed.together and not diagnosis.where
+    if not failed.calls or innocent:
+        return diagnosis
+    try:
+        return replace(diagnosis, bundle=str(write(failed, diagnosis, folder)))
+    except ModuleNotFoundError:
+        why = "the library safetensors is missing: pip install 'gradsurgeon[bundle]'"
+    except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor brings about: the diagnosis stands
+        why = str(error).partition("\n")[0] or type(error).__name__
+    return replace(diagnosis, no_bundle=why)
 
 
 def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:

@@ -10,13 +10,13 @@ import torch
 from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
+from gradsurgeon.forensics.kept_calls import MAX_BYTES
+from gradsurgeon.forensics.kept_step import FailedStep, Fingerprint
 from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
 from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_calls import MAX_BYTES
-from gradsurgeon.runtime.kept_step import FailedStep, Fingerprint
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (

@@ -16,19 +16,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradsurgeon.distributed.fully_shard import Cast, casts
 from gradsurgeon.forensics import debugging
+from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
 from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
 from gradsurgeon.planning import ROOT, named_modules, slots
-from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
-from gradsurgeon.runtime.registry import tags_shown_to
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 # How inputs are called among what has gradients.
 INPUT = "input "
 # Anomaly mode, hooks on all modules, random numbers: what a replay changes belongs to the whole process.
 _one_at_a_time = threading.Lock()
+# Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
+shown_to: list[Callable[[str, Tensor], None]] = []
 
 
 class _Thread(threading.local):
@@ -148,7 +149,8 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # In the backward pass, too: checkpoints run parts of the forward pass there.
         stack.enter_context(exchanged(module, params, buffers))
-        stack.enter_context(tags_shown_to(came_out))
+        shown_to.append(came_out)
+        stack.callback(shown_to.remove, came_out)
         stack.callback(provenance.memory.restore)
         stack.callback(debugging.leave)
         with provenance:

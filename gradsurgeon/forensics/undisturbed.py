@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon.forensics.kept_step import HostRandom, KeptCall
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_step import HostRandom, KeptCall
 
 # The tables of a module, which are exchanged by themselves or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}

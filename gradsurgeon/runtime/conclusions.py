@@ -14,9 +14,9 @@ from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, RAISE, Cause
 from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import NONFINITE
-from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis

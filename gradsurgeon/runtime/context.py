@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from gradsurgeon import _torch
 from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
-from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
@@ -27,9 +25,6 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Records
-
-if TYPE_CHECKING:
-    from gradsurgeon.runtime.kept_step import FailedStep
 
 Mode = Literal["act", "observe"]
 
@@ -45,7 +40,6 @@ class Options(NamedTuple):
     start_step: int = 0
     # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
-    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
     # Is called with each event; what it raises stops the training.
     on_event: Callable[[Event], object] | None = None
 
@@ -67,8 +61,6 @@ class Context:
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
-    # Runs a failed step again, and tells what went wrong.
-    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
 
     def __post_init__(self) -> None:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}

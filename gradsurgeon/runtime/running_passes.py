@@ -30,14 +30,12 @@ class RunningPass:
         graph: what it runs through.
         makes_graph: whether its gradients get a graph of their own.
         tasks: the number that autograd has given it, once it is known.
-        inputs: what `torch.autograd.grad` was asked for.
         thread: in which it was begun.
     """
 
     graph: BackwardGraph
     makes_graph: bool = False
     tasks: list[int] = field(default_factory=list)
-    inputs: Sequence[Any] = ()
     thread: int = field(default_factory=threading.get_ident)
 
     def reaches(self, leaves: Collection[int]) -> bool:
@@ -148,7 +146,7 @@ def watched(
                     yield
                 return
         if not call.accumulates:
-            with _noted_as_returning(outputs, known, call.inputs):
+            with _noted_as_returning(outputs, known):
                 yield
             for watch in known:
                 watch.end_of_grad()
@@ -182,10 +180,8 @@ def _reaches(running: RunningPass, inputs: Sequence[Any], leaves: Collection[int
 
 
 @contextmanager
-def _noted_as_returning(
-    outputs: Sequence[Any], watches: Sequence[BackwardWatch], inputs: Sequence[Any]
-) -> Iterator[None]:
-    running = RunningPass(BackwardGraph(roots_of(outputs)), inputs=inputs)
+def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
+    running = RunningPass(BackwardGraph(roots_of(outputs)))
     is_asked_for = any(watch.knows_shared_inputs for watch in watches)
     with (
         _listed(running, _returning),
@@ -201,13 +197,6 @@ def returns_gradients() -> bool:
     """
     task = _torch.graph_task()
     return any(task in running.tasks for running in list(_returning))
-
-
-def asked_for() -> list[Any] | None:
-    """Return what the passes of `torch.autograd.grad` were asked for that run; ``None`` while one runs that trains."""
-    if running_passes or not _returning:
-        return None
-    return [one for running in list(_returning) for one in running.inputs]
 
 
 def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:

@@ -15,9 +15,10 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
+from gradsurgeon.forensics import diagnose, with_bundle
+from gradsurgeon.forensics.kept_calls import KeptCalls
+from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.kept_calls import KeptCalls
-from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.rank_agreement import Heard
 
@@ -37,9 +38,7 @@ class StepDiagnosis:
         self._asked = frozenset(
             rule
             for rule, decision in context.decisions.items()
-            if context.diagnose is not None
-            and isinstance(decision, Decision)
-            and decision.forensics
+            if isinstance(decision, Decision) and decision.forensics
         )
         # The rules whose next trip is diagnosed.
         self.pending = set(self._asked)
@@ -160,11 +159,12 @@ class StepDiagnosis:
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
         context = self._context
-        assert context.diagnose is not None  # noqa: S101 # else no rule would wait for it
         paused, context.paused = context.paused, True
         try:
             with context.parameters.lock, around:
-                return context.diagnose(failed, self._folder(rules))
+                diagnosis = diagnose(failed)
+                folder = self._folder(rules)
+                return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
         except Exception as error:  # noqa: BLE001 # the decision stands
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
             context.event_log.emit("notice", text, rule=next(iter(rules)), step=failed.step)

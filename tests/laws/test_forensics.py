@@ -615,7 +615,7 @@ def test_a_kernel_that_is_wrong_in_one_implementation() -> None:
 
 
 def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsurgeon.runtime import kept_calls
+    from gradsurgeon.forensics import kept_calls
 
     torch.manual_seed(0)
     # The states of the random numbers are most of a call: one fits.

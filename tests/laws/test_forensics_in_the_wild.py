@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon.runtime.kept_step import Fingerprint, HostRandom
+from gradsurgeon.forensics.kept_step import Fingerprint, HostRandom
 
 INF, NAN = float("inf"), float("nan")
 

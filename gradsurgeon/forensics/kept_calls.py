@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.kept_step import (
+from gradsurgeon.forensics.kept_step import (
     Buffers,
     Fingerprint,
     HostRandom,
     KeptCall,
     KeptLoss,
 )
-from gradsurgeon.runtime.parameters import Place, held
-from gradsurgeon.runtime.running_passes import asked_for
+from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
@@ -37,6 +34,13 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 MAX_BYTES = 256 * 2**20
 _MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
+
+
+class Pausable(Protocol):
+    """A session; no call is kept while it is paused."""
+
+    @property
+    def paused(self) -> bool: ...
 
 
 class _Open(threading.local):
@@ -54,8 +58,8 @@ class KeptCalls:
     Where the root of the model has no forward pass of its own, the modules in it are what is called.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, session: Pausable) -> None:
+        self._session = session
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.calls: list[KeptCall] = []
         # How many calls of this step were dropped, because they were too large.
@@ -72,7 +76,7 @@ class KeptCalls:
         self._handles: list[RemovableHandle] = []
         # The buffers that the forward pass of each called module changes, where modules keep them, in training
         # and in evaluation; none is known before the first call has ended.
-        self._changing: dict[tuple[str, bool], dict[str, Place]] = {}
+        self._changing: dict[tuple[str, bool], dict[str, tuple[dict[str, Any], str]]] = {}
         self._devices: tuple[torch.device, ...] = ()
         self._open = _Open()
 
@@ -139,7 +143,7 @@ class KeptCalls:
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return
-        if self._context.paused:
+        if self._session.paused:
             self.problem = "the session was paused"
             return
         key = name, module.training
@@ -206,20 +210,19 @@ class KeptCalls:
             self.dropped += 1
             self.problem = f"{type(error).__name__}: {error}"
 
-    def keep_loss(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+    def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep how the loss of a pass that begins was made of what came out of the calls.
 
         Args:
             graph: what the pass runs through.
-            reached: the tensors that it reaches, ``None`` for all.
+            accumulates: whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
-        tensors = None if reached is None else sorted(reached)
-        if self.reaching and not self._context.parameters.grads(tensors)[0]:
+        if self.reaching and not accumulates:
             # The script has cleared what earlier passes of this step have left.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()
-        if self.calls and not self._context.paused:
+        if self.calls and not self._session.paused:
             last = max(call.last_node for call in self.calls)
             loss = KeptLoss.of(graph, last)
             # Without it a diagnosis says less; without a call it says nothing.
@@ -227,7 +230,9 @@ class KeptCalls:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
-        if (asked := asked_for()) is not None and (differentiated := call()) is not None:
+        if (asked := _backward_calls.asked_for()) is not None and (
+            differentiated := call()
+        ) is not None:
             # It is on inside of a pass that makes a graph.
             makes_graph = torch.is_grad_enabled()
             differentiated.differentiated |= makes_graph
@@ -252,7 +257,8 @@ class KeptCalls:
 
         What it returns of a tensor that is no leaf may be sent on to parameters.
         """
-        params = set(map(id, self._context.parameters.params()))
+        model = self.model()
+        params = set() if model is None else set(map(id, model.parameters()))
         return not any(id(one) in params for one in asked) and (
             makes_graph or all(isinstance(one, Tensor) and one.is_leaf for one in asked)
         )
@@ -278,7 +284,8 @@ class KeptCalls:
         changing = self._changing.get(key)
         if changing is None:
             return Buffers(dict(module.named_buffers()))
-        there = {name: held(place) for name, place in changing.items()}
+        # The tables of scripted modules have no `get`.
+        there = {name: table[key] for name, (table, key) in changing.items() if key in table}
         return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
 
 
