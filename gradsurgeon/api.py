@@ -281,8 +281,7 @@ def replay(
         What the replay has shown, as in the report of the trap.
 
     Raises:
-        GradSurgeonError: the directory is no bundle, or not one of this model; or the library safetensors is
-            missing.
+        GradSurgeonError: the directory is no bundle, or not one of this model.
     """
     runtime = _runtime()
     from gradsurgeon import forensics  # noqa: PLC0415 # needs torch

@@ -33,9 +33,9 @@ class NanTrap(TrapRule):
     A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
     again together, with whole parameters. The training goes on as it would have without.
 
-    With a run directory, or with `bundle: true`, it writes what the replay takes as a directory
-    `trap-step812-rank0` of safetensors and JSON, for `gradsurgeon replay` elsewhere. That holds weights, inputs and
-    output gradients: about the size of a checkpoint without the state of the optimizer.
+    With a run directory, or with `bundle: true`, it writes the step as a directory `trap-step812-rank0` for
+    `gradsurgeon replay` elsewhere. The directory holds weights, inputs and output gradients: about the size of a
+    checkpoint without the state of the optimizer.
 
     ## Why use it
     One non-finite gradient makes every weight NaN at the next update, and `clip_grad_norm_` spreads

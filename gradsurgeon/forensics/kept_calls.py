@@ -32,7 +32,7 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 # What is kept of one step; beyond it the oldest calls go first.
 MAX_BYTES = 256 * 2**20
-_MOST_CALLS = 256
+MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
 
 
@@ -266,7 +266,7 @@ class KeptCalls:
     def _shorten(self) -> None:
         if self.losses and self._bytes() > MAX_BYTES:
             self.losses.clear()
-        while len(self.calls) > _MOST_CALLS or (self.calls and self._bytes() > MAX_BYTES):
+        while len(self.calls) > MOST_CALLS or (self.calls and self._bytes() > MAX_BYTES):
             self.calls.pop(0)
             self.dropped += 1
 
