@@ -98,7 +98,7 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Cause:
     """The kind of a fault, and the evidence for it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Diagnosis:
         inputs: what went in.
         output: what came out; or the tensor that was not finite before.
         history: the largest magnitudes that came out of the last operations before, oldest first.
-        verdict: what kind of fault it is.
+        cause: what kind of fault it is.
         scale: what a `GradScaler` had multiplied the loss by, ``None`` without one.
         loss: the loss, where it was computed outside of the model and that is where to look.
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
@@ -161,7 +161,7 @@ class Diagnosis:
     inputs: tuple[TensorFacts, ...] = ()
     output: TensorFacts | None = None
     history: tuple[tuple[str, float], ...] = ()
-    verdict: Verdict | None = None
+    cause: Cause | None = None
     scale: float | None = None
     loss: float | None = None
     loss_nodes: tuple[str, ...] = ()
@@ -197,10 +197,10 @@ class Diagnosis:
         if self.output is not None:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
         yield from (f"  {printable(fact)}" for fact in self._of_the_loss())
-        if self.verdict is not None:
-            yield f"  verdict: {self.verdict.fault}"
-            yield from (f"    {printable(evidence)}" for evidence in self.verdict.evidence)
-            yield f"  to try: {self.verdict.advice}"
+        if self.cause is not None:
+            yield f"  cause: {self.cause.fault}"
+            yield from (f"    {printable(evidence)}" for evidence in self.cause.evidence)
+            yield f"  to try: {self.cause.advice}"
         if self.history:
             yield "  largest magnitudes before it, the last one last:"
             shown = [(printable(label), value) for label, value in self.history]
@@ -259,10 +259,10 @@ class Diagnosis:
             )
             yield _html.table(head, (_cells(*row) for row in rows), right=set(range(4, 10)))
         yield _html.listing(self._of_the_loss())
-        if self.verdict is not None:
-            yield _html.element("p", "verdict: ", _html.bold(self.verdict.fault))
-            yield _html.listing(self.verdict.evidence)
-            yield _html.element("p", "to try: ", self.verdict.advice)
+        if self.cause is not None:
+            yield _html.element("p", "cause: ", _html.bold(self.cause.fault))
+            yield _html.listing(self.cause.evidence)
+            yield _html.element("p", "to try: ", self.cause.advice)
         if self.history:
             rows_before = ((label, f"{value:.3g}") for label, value in self.history)
             table = _html.table(("operation", "largest magnitude"), rows_before, right={1})

@@ -10,12 +10,12 @@ import torch
 from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
+from gradsurgeon.forensics.cause import judge
 from gradsurgeon.forensics.kept_calls import MAX_BYTES
 from gradsurgeon.forensics.kept_step import FailedStep, Fingerprint
 from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
-from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
 from gradsurgeon.tensors.structure import tensors_in
 
@@ -264,7 +264,7 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         micro_batch=call.number,
         micro_batches=failed.passes,
         scale=None if failed.scale is None else float(failed.scale),
-        verdict=judge(source, failed.step),
+        cause=judge(source, failed.step),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
     )

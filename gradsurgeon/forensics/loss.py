@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsurgeon.forensics.cause import judge_call, not_kept
 from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.provenance import name_of
 from gradsurgeon.forensics.sources import Birth, Call, Origin
-from gradsurgeon.forensics.verdict import judge_call, not_kept
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
 # What a node did, as far as what it keeps is all that it was given.
@@ -122,6 +122,6 @@ def _birth(node: LossNode, result: Tensor, call: Call | None) -> Birth:
         ),
         output=measured,
         history=(),
-        verdict=not_kept() if call is None else judge_call(call, 0),
+        cause=not_kept() if call is None else judge_call(call, 0),
         repeated=call is not None,
     )

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Verdict
+from gradsurgeon.diagnosis import Cause
+from gradsurgeon.forensics.cause import bad_input, judge_call, not_repeated
 from gradsurgeon.forensics.debugging import stand_at
 from gradsurgeon.forensics.given import given
 from gradsurgeon.forensics.memory import Memory
@@ -49,7 +50,6 @@ from gradsurgeon.forensics.sources import (
     is_intended,
     may_mask,
 )
-from gradsurgeon.forensics.verdict import bad_input, judge_call, not_repeated
 from gradsurgeon.planning.manifest import ROOT
 
 # What they return has not been written yet.
@@ -292,11 +292,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             inputs=tuple(facts(tensor, argument) for argument, tensor in named),
             output=measured,
             history=tuple(self._history),
-            verdict=self._verdict(call, number, name if backward else ""),
+            cause=self._cause(call, number, name if backward else ""),
             constant=not backward and not any(tensor.requires_grad for _, tensor in named),
         )
 
-    def _verdict(self, call: Call, number: int, node: str) -> Verdict:
+    def _cause(self, call: Call, number: int, node: str) -> Cause:
         if any(math.isnan(n) for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)):
             return bad_input(f"the script itself gives {call.name} the number NaN")
         for name, tensor in named_tensors(call.func, call.args, call.kwargs):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gradsurgeon.diagnosis import Line, TensorFacts, Verdict
+from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
@@ -65,7 +65,7 @@ class Birth:
     Attributes:
         constant: no tensor that went in leads back to a parameter.
         rival: another operation that made an infinity at the same elements, where the two cannot be told apart.
-        verdict: what repeating the operation at once has shown.
+        cause: what repeating the operation at once has shown.
         repeated: whether all that the operation was given is known, so that it could be repeated.
     """
 
@@ -80,7 +80,7 @@ class Birth:
     inputs: tuple[TensorFacts, ...]
     output: TensorFacts
     history: tuple[tuple[str, float], ...]
-    verdict: Verdict
+    cause: Cause
     constant: bool = False
     rival: str = ""
     repeated: bool = True

@@ -57,7 +57,7 @@ def test_a_model_that_fully_shard_divides_is_run_again_by_all_ranks(
         assert [message.count(BORN) for message in seen["told"]] == [1]
         # The dtype of the mixed precision, and the part of the batch of one rank.
         assert f"  in   self [4, 4] {dtype}: " in seen["told"][0]
-        assert "  verdict: mathematics\n" in seen["told"][0]
+        assert "  cause: mathematics\n" in seen["told"][0]
         assert seen["notices"] == []
     assert f"{BY_OTHER}\n{BORN}" in innocent["told"][0]
     assert BY_OTHER not in guilty["told"][0]

@@ -106,7 +106,7 @@ def test_it_lies_in_the_run_and_is_diagnosed_alike(
     for name in ("certainty", "reasons", "what", "where", "operation", "module", "lines", "step"):
         assert getattr(again, name) == getattr(first, name), name
     assert again.inputs == first.inputs
-    assert again.verdict == first.verdict
+    assert again.cause == first.cause
     after = model.state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert not model.training

@@ -1,4 +1,4 @@
-"""The trap names where a NaN was born and why: the right culprit, operation, verdict and certainty."""
+"""The trap names where a NaN was born and why: the right culprit, operation, cause and certainty."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def diagnosed(
 
 
 def fault(diagnosis: Diagnosis) -> str:
-    assert diagnosis.verdict is not None
-    return diagnosis.verdict.fault
+    assert diagnosis.cause is not None
+    return diagnosis.cause.fault
 
 
 def brief(diagnosis: Diagnosis) -> tuple[str, ...]:
@@ -339,8 +339,8 @@ def test_exp_in_half_precision() -> None:
     act = lambda x: (x.half() * 20).exp().float()  # noqa: E731
     diagnosis = diagnosed(Net(act), batch())
     assert brief(diagnosis) == ("reproduced", "Inf", "forward", "body", "aten.exp", "overflow")
-    assert diagnosis.verdict is not None
-    assert "6.55e+04" in diagnosis.verdict.evidence[0]
+    assert diagnosis.cause is not None
+    assert "6.55e+04" in diagnosis.cause.evidence[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -555,7 +555,7 @@ def test_a_state_that_has_moved_on_blames_nobody() -> None:
 
     diagnosis = diagnosed(Net(act), batch(), before_step=lambda: bad.__setitem__(0, False))
     assert diagnosis.certainty == "not reproduced"
-    assert (diagnosis.operation, diagnosis.where, diagnosis.verdict) == ("", "", None)
+    assert (diagnosis.operation, diagnosis.where, diagnosis.cause) == ("", "", None)
     assert "finite" in diagnosis.reasons[0]
 
 

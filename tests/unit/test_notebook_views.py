@@ -13,7 +13,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
-from gradsurgeon.diagnosis import Line, TensorFacts, Verdict
+from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo
 from gradsurgeon.report.notebook import sparkline
@@ -95,7 +95,7 @@ def diagnosis(**more: Any) -> Diagnosis:
         "inputs": (facts("self"),),
         "output": facts("", nan=1234, low=None, high=None),
         "history": (("h.0: aten.addmm", 2.537),),
-        "verdict": Verdict("mathematics", ("in float64 the result is NaN as well",), "guard it"),
+        "cause": Cause("mathematics", ("in float64 the result is NaN as well",), "guard it"),
     }
     return Diagnosis(**(given | more))
 
@@ -254,7 +254,7 @@ def test_hostile_texts_are_inert() -> None:
             lines=(Line(HOSTILE, 1, HOSTILE, HOSTILE),),
             inputs=(facts(HOSTILE, dtype=HOSTILE),),
             history=((HOSTILE, 1.0),),
-            verdict=Verdict("unknown", (HOSTILE,), HOSTILE),
+            cause=Cause("unknown", (HOSTILE,), HOSTILE),
             loss_nodes=(HOSTILE,),
         ),
         plan(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import ALREADY, Fault, Verdict
+from gradsurgeon.diagnosis import ALREADY, Cause, Fault
 from gradsurgeon.forensics.operations import elements, facts, is_real, nonfinite_kind, tensors_of
 from gradsurgeon.forensics.remedies import remedy
 from gradsurgeon.forensics.sources import Birth, Call, Source
@@ -55,7 +55,7 @@ _EPSILON_ADVICE = "give the optimizer `eps=1e-4`, or keep the weights that it up
 _GROWN = 1e3
 
 
-def judge(source: Source, step: int = 0) -> Verdict:
+def judge(source: Source, step: int = 0) -> Cause:
     """Judge the source of what is not finite.
 
     Args:
@@ -63,7 +63,7 @@ def judge(source: Source, step: int = 0) -> Verdict:
         step: the updates before.
     """
     if isinstance(source, Birth):
-        return source.verdict
+        return source.cause
     where = {
         "output gradient": "the gradient that came back to the model was not finite already",
         "literal": "the script itself wrote the number",
@@ -75,30 +75,30 @@ def judge(source: Source, step: int = 0) -> Verdict:
         f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
     )
     if source.what == "output gradient":
-        return Verdict("unknown", (text,), _LOOK_AT_LOSS)
+        return Cause("unknown", (text,), _LOOK_AT_LOSS)
     if source.what == "weight" and step and not source.intended:
         evidence = (text, _UPDATED)
         if source.facts is None or source.facts.dtype != "float16":
-            return _verdict("bad input", *evidence)
-        return Verdict("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
-    return _verdict("unknown" if source.what == "unknown" else "bad input", text)
+            return _cause("bad input", *evidence)
+        return Cause("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
+    return _cause("unknown" if source.what == "unknown" else "bad input", text)
 
 
-def bad_input(text: str) -> Verdict:
-    """Return the verdict on a number of the script."""
-    return _verdict("bad input", text)
+def bad_input(text: str) -> Cause:
+    """Return the cause on a number of the script."""
+    return _cause("bad input", text)
 
 
-def not_repeated() -> Verdict:
-    """Return the verdict on an operation that was not repeated, after many that were."""
-    return _verdict(
+def not_repeated() -> Cause:
+    """Return the cause on an operation that was not repeated, after many that were."""
+    return _cause(
         "unknown", "many operations had made such numbers before: this one was not repeated"
     )
 
 
-def not_kept() -> Verdict:
-    """Return the verdict on an operation of which it is not known what it was given."""
-    return _verdict(
+def not_kept() -> Cause:
+    """Return the cause on an operation of which it is not known what it was given."""
+    return _cause(
         "unknown", "what went into the operation was not kept, so that it cannot be repeated"
     )
 
@@ -110,7 +110,7 @@ def judge_call(
     *,
     history: Sequence[tuple[str, float]] = (),
     lost: str = "",
-) -> Verdict:
+) -> Cause:
     """Repeat an operation on the numbers that it was given, and tell why its result is not finite.
 
     To be called at once: a script may write over these numbers later. Waits for the device.
@@ -124,25 +124,25 @@ def judge_call(
     """
     with torch.no_grad():
         try:
-            verdict = _of_call(call, number)
+            cause = _of_call(call, number)
         except torch.OutOfMemoryError:
-            verdict = _on_host(call, number)
-        except Exception as error:  # noqa: BLE001 # of any operation: the birth stands without a verdict
-            verdict = _not_repeatable(error)
-    if verdict.fault == "mathematics" and lost:
-        return _verdict("underflow", *verdict.evidence, lost)
-    if verdict.fault == "overflow" and (grown := _growth(history)):
-        verdict = replace(verdict, evidence=(*verdict.evidence, grown))
-    advice = remedy(verdict.fault, call.name, node)
-    return replace(verdict, advice=advice) if advice else verdict
+            cause = _on_host(call, number)
+        except Exception as error:  # noqa: BLE001 # of any operation: the birth stands without a cause
+            cause = _not_repeatable(error)
+    if cause.fault == "mathematics" and lost:
+        return _cause("underflow", *cause.evidence, lost)
+    if cause.fault == "overflow" and (grown := _growth(history)):
+        cause = replace(cause, evidence=(*cause.evidence, grown))
+    advice = remedy(cause.fault, call.name, node)
+    return replace(cause, advice=advice) if advice else cause
 
 
-def _not_repeatable(error: Exception) -> Verdict:
-    return _verdict("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
+def _not_repeatable(error: Exception) -> Cause:
+    return _cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
 
 
-def _verdict(fault: Fault, *evidence: str) -> Verdict:
-    return Verdict(fault, evidence, _ADVICE[fault])
+def _cause(fault: Fault, *evidence: str) -> Cause:
+    return Cause(fault, evidence, _ADVICE[fault])
 
 
 def _growth(history: Sequence[tuple[str, float]]) -> str:
@@ -158,7 +158,7 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     )
 
 
-def _on_host(call: Call, number: int) -> Verdict:
+def _on_host(call: Call, number: int) -> Cause:
     """Repeat an operation where there is memory for it."""
     try:
         return _of_call(_moved(call), number)
@@ -175,7 +175,7 @@ def _moved(call: Call) -> Call:
     return replace(call, args=tree_map(on_host, call.args), kwargs=tree_map(on_host, call.kwargs))
 
 
-def _of_call(call: Call, number: int) -> Verdict:
+def _of_call(call: Call, number: int) -> Cause:
     devices = {t.device for t in tensors_of(call.args, call.kwargs) if t.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cpu"
     with (
@@ -193,17 +193,17 @@ def _of_call(call: Call, number: int) -> Verdict:
         )
     if not all(again):
         times = f"finite {again.count('')} of {_REPEATS} times"
-        return _verdict("transient", f"repeated on the same numbers, the result is {times}")
+        return _cause("transient", f"repeated on the same numbers, the result is {times}")
     if wide is None:
-        return _verdict("unknown", "the operation is not there in float64")
+        return _cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
         text = f"in float64 the result is {_sign(wide)} as well"
         # A pole at zero stays where it is, however small the numbers are; right beside another one they are
         # of a moderate size.
         pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
-            return _verdict("overflow", f"{text}, and finite for numbers a thousand times smaller")
-        return _verdict("mathematics", text)
+            return _cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+        return _cause("mathematics", text)
     return _of_format(call, number, first.dtype, _largest(wide))
 
 
@@ -211,29 +211,29 @@ def _sign(tensor: Tensor) -> str:
     return facts(tensor).kind
 
 
-def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Verdict:
+def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
     """Judge an operation whose result is finite in float64."""
     limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
     wide, fits = f"up to {largest:.4g}", f"up to {limit:.4g}"
     if largest > limit:
         text = f"in float64 the result is finite, {wide}; {name} holds numbers {fits}"
-        return _verdict("overflow", text)
+        return _cause("overflow", text)
     within = (
         f"in float64 the result is finite, {wide}: within the operation a number was too large for "
         f"{name} ({fits})"
     )
     if large := _too_large_inside(call, number, limit):
-        return _verdict("overflow", within, large)
+        return _cause("overflow", within, large)
     other = _by_another_kernel(call, number)
     if other is not None and not nonfinite_kind(other):
-        return _verdict(
+        return _cause(
             "kernel",
             f"in float64 the result is finite, {wide}, which fits into {name} ({fits})",
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}",
         )
     if dtype == torch.float64:
-        return _verdict("unknown", "there is no wider format to repeat it in")
-    return _verdict("overflow", within)
+        return _cause("unknown", "there is no wider format to repeat it in")
+    return _cause("overflow", within)
 
 
 def _too_large_inside(call: Call, number: int, limit: float) -> str:
