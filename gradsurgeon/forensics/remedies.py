@@ -1,4 +1,4 @@
-"""The remedy for each operation that is known to make NaN or infinities out of finite numbers."""
+"""The remedies for operations that make NaN or infinities out of finite numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Literal
 
 from gradsurgeon.diagnosis import Fault
 
-# By operation, in lower case without underscores: the remedy in the forward pass, and in the backward pass.
-_MATHEMATICS: tuple[tuple[str, str, str], ...] = (
+# By operation, in lower case without underscores: the remedy in the forward pass, and in the backward pass if it is
+# another one.
+_MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
     (
         r"sqrt",
         "the root of a negative number is NaN: clamp what goes in with `clamp(min=0)`, or find out why it is negative",
@@ -51,7 +52,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"fmod|remainder|floordivide",
         "the remainder of a division by 0 is NaN: replace the divisor where it is 0",
-        "the remainder of a division by 0 is NaN: replace the divisor where it is 0",
     ),
     (
         r"pow|float_?power",
@@ -78,7 +78,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"tan|digamma|polygamma|lgamma|mvlgamma",
         "it has poles, and what went in is at one: keep it away from them with `clamp`",
-        "it has poles, and what went in is at one: keep it away from them with `clamp`",
     ),
     (
         r"(linalgvector|linalgmatrix)?norm",
@@ -99,7 +98,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"mean|nanmean|median",
         "the mean of no elements is 0 / 0: skip empty batches, or divide the sum by `max(count, 1)`",
-        "the mean of no elements is 0 / 0: skip empty batches, or divide the sum by `max(count, 1)`",
     ),
     (
         r"(log)?softmax(backwarddata)?",
@@ -117,13 +115,9 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
         r"(scaleddotproduct|efficientattention|flashattention).*",
         "a query may attend to nothing (its row of the mask is -Inf or False throughout): let it attend to one "
         "position, or leave it out",
-        "a query may attend to nothing (its row of the mask is -Inf or False throughout): let it attend to one "
-        "position, or leave it out",
     ),
     (
         r"nllloss.*|crossentropyloss.*",
-        "no target counts (all are `ignore_index`, or the batch is empty), so that the mean is 0 / 0: skip such "
-        "batches, or sum (`reduction='sum'`) and divide by `max(count, 1)`",
         "no target counts (all are `ignore_index`, or the batch is empty), so that the mean is 0 / 0: skip such "
         "batches, or sum (`reduction='sum'`) and divide by `max(count, 1)`",
     ),
@@ -135,7 +129,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"ctcloss.*|cudnnctcloss.*",
         "a target is longer than its input can spell: pass `zero_infinity=True`, or drop such samples",
-        "a target is longer than its input can spell: pass `zero_infinity=True`, or drop such samples",
     ),
     (
         r"(linalg)?(svd|eigh?|qr|symeig).*",
@@ -146,7 +139,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"(linalg)?(inv|inverse|solve|cholesky|choleskysolve|invex|det|slogdet|logdet|pinv|lu).*",
         "the matrix is singular: add `eps * torch.eye(n)` to it",
-        "the matrix is singular: add `eps * torch.eye(n)` to it",
     ),
     (
         r"mul|addcmul",
@@ -155,7 +147,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"add|sub|rsub|sum|cumsum|addmm|mm|bmm|baddbmm|matmul",
-        "infinities of both signs met, or an infinity met a 0: keep the mask out of what is added or multiplied here",
         "infinities of both signs met, or an infinity met a 0: keep the mask out of what is added or multiplied here",
     ),
     (
@@ -198,12 +189,12 @@ _NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
 
 
 def remedy(fault: Fault, operation: str, node: str) -> str:
-    """Return the remedy for an operation, nothing where none is known.
+    """Return the remedy for an operation, an empty text if none is known.
 
     Args:
         fault: the kind of fault.
-        operation: as the dispatcher calls it.
-        node: the node of the graph, where the fault is in the backward pass.
+        operation: the name in the dispatcher.
+        node: the node of the graph, if the fault is in the backward pass.
     """
     made_by = _NODE.fullmatch(node)
     if fault == "mathematics":
@@ -217,9 +208,9 @@ def remedy(fault: Fault, operation: str, node: str) -> str:
 
 
 def _of(key: str, direction: Literal["forward", "backward"]) -> str:
-    for names, forward, backward in _MATHEMATICS:
+    for names, *told in _MATHEMATICS:
         if re.fullmatch(names, key):
-            return forward if direction == "forward" else backward
+            return told[0] if direction == "forward" else told[-1]
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Leaves the run as it was around a replay: random numbers, attributes of modules, parameters and gradients."""
+"""Restores random states, attributes of modules, parameters and gradients after a replay."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.forensics.kept_step import HostRandom, KeptCall
-from gradsurgeon.planning import ROOT
 
-# The tables of a module, which are exchanged by themselves or hold hooks.
+# The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# Structures of attributes are followed so far: one that contains itself has no end.
+# The depth to which structures are followed: one may contain itself.
 _DEEPEST = 8
 
 
 @contextmanager
 def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
-    """Have random numbers as they were before a call, and put back afterwards what a replay changes.
+    """Set the random states of a call; at the end restore everything that a replay may change.
 
     Yields:
-        What could not be put back, complete once the context has ended.
+        A list that names the objects that could not be restored, once the context has ended.
     """
     devices = [torch.device(name) for name in call.random if name != "cpu"]
     before = {"cpu": torch.get_rng_state()}
     for device in devices:
         before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    prefix = "" if call.name == ROOT else call.name
+    prefix = call.prefix.removesuffix(".")
     attributes = [_Attributes(name, inner) for name, inner in module.named_modules(prefix=prefix)]
     given = _Contents("the arguments of the call", [call.args, call.kwargs])
     host = HostRandom.now()
@@ -53,7 +52,7 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
 
 
 class _Contents:
-    """What some values hold that a forward pass may change, and what those of Python and numpy hold."""
+    """The content of containers, arrays and generators, which a forward pass may change."""
 
     def __init__(self, name: str, values: Iterable[Any]) -> None:
         self._name = name
@@ -62,7 +61,7 @@ class _Contents:
 
     def _keep(self, values: Iterable[Any], deep: int) -> None:
         for value in values:
-            # A class of the script's may refuse to be copied or looked through.
+            # A class of the script may refuse to be copied or iterated.
             with suppress(Exception):
                 if (put_back := _content(value)) is not None:
                     self._kept.append(put_back)
@@ -72,11 +71,11 @@ class _Contents:
                     self._keep(value, deep - 1)
 
     def put_back(self, left: list[str]) -> None:
-        """Put back what has changed, each by itself; add to ``left`` what cannot be."""
+        """Restore each object by itself; add to ``left`` the objects that cannot be restored."""
         for put_back in self._kept:
             try:
                 put_back()
-            except Exception as error:  # noqa: BLE001 # whatever a class of the script's raises
+            except Exception as error:  # noqa: BLE001 # a class of the script may raise anything
                 left.append(f"{self._name} ({type(error).__name__}: {error})")
 
 
@@ -100,56 +99,42 @@ class _Attributes:
 
 
 def _content(value: Any) -> Callable[[], object] | None:
-    """Return what puts back what an object holds, ``None`` where it is not known to hold anything."""
-    kinds: list[tuple[Any, Callable[[], Callable[[], object]]]] = [
-        (list, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
-        (deque, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
-        (
-            MutableMapping,
-            lambda: partial(_refill, value, copy.copy(value), _pairs, value.update),
-        ),
-        (set, lambda: partial(_refill, value, value.copy(), _members, value.update)),
-        (torch.Generator, lambda: partial(value.set_state, value.get_state())),
-        (random.Random, lambda: partial(value.setstate, value.getstate())),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.ndarray) and not value.flags.writeable:
-            return None  # It may be a file, larger than the memory.
-        kinds += [
-            (numpy.ndarray, lambda: partial(value.__setitem__, ..., value.copy())),
-            (numpy.random.RandomState, lambda: partial(value.set_state, value.get_state())),
-            (numpy.random.Generator, lambda: partial(_set_generator, value, _state_of(value))),
-        ]
-    return next((keep() for kind, keep in kinds if isinstance(value, kind)), None)
+    """Return a function that restores the content of an object, ``None`` for an object of another kind."""
+    if isinstance(value, list | deque | set | MutableMapping):
+        return partial(_refill, value, copy.copy(value))
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else _content_of_numpy(value, numpy)
 
 
-def _state_of(generator: Any) -> Any:
-    return copy.deepcopy(generator.bit_generator.state)
+def _content_of_numpy(value: Any, numpy: Any) -> Callable[[], object] | None:
+    # A read-only array may be a file that is larger than memory.
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        state = copy.deepcopy(value.bit_generator.state)
+        return partial(setattr, value.bit_generator, "state", state)
+    return None
 
 
-def _set_generator(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _in_order(container: Iterable[Any]) -> list[int]:
-    return [id(one) for one in container]
-
-
-def _pairs(mapping: Mapping[Any, Any]) -> list[int]:
-    return [id(part) for pair in mapping.items() for part in pair]
-
-
-def _members(members: set[Any]) -> list[int]:
-    return sorted(map(id, members))
-
-
-def _refill(
-    container: Any, before: Any, parts: Callable[[Any], list[int]], add: Callable[[Any], object]
-) -> None:
-    # One that has not changed may be read-only.
-    if parts(container) != parts(before):
+def _refill(container: Any, before: Any) -> None:
+    # An unchanged container may be read-only.
+    if _parts(container) != _parts(before):
         container.clear()
-        add(before)
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _parts(container: Any) -> list[int]:
+    """Return the identities of the parts of a container, in its order if it has one."""
+    if isinstance(container, MutableMapping):
+        return [id(part) for pair in container.items() for part in pair]
+    found = list(map(id, container))
+    return sorted(found) if isinstance(container, set) else found
 
 
 def _set_random(states: Mapping[str, Tensor]) -> None:
@@ -165,16 +150,16 @@ def _set_random(states: Mapping[str, Tensor]) -> None:
 def exchanged(
     root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Let a model work on other parameters and buffers, without hooks and with gradients of their own.
+    """Put other parameters and buffers into a model, without hooks and with their own gradients.
 
-    They are exchanged where modules keep them: no hook tells of that, and tied ones stay tied.
+    They are exchanged in the tables of the modules: that calls no hook, and tied parameters stay tied.
     """
     new = {id(param): params[name] for name, param in root.named_parameters()}
     new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
     kept: list[tuple[Any, Any, Any]] = []
     for module in root.modules():
         tables: list[Any] = [module._parameters, module._buffers]  # noqa: SLF001 # where modules keep them
-        # Recurrent layers have a list of their own.
+        # Recurrent layers have a list as well.
         flat = vars(module).get("_flat_weights")
         tables += [flat] if isinstance(flat, list) else []
         for table in tables:
@@ -192,7 +177,7 @@ def exchanged(
 
 @contextmanager
 def grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
-    """Put back the gradients of all other leaves there are: nobody knows which of them a pass reaches."""
+    """Restore the gradients of all other leaves of the process: a pass may reach any of them."""
     apart = set(map(id, ours))
     leaves = [
         one

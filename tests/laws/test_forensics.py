@@ -721,7 +721,9 @@ def test_a_compiled_model_is_diagnosed_without_the_compiler() -> None:
     model: Any = torch.compile(Net(torch.log), backend="eager", fullgraph=True)
     diagnosis = diagnosed(model, batch())
     assert brief(diagnosis) == ("partial", "NaN", "forward", "body", "aten.log", "mathematics")
-    assert diagnosis.reasons == ("the model was compiled, and has been run again without that",)
+    assert diagnosis.reasons == (
+        "the model was compiled, and the replay ran it without the compiler",
+    )
 
 
 @pytest.mark.parametrize("how", ["by torch.compile", "in place"])
@@ -741,7 +743,10 @@ def test_no_graph_breaks_at_what_keeps_calls(how: str) -> None:
             optimizer.step()
     assert caught.value.diagnosis is not None
     assert caught.value.diagnosis.certainty == "not reproduced"
-    assert "apply the rules to what torch.compile has returned" in caught.value.diagnosis.reasons[0]
+    assert (
+        "apply the rules to the module that torch.compile returned"
+        in caught.value.diagnosis.reasons[0]
+    )
 
 
 def test_hooks_of_the_script_run_once_more_and_on_the_same() -> None:
