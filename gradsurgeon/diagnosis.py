@@ -1,4 +1,4 @@
-"""What a replay has found out about a step that went wrong, and how sure it is. Needs no torch."""
+"""The result of replaying a failed step, and how certain it is. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Literal
 from gradsurgeon import _html
 from gradsurgeon.errors import printable
 
-# What has a pole, or a domain that is not all numbers, in the forward or in the backward pass.
+# Operations with a pole or a limited domain, in the forward or in the backward pass.
 _SINGULAR = re.compile(
     r"(Div|Reciprocal|Log|Sqrt|Rsqrt|Pow|Exp|Acos|Asin|Atanh|Acosh|Erfinv|Lgamma|Digamma|Tan|Cosh|Sinh|Norm|"
     r"LinalgVectorNorm|Std|Var|Softmax|LogSoftmax|Logit|BinaryCrossEntropy|Cumprod|Prod|Xlogy|Fmod|Remainder|"
     r"CtcLoss|KlDiv|Linalg|Cholesky|Inverse)[A-Za-z]*Backward\d*$"
 )
 
-# When what was bad from the start was bad.
+# When a tensor was already non-finite.
 ALREADY = {
     "input": "when the model was called",
     "weight": "before the step began",
     "buffer": "before the step began",
 }
-_NOBODY = "not reproduced, and nobody is blamed"
+_NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
@@ -48,18 +48,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is said of one tensor.
+    """Shape, range and non-finite elements of one tensor.
 
     Attributes:
-        name: what it is, as the schema of the operation calls it, or where it comes from.
-        shape: of the tensor; of a sharded one of the whole.
-        dtype: without the ``torch.``.
-        low: the smallest element that is finite, ``None`` where there is none.
-        high: the largest.
-        nan: how many elements are NaN.
-        inf: how many are infinite.
-        numel: how many there are.
-        minus_inf: how many of the infinite are minus infinity.
+        name: its name in the schema of the operation, or its origin.
+        shape: its shape; for a sharded tensor the shape of the whole.
+        dtype: its dtype, without ``torch.``.
+        low: the smallest finite element, ``None`` if there is none.
+        high: the largest finite element.
+        nan: number of elements that are NaN.
+        inf: number of infinite elements.
+        numel: number of elements.
+        minus_inf: number of elements that are minus infinity.
     """
 
     name: str
@@ -79,7 +79,7 @@ class TensorFacts:
 
     @property
     def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
-        """The worst of what is in it: ``NaN``, ``Inf``, ``-Inf`` where all infinities are negative, or nothing."""
+        """The worst kind of its elements: ``NaN``, ``Inf``, ``-Inf`` if all infinities are negative, or nothing."""
         if self.nan:
             return "NaN"
         if self.inf:
@@ -99,12 +99,12 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The kind of a fault, and the evidence for it.
+    """Why a number became non-finite: the kind of fault, and the evidence for it.
 
     Attributes:
-        fault: its kind.
-        evidence: what repeating the operation alone has shown.
-        advice: what to try next.
+        fault: the kind of fault.
+        evidence: the results of repeating the operation alone.
+        advice: the next thing to try.
     """
 
     fault: Fault
@@ -114,34 +114,33 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where what is not finite was born, why, and how sure that is.
+    """Where and why a number became NaN or infinite, and how certain that is.
 
     Attributes:
-        certainty: ``reproduced``, ``partial`` or ``not reproduced``: then nobody is blamed.
-        reasons: why it is no more certain than that.
+        certainty: ``reproduced``, ``partial``, or ``not reproduced``: then no operation is blamed.
+        reasons: why the diagnosis is not more certain.
         step: the update that was about to happen, counted from 0.
         rank: rank of this process.
-        what: what was born or came in: ``NaN``, ``Inf``, ``-Inf``, or nothing where nobody is blamed.
-        where: ``forward``, ``backward``, or what was not finite before: ``weight``, ``buffer``, ``input``,
-            ``loss input``, ``output gradient``, ``literal``, ``unknown``.
-        micro_batch: which backward pass of the step, from 1.
-        micro_batches: how many there were.
-        module: canonical name of the module that ran the operation, or had built it, or was given the input;
-            ``"."`` is the root.
+        what: ``NaN``, ``Inf``, ``-Inf``, or nothing if no operation is blamed.
+        where: ``forward``, ``backward``, or the kind of tensor that was non-finite before: ``weight``, ``buffer``,
+            ``input``, ``loss input``, ``output gradient``, ``literal``, ``unknown``.
+        micro_batch: the backward pass of the step, from 1.
+        micro_batches: number of backward passes of the step.
+        module: canonical name of the module that ran or built the operation, or got the input; ``"."`` is the root.
         module_type: its class.
-        name: of the weight, buffer, input or output that was not finite before, else of the operation's result.
-        operation: as the dispatcher calls it.
-        node: the node of the graph of autograd, in a backward pass.
-        lines: the script's line that called the operation, and the innermost one outside of torch.
-        inputs: what went in.
-        output: what came out; or the tensor that was not finite before.
-        history: the largest magnitudes that came out of the last operations before, oldest first.
-        cause: what kind of fault it is.
-        scale: what a `GradScaler` had multiplied the loss by, ``None`` without one.
-        loss: the loss, where it was computed outside of the model and that is where to look.
+        name: the weight, buffer, input or output that was non-finite before.
+        operation: the name of the operation in the dispatcher.
+        node: the node of the autograd graph, in a backward pass.
+        lines: the line of the script that called the operation, and the innermost line outside of torch.
+        inputs: the inputs of the operation.
+        output: its output, or the tensor that was non-finite before.
+        history: the largest magnitudes in the outputs of the last operations before, oldest first.
+        cause: the kind of fault, with evidence and advice.
+        scale: the factor of a `GradScaler`, ``None`` without one.
+        loss: the loss, if it was computed outside of the model and the fault is in there.
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
-        bundle: the directory from which the step can be run again, empty where there is none.
-        no_bundle: why it could not be written.
+        bundle: the directory from which the step can be run again, empty if there is none.
+        no_bundle: why no bundle could be written.
     """
 
     certainty: Certainty
@@ -208,12 +207,12 @@ class Diagnosis:
             yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
 
     def _of_the_loss(self) -> Iterator[str]:
-        """Yield what is known of the loss, a sentence each."""
+        """Yield sentences on the loss."""
         if self.loss_nodes:
-            yield f"the loss is made of: {', '.join(self.loss_nodes)}"
+            yield f"operations of the loss: {', '.join(self.loss_nodes)}"
         if self.loss_nodes and self.where == "output gradient":
             suspects = ", ".join(self._suspects()) or "none that is known"
-            yield f"of these can make it of finite numbers: {suspects}"
+            yield f"operations that can make it of finite numbers: {suspects}"
         if self.loss is not None and self.where == "output gradient":
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
@@ -221,7 +220,7 @@ class Diagnosis:
             yield f"the loss was scaled by {self.scale:g}"
 
     def _parts(self) -> Iterator[_html.Markup]:
-        """Yield what a notebook shows, part by part."""
+        """Yield the parts that a notebook shows."""
         blamed = not self._blames_nobody
         head = self.headline if blamed else _NOBODY
         sure = _html.element("span", "certainty: ", _html.bold(self.certainty))
@@ -277,12 +276,12 @@ class Diagnosis:
         return f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
 
     def _suspects(self) -> list[str]:
-        """Return the nodes of the loss that can make what is not finite out of small finite numbers."""
+        """Return the nodes of the loss that can make NaN or Inf out of moderate finite numbers."""
         return [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
 
     @property
     def headline(self) -> str:
-        """Where it was born, in one line."""
+        """Where the number became non-finite, in one line."""
         batch = (
             f", micro-batch {self.micro_batch} of {self.micro_batches}"
             if self.micro_batches > 1
@@ -300,9 +299,9 @@ class Diagnosis:
         if self.where == "literal":
             return f"{self.what} was written by the script itself{batch}"
         if self.where == "unknown":
-            return f"{self.what} appeared in what{named} was given, from where no operation shows{batch}"
+            return f"{self.what} appeared among the inputs of{named}, and no operation shows where from{batch}"
         if self.where == "loss input":
-            return f"{named.strip()} was not finite when the loss was computed ({self.what}): no operation that is known has made it{batch}"
+            return f"{named.strip()} was not finite when the loss was computed ({self.what}), and no known operation has made it{batch}"
         of = f" of {self.place}" if self.where == "input" and self.module else ""
         return (
             f"the {self.where}{named}{of} was not finite {ALREADY[self.where]} ({self.what}){batch}"

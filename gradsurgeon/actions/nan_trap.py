@@ -22,16 +22,15 @@ class NanTrap(TrapRule):
     backward produced them. After `give_up_after` trips in a row it raises whatever `then` says.
 
     ## Where it was born
-    At its first trip it runs the step again (`forensics: true`): forward from the inputs that it has
-    kept, backward from the gradients that came back to the outputs, under probes on every operation. It
-    names the module, the direction, the operation and the line of the script where what is not finite
-    was born, what went in and came out, and the magnitudes before it. By repeating that operation alone it
-    tells what kind of fault it is: `overflow`, `mathematics`, `bad input` (a weight or a batch that was not
-    finite before), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
-    again) or `unknown`. An infinity that the script wrote, such as that of a mask, is nobody's fault.
-    What a replay cannot show is said: `partial` with the reason, or `not reproduced`, and then nobody is blamed.
+    At its first trip the trap runs the step again (`forensics: true`) under probes on every operation: forward from
+    the kept inputs, backward from the kept gradients of the outputs. It names the module, the direction, the
+    operation and the line of the script that made the first NaN or Inf, with the inputs, the output and the
+    magnitudes before it. It repeats that operation alone to find the cause: `overflow`, `mathematics`, `bad input`
+    (a weight or a batch that was non-finite before), `kernel` (another implementation gives finite numbers),
+    `transient` (it does not happen again) or `unknown`. An infinity that the script wrote, as in a mask, is not
+    blamed. If the replay shows less, the diagnosis is `partial`, or `not reproduced` without blame, with the reason.
     A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
-    again together, with whole parameters. The training goes on as it would have without.
+    again together, with whole parameters. Training continues as it would have without the replay.
 
     With a run directory, or with `bundle: true`, it writes the step as a directory `trap-step812-rank0` for
     `gradsurgeon replay` elsewhere. The directory holds weights, inputs and output gradients: about the size of a

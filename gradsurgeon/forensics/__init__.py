@@ -1,4 +1,4 @@
-"""Finds out where what is not finite was born: a failed step is run again under probes."""
+"""Finds the operation that made a NaN or Inf: the failed step is kept, run again under probes, and judged."""
 
 from gradsurgeon.forensics.bundle_reading import check, read
 from gradsurgeon.forensics.bundle_writing import with_bundle

@@ -73,7 +73,7 @@ def check(folder: Path) -> None:
         if inside:
             why += f"; it has {printable(inside[0].name)}: name that"
         elif (folder / "bundle.json").exists():
-            why += "; an older gradsurgeon has written it: replay it with that one"
+            why += "; an older gradsurgeon wrote it: replay it with that version"
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
     if not stat.S_ISREG(mode):
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {STEP} is no file")
@@ -82,8 +82,8 @@ def check(folder: Path) -> None:
 def _check_format(folder: Path, document: Mapping[str, Any]) -> None:
     if document["format"] != FORMAT:
         raise GradSurgeonError(
-            f"{printable(str(folder))}: this gradsurgeon reads bundles of format {FORMAT}, and this one is of "
-            f"another: written by gradsurgeon {printable(str(document.get('gradsurgeon'))[:40])}"
+            f"{printable(str(folder))} has another format than {FORMAT}, which this version reads: it was written by "
+            f"gradsurgeon {printable(str(document.get('gradsurgeon'))[:40])}"
         )
 
 
@@ -100,16 +100,18 @@ class _Reader:
     def step(self, document: Mapping[str, Any]) -> tuple[FailedStep, tuple[str, ...]]:
         if document["torch"] != str(torch.__version__):
             made, here = printable(str(document["torch"])), torch.__version__
-            self._doubts.append(f"the bundle is of torch {made}, and this is torch {here}")
+            self._doubts.append(
+                f"the bundle was written with torch {made}, and this is torch {here}"
+            )
         if self._made_on != self._device.type:
             self._doubts.append(
-                f"the step ran on {printable(self._made_on)}, and the replay on {self._device.type}: kernels and "
-                "random numbers are others"
+                f"the step ran on {printable(self._made_on)}, and the replay on {self._device.type}, with other kernels "
+                "and random numbers"
             )
         weights = self._placed(document["weights"])
         if not weights:
             self._doubts.append(
-                "the bundle has no weights: those of the model as it was built were taken"
+                "the bundle has no weights, so the replay used the weights of the new model"
             )
         if len(document["calls"]) > MOST_CALLS:
             raise ValueError(f"a step has at most {MOST_CALLS} calls")
@@ -137,7 +139,7 @@ class _Reader:
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
         there = weights.get(name, {})
-        _check(module, there)
+        _check_weights(module, there)
         self._doubts += _other_code(module, self._code.get(name))
         if entry["written"]:
             self._doubts.append("an input was written to after the call")
@@ -192,32 +194,29 @@ class _Reader:
         ).value
 
 
-def _check(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    if not weights:
-        return
+def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     have = {
-        name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
+        name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
     }
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if have == given:
-        return
+    given = {name: list(tensor.shape) for name, tensor in weights.items()}
     problems = [
         *(f"{printable(name)} is not in the model" for name in given.keys() - have.keys()),
         *(f"{printable(name)} is not in the bundle" for name in have.keys() - given.keys()),
         *(
-            f"{printable(name)} has the shape {list(have[name])}, and {list(shape)} in the bundle"
-            for name, shape in given.items()
-            if name in have and have[name] != shape
+            f"{printable(name)} has the shape {have[name]}, and {given[name]} in the bundle"
+            for name in given.keys() & have.keys()
+            if have[name] != given[name]
         ),
     ]
-    shown = "\n  ".join(sorted(problems)[:8])
-    raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+    if weights and problems:
+        shown = "\n  ".join(sorted(problems)[:8])
+        raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
 
 
 def code_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return the name of the class of each module, and a hash of what it is written as beside classes of torch.
+    """Return the class name of each module, and a hash of the source of its classes outside of torch.
 
-    The hash is empty where the source is not there.
+    The hash is empty if the source is missing.
     """
     named = dict(module.named_modules())
     codes = {kind: _code_of(kind) for kind in set(map(type, named.values()))}
@@ -236,31 +235,27 @@ def _code_of(kind: type) -> list[str]:
 
 
 def _other_code(module: nn.Module, told: Any) -> Iterator[str]:
-    """Yield why the code of a model may be another than that of the bundle."""
+    """Yield the first reason to doubt that the code of a model is the code of the bundle."""
     if not isinstance(told, dict):
-        yield "the bundle does not tell the code of its model: that of this one may be another"
+        yield "the bundle does not name the code of its model, which may be another than here"
         return
     here = code_of(module)
     for name in sorted(here.keys() | told.keys()):
-        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
-        if name not in here or name not in told:
-            place = "bundle" if name in told else "model"
-            yield f"this is not the model of the bundle: {shown} is in the {place} alone"
-        elif here[name] == told[name] and here[name][1]:
+        now, then = here.get(name), told.get(name)
+        if now is not None and now[1] and now == then:
             continue
+        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
+        if now is None or then is None:
+            why = f"{shown} is in the {'model' if then is None else 'bundle'} alone"
+        elif now[0] != then[0]:
+            kind = printable(str(then[0])[:_LONGEST])
+            why = f"{shown} is of the class {now[0]}, and of {kind} in the bundle"
+        elif now[1] and then[1]:
+            why = f"{shown} ({now[0]}) has other source code"
         else:
-            (kind, source), (kind_then, source_then) = here[name], told[name]
-            then = printable(str(kind_then)[:_LONGEST])
-            if kind == then and not (source and source_then):
-                yield f"the source of {shown} ({kind}) is not there, and may be another than in the bundle"
-            else:
-                how = (
-                    f"is of the class {kind}, and of {then} in the bundle"
-                    if kind != then
-                    else f"({kind}) is written otherwise"
-                )
-                yield f"this is not the model of the bundle: {shown} {how}"
-        # One is enough to doubt it.
+            yield f"the source of {shown} ({now[0]}) is missing, and may be another than in the bundle"
+            return
+        yield f"this is not the model of the bundle: {why}"
         return
 
 
@@ -269,7 +264,7 @@ def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str,
     for name, (inputs, outputs, moves) in entries.items():
         if name not in there:
             raise GradSurgeonError(
-                f"the model has no module {printable(name)}, whose dtype the bundle tells"
+                f"the model has no module {printable(name)}, for which the bundle has casts"
             )
         yield name, Cast(inputs, outputs, bool(moves))
 

@@ -230,6 +230,8 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _OUTSIDE
     if isinstance(source, Origin) and source.what == "unknown":
         yield _UNSEEN
+    if isinstance(source, Birth) and source.rival:
+        yield f"{source.rival} made an infinity at the same elements, and may be the cause instead"
     infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
     # Nobody means a number that is too large for its format.
     if replayed.grads and infinite and cause_of(source).fault != "overflow":

@@ -145,7 +145,7 @@ def given(call: Call, output: Tensor, kind: Kind) -> Given:
         return apart
     found = [(tensor, one) for tensor, _ in sides for one in kinds_in(tensor)]
     nan = [tensor for tensor, one in found if one == "NaN"]
-    infinite = [(tensor, one) for tensor, one in found if one != "NaN"]
+    infinite: list[tuple[Tensor, Kind]] = [(t, one) for t, one in found if one != "NaN"]
     if kind == "NaN":
         infinite = [] if nan else infinite
     elif infinite:

@@ -14,7 +14,7 @@ import gradsurgeon
 
 pytestmark = pytest.mark.cover_children
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
-NOBODY = "diagnosis: not reproduced, and nobody is blamed"
+NOBODY = "diagnosis: not reproduced, so no operation is blamed"
 BY_OTHER = "found by rank 1, in its part of the batch:"
 
 
@@ -91,7 +91,7 @@ def test_ranks_that_do_not_meet_run_nothing_again(ranks: list[dict[str, Any]]) -
     for rank in ranks:
         told = rank["FSDP2 warn"]["told"][0]
         assert f"{NOBODY}\n  because the parameters are divided over ranks" in told
-        assert "only where a rule makes them agree on it: `then: raise` or `skip-step`" in told
+        assert "only if a rule makes them agree on it: `then: raise` or `skip-step`" in told
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])

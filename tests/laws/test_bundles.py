@@ -204,13 +204,13 @@ def test_a_bundle_of_another_format_is_refused(
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     rewrite(place, format=number, gradsurgeon="9\x1b")
-    with pytest.raises(GradSurgeonError, match=r"of another: written by gradsurgeon 9\\x1b$"):
+    with pytest.raises(GradSurgeonError, match=r"written by gradsurgeon 9\\x1b$"):
         gradsurgeon.replay(place, net.build())
 
 
 def test_a_bundle_of_safetensors_names_who_reads_it(net: Any, tmp_path: Path) -> None:
     (tmp_path / "bundle.json").write_text("{}")
-    with pytest.raises(GradSurgeonError, match="an older gradsurgeon has written it"):
+    with pytest.raises(GradSurgeonError, match="an older gradsurgeon wrote it"):
         gradsurgeon.replay(tmp_path, net.build())
 
 
@@ -412,9 +412,9 @@ _OTHER = "this is not the model of the bundle: "
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("* scale).log()", "* scale).sqrt()", "the root (Net) is written otherwise"),
+        ("* scale).log()", "* scale).sqrt()", "the root (Net) has other source code"),
         ("class Net", "class Web", "the root is of the class Web, and of Net in the bundle"),
-        ("nn.Dropout(0.5)", "nn.Dropout1d(0.5)", "the root (Net) is written otherwise"),
+        ("nn.Dropout(0.5)", "nn.Dropout1d(0.5)", "the root (Net) has other source code"),
     ],
 )
 def test_a_model_of_the_same_shapes_and_other_code_is_doubted(
@@ -462,10 +462,10 @@ def test_a_bundle_that_tells_no_code_is_doubted(
     place = shutil.copytree(made[1], tmp_path / "copy")
     document = torch.load(place / "step.pt", weights_only=True)
     for code, said in (
-        (None, "the bundle does not tell the code of its model: that of this one may be another"),
+        (None, "the bundle does not name the code of its model, which may be another than here"),
         (
             {".": {**document["code"]["."], "": ["Net", ""]}},
-            "the source of the root (Net) is not there, and may be another than in the bundle",
+            "the source of the root (Net) is missing, and may be another than in the bundle",
         ),
     ):
         rewrite(place, code=code)

@@ -136,3 +136,14 @@ def test_a_function_whose_backward_multiplies_by_nan_is_named_with_its_line() ->
     diagnosis = diagnosed(Net(Scaled.apply), batch())
     assert (diagnosis.where, diagnosis.module) == ("backward", "body")
     assert any("test_forensics_evidence" in str(line) for line in diagnosis.lines), str(diagnosis)
+
+
+def test_where_two_infinities_meet_both_are_named() -> None:
+    def both(x: Tensor) -> Tensor:
+        return (x.abs() * 1e4).exp() + (x * 0).log()
+
+    diagnosis = diagnosed(Net(both), batch())
+    assert (diagnosis.certainty, diagnosis.operation) == ("partial", "aten.exp")
+    (reason,) = diagnosis.reasons
+    assert reason.startswith("aten.log at ")
+    assert reason.endswith("made an infinity at the same elements, and may be the cause instead")

@@ -130,7 +130,7 @@ def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
             certainty="not reproduced", reasons=("the model has changed",), no_bundle="no room"
         )
     )
-    assert page.texts[1] == "not reproduced, and nobody is blamed"
+    assert page.texts[1] == "not reproduced, so no operation is blamed"
     assert "because the model has changed" in page.texts
     assert "no bundle was written: no room" in page.texts
     assert not page.tables
