@@ -13,6 +13,7 @@ import stat
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -30,40 +31,12 @@ _MOST_OF_KIND = {"REDUCE": 200_000, "TUPLE": 500_000, "EMPTY": 500_000}
 # Tensors may share memory, and have together this many times the bytes of the file, and some more.
 _SHARED, _MORE = 4, 32 * 2**20
 # `torch.save` writes these for tensors, numbers, texts, lists, tuples and dicts.
-_OPCODES = frozenset(
-    [
-        "PROTO",
-        "MARK",
-        "STOP",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-        "BINUNICODE",
-        "EMPTY_DICT",
-        "EMPTY_LIST",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-        "APPEND",
-        "APPENDS",
-        "SETITEM",
-        "SETITEMS",
-        "BINPUT",
-        "LONG_BINPUT",
-        "BINGET",
-        "LONG_BINGET",
-        "GLOBAL",
-        "REDUCE",
-        "BINPERSID",
-    ]
+_NAMES = (
+    "PROTO MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_DICT EMPTY_LIST "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT BINGET LONG_BINGET "
+    "GLOBAL REDUCE BINPERSID"
 )
+_OPCODES = frozenset(_NAMES.split())
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -91,16 +64,8 @@ def load(path: Path, most_bytes: int) -> Any:
         OSError: the file cannot be read.
         RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
     """
-    with _opened(path) as file:
-        try:
-            _check(file, most_bytes)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RefusedError):
-            raise
-        except Exception as error:
-            # The text of torch advises to load the file as code.
-            raise RefusedError("it is damaged, no whole file of `torch.save`") from error
+    with _checked(path, most_bytes) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def check(path: Path, most_bytes: int) -> None:
@@ -110,41 +75,40 @@ def check(path: Path, most_bytes: int) -> None:
         OSError: the file cannot be read.
         RefusedError: as for `load`.
     """
-    with _opened(path) as file:
-        _check(file, most_bytes)
+    with _checked(path, most_bytes):
+        pass
 
 
-def _opened(path: Path) -> BinaryIO:
-    # A pipe would block without the flag.
-    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise RefusedError("it is no file")
+@contextmanager
+def _checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+    # A pipe would block without a flag.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        try:
+            _check(file, most_bytes)
+            file.seek(0)
+            yield file
+        except (OSError, RefusedError):
+            raise
+        except Exception as error:
+            # The text of torch advises to load the file as code.
+            raise RefusedError("it is damaged, no whole file of `torch.save`") from error
 
 
 def _check(file: BinaryIO, most_bytes: int) -> None:
-    size = os.fstat(file.fileno()).st_size
-    if size > most_bytes:
-        raise RefusedError(f"it has {size:,} bytes, and at most {most_bytes:,} are read")
-    try:
-        with zipfile.ZipFile(_Sparing(file)) as archive:
-            raw, sizes = _members(archive, size)
-    except zipfile.BadZipFile as error:
-        raise RefusedError("it is damaged, no whole file of `torch.save`") from error
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedError("it is no file")
+    if status.st_size > most_bytes:
+        raise RefusedError(f"it has {status.st_size:,} bytes, and at most {most_bytes:,} are read")
+    with zipfile.ZipFile(_Sparing(file)) as archive:
+        raw, sizes = _members(archive, status.st_size)
     _count_opcodes(raw)
-    dry_run = _DryRun(raw, sizes, _SHARED * size + _MORE)
-    try:
-        content = dry_run.load()
-    except RefusedError:
-        raise
-    except Exception as error:
-        raise RefusedError("its pickle is damaged") from error
-    _measure(content)
+    _measure(_DryRun(raw, sizes, _SHARED * status.st_size + _MORE).load())
 
 
 class _Sparing:
-    """A file of which nobody reads much at once: `zipfile` would read all of a huge list of members."""
+    """A file that refuses large reads: `zipfile` would read the whole of a huge list of members."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -172,9 +136,9 @@ def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]
             raise RefusedError("it has compressed members, which `torch.save` never writes")
     root = members[0].filename.partition("/")[0] if members else ""
     names = {member.filename for member in members}
-    # `torch.load` must find the members that are checked here, and no others.
+    # `torch.load` must find the members that are checked here, and no others. It ignores case.
     is_plain = (
-        len(names) == len(members)
+        len({name.lower() for name in names}) == len(members)
         and all(name.startswith(f"{root}/") for name in names)
         and min((member.header_offset for member in members), default=1) == 0
         and sum(member.file_size for member in members) <= size
@@ -196,23 +160,17 @@ def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]
 def _count_opcodes(raw: bytes) -> None:
     """Refuse a pickle with anything but plain values, or with too many."""
     counts: Counter[str] = Counter()
-    for number, (opcode, argument) in enumerate(_opcodes(raw)):
-        if opcode not in _OPCODES:
-            raise RefusedError(f"it holds objects that would run code (opcode {opcode})")
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
+        name = opcode.name
+        if name not in _OPCODES:
+            raise RefusedError(f"it holds objects that would run code (opcode {name})")
         # A number for the memo makes the unpickler allocate a table of that size.
-        if "BINPUT" in opcode and argument > number:
+        if "BINPUT" in name and argument > number:
             raise RefusedError("its pickle names a place that is too far away")
-        kind = opcode.partition("_")[0].rstrip("123")
+        kind = name.partition("_")[0].rstrip("123")
         counts[kind] += 1
         if number >= _MOST_OPCODES or counts[kind] > _MOST_OF_KIND.get(kind, number + 1):
             raise RefusedError("its pickle has too many values")
-
-
-def _opcodes(raw: bytes) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from ((opcode.name, argument) for opcode, argument, _ in pickletools.genops(raw))
-    except ValueError as error:
-        raise RefusedError("its pickle is damaged") from error
 
 
 class _Storage(NamedTuple):

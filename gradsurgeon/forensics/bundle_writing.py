@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,25 +221,14 @@ def _face(failed: FailedStep, document: Mapping[str, Any], diagnosis: Diagnosis)
         **{key: document[key] for key in told},
         "diagnosis": str(diagnosis).splitlines(),
         "calls": [
-            {
-                "name": call.name,
-                "inputs": [_form(*one) for one in tensors_in([call.args, call.kwargs])],
-                "outputs": [
-                    f"{_spelled(path)} {list(kept.shape)}" for path, kept in call.outputs.items()
-                ],
-            }
-            for call in failed.calls
+            {call.name: _forms(tensors_in([call.args, call.kwargs]))} for call in failed.calls
         ],
-        "weights": {
-            name: [_form((key,), tensor) for key, tensor in weights.items()]
-            for name, weights in (document["weights"] or {}).items()
-        },
+        "weights": _forms(tensors_in(document["weights"])),
     }
 
 
-def _form(path: TensorPath, tensor: Tensor) -> str:
-    return f"{_spelled(path)} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _spelled(path: TensorPath) -> str:
-    return ".".join(map(str, path)) or "."
+def _forms(tensors: Iterable[tuple[TensorPath, Tensor]]) -> list[str]:
+    return [
+        f"{'.'.join(map(str, path))}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for path, tensor in tensors
+    ]

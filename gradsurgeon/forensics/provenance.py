@@ -262,7 +262,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         first = min(faults, key=lambda source: source.when)
         if isinstance(first, Origin):
             return replace(first, intended=False)
-        rivals = [s for s in masks if isinstance(s, Birth) and not s.constant]
+        rivals = [
+            s for s in masks if isinstance(s, Birth) and not s.constant and s.when != first.when
+        ]
         return replace(first, rival=_named(rivals[0])) if rivals and not hides else first
 
     def _birth(self, call: Call, output: Tensor, number: int) -> Birth:

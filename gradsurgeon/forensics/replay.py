@@ -96,38 +96,30 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
 
 
 def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> None:
-    params = {
-        name: call.weights.get(name, param)
-        .detach()
-        .requires_grad_(call.weights.get(name, param).requires_grad)
-        for name, param in module.named_parameters(remove_duplicate=True)
-    }
+    params: dict[str, Tensor] = {}
+    for name, param in module.named_parameters():
+        weight = call.weights.get(name, param)
+        params[name] = weight.detach().requires_grad_(weight.requires_grad)
     buffers = {
         name: call.weights.get(name, buffer).detach().clone()
         for name, buffer in module.named_buffers()
     }
-    for name, inner in module.named_modules():
-        inner.training = call.training.get(name, inner.training)
     buffers.update({name: copy.clone() for name, copy in call.buffers.items()})
     before = {name: buffer.clone() for name, buffer in buffers.items()}
+    for name, inner in module.named_modules():
+        inner.training = call.training.get(name, inner.training)
+    args, kwargs = _copied((call.args, call.kwargs))
+    inputs = {spelled_input(call, path): tensor for path, tensor in tensors_in([args, kwargs])}
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
+    provenance.memory.made((*buffers.values(), *inputs.values()))
     for name, param in params.items():
         provenance.seed("weight", name, param)
     for name, buffer in buffers.items():
         provenance.seed("buffer", name, buffer)
-    args, kwargs = _copied((call.args, call.kwargs))
-    inputs = dict(tensors_in([args, kwargs]))
-    provenance.memory.made((*buffers.values(), *inputs.values()))
-    for path, tensor in inputs.items():
-        provenance.seed("input", spelled_input(call, path), tensor)
-    canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
-    names = {
-        name: call.prefix + canonical.get(id(param), name)
-        for name, param in module.named_parameters()
-    }
-    leaves = {names[name]: param for name, param in params.items()}
-    leaves |= {f"{INPUT}{spelled_input(call, path)}": tensor for path, tensor in inputs.items()}
+    for name, tensor in inputs.items():
+        provenance.seed("input", name, tensor)
+    leaves = _leaves(module, call, params, inputs)
 
     def came_out(name: str, output: Any) -> None:
         for _, tensor in tensors_in(output):
@@ -137,6 +129,42 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
 
     with ExitStack() as stack:
         stack.enter_context(_module_calls(module, modules, came_out))
+        stack.enter_context(_as_then(module, call))
+        # Checkpoints run parts of the forward pass in the backward pass.
+        stack.enter_context(exchanged(module, params, buffers))
+        shown_to.append(came_out)
+        stack.callback(shown_to.remove, came_out)
+        stack.callback(provenance.memory.restore)
+        stack.callback(debugging.leave)
+        with provenance:
+            output = module(*args, **kwargs)
+        outputs = dict(tensors_in(output))
+        _compare(call, outputs, provenance, found)
+        _go_back(call, outputs, leaves, provenance, found)
+        # Checkpoints change buffers once more in the backward pass, as they did in the step.
+        found.moved = {
+            name: (before[name], buffer.detach())
+            for name, buffer in module.named_buffers()
+            if name in before
+        }
+
+
+def _leaves(
+    module: nn.Module, call: KeptCall, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the copies that get gradients, parameters by canonical name in the model of the session."""
+    canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
+    leaves = {
+        call.prefix + canonical.get(id(param), name): params[name]
+        for name, param in module.named_parameters()
+    }
+    return leaves | {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
+
+
+@contextmanager
+def _as_then(module: nn.Module, call: KeptCall) -> Iterator[None]:
+    """Set casts, autocast and grad mode of the call, and anomaly mode, which knows the lines of nodes."""
+    with ExitStack() as stack:
         # `fully_shard` casts by itself in a model that is still divided.
         stack.enter_context(_cast(module, {} if casts(module) else call.casts))
         for kind, (enabled, dtype) in call.autocast.items():
@@ -146,22 +174,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         if "torch._dynamo" in sys.modules:
             # Without it nothing is compiled, and importing the compiler takes seconds.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Checkpoints run parts of the forward pass in the backward pass.
-        stack.enter_context(exchanged(module, params, buffers))
-        shown_to.append(came_out)
-        stack.callback(shown_to.remove, came_out)
-        stack.callback(provenance.memory.restore)
-        stack.callback(debugging.leave)
-        with provenance:
-            output = module(*args, **kwargs)
-        _compare(call, dict(tensors_in(output)), provenance, found)
-        _go_back(call, dict(tensors_in(output)), leaves, provenance, found)
-        # Checkpoints change buffers once more in the backward pass, as they did in the step.
-        found.moved = {
-            name: (before[name], buffer.detach())
-            for name, buffer in module.named_buffers()
-            if name in before
-        }
+        yield
 
 
 def _compare(

@@ -8,7 +8,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,68 +34,59 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
     before = {"cpu": torch.get_rng_state()}
     for device in devices:
         before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    prefix = call.prefix.removesuffix(".")
-    attributes = [_Attributes(name, inner) for name, inner in module.named_modules(prefix=prefix)]
-    given = _Contents("the arguments of the call", [call.args, call.kwargs])
     host = HostRandom.now()
     left: list[str] = []
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
+        for name, inner in module.named_modules(prefix=call.prefix.removesuffix(".")):
+            stack.enter_context(_attributes(name, inner, left))
+        stack.callback(host.set)
+        stack.callback(_set_random, before)
         _set_random(call.random)
         call.host.set()
         yield left
+
+
+@contextmanager
+def _attributes(name: str, module: nn.Module, left: list[str]) -> Iterator[None]:
+    """Restore the attributes of a module that a forward pass may change."""
+    table = vars(module)
+    before = {key: value for key, value in table.items() if key not in _OF_TORCH}
+    with ExitStack() as stack:
+        for key, value in before.items():
+            stack.enter_context(_contents(f"{name}.{key}" if name else key, [value], left))
+        try:
+            yield
+        finally:
+            for key in table.keys() - before.keys() - _OF_TORCH:
+                del table[key]
+            table.update(before)
+
+
+@contextmanager
+def _contents(name: str, values: Iterable[Any], left: list[str]) -> Iterator[None]:
+    """Restore containers, arrays and generators, each by itself; add to ``left`` those that cannot be restored."""
+    kept = list(_restoring(values, _DEEPEST))
+    try:
+        yield
     finally:
-        _set_random(before)
-        host.set()
-        for kept in attributes:
-            kept.put_back(left)
-        given.put_back(left)
-
-
-class _Contents:
-    """The content of containers, arrays and generators, which a forward pass may change."""
-
-    def __init__(self, name: str, values: Iterable[Any]) -> None:
-        self._name = name
-        self._kept: list[Callable[[], object]] = []
-        self._keep(values, _DEEPEST)
-
-    def _keep(self, values: Iterable[Any], deep: int) -> None:
-        for value in values:
-            # A class of the script may refuse to be copied or iterated.
-            with suppress(Exception):
-                if (put_back := _content(value)) is not None:
-                    self._kept.append(put_back)
-                if deep and isinstance(value, Mapping):
-                    self._keep(value.values(), deep - 1)
-                elif deep and isinstance(value, list | tuple | deque):
-                    self._keep(value, deep - 1)
-
-    def put_back(self, left: list[str]) -> None:
-        """Restore each object by itself; add to ``left`` the objects that cannot be restored."""
-        for put_back in self._kept:
+        for put_back in kept:
             try:
                 put_back()
             except Exception as error:  # noqa: BLE001 # a class of the script may raise anything
-                left.append(f"{self._name} ({type(error).__name__}: {error})")
+                left.append(f"{name} ({type(error).__name__}: {error})")
 
 
-class _Attributes:
-    """The attributes of a module that a forward pass may change."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._table = vars(module)
-        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
-        self._contents = [
-            _Contents(f"{name}.{key}" if name else key, [value])
-            for key, value in self._before.items()
-        ]
-
-    def put_back(self, left: list[str]) -> None:
-        for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
-            del self._table[name]
-        self._table.update(self._before)
-        for contents in self._contents:
-            contents.put_back(left)
+def _restoring(values: Iterable[Any], deep: int) -> Iterator[Callable[[], object]]:
+    for value in values:
+        # A class of the script may refuse to be copied or iterated.
+        with suppress(Exception):
+            if (put_back := _content(value)) is not None:
+                yield put_back
+            if deep and isinstance(value, Mapping):
+                yield from _restoring(value.values(), deep - 1)
+            elif deep and isinstance(value, list | tuple | deque):
+                yield from _restoring(value, deep - 1)
 
 
 def _content(value: Any) -> Callable[[], object] | None:

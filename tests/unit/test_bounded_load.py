@@ -197,6 +197,13 @@ def twice(path: Path) -> Path:
     return path
 
 
+def twice_but_for_the_case(path: Path) -> Path:
+    with zipfile.ZipFile(saved(path, torch.ones(1000)), "a") as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data/0"))
+        archive.writestr(name.replace("/data/", "/DATA/"), b"")
+    return path
+
+
 def no_members(path: Path) -> Path:
     zipfile.ZipFile(path, "w").close()
     return path
@@ -248,6 +255,7 @@ def link_to_a_device(path: Path) -> Path:
         comment,
         prepended,
         twice,
+        twice_but_for_the_case,
         no_members,
         empty,
         folder,
