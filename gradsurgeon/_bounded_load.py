@@ -165,7 +165,7 @@ def _count_opcodes(raw: bytes) -> None:
         if name not in _OPCODES:
             raise RefusedError(f"it holds objects that would run code (opcode {name})")
         # A number for the memo makes the unpickler allocate a table of that size.
-        if "BINPUT" in name and argument > number:
+        if "BINPUT" in name and int(argument or 0) > number:
             raise RefusedError("its pickle names a place that is too far away")
         kind = name.partition("_")[0].rstrip("123")
         counts[kind] += 1

@@ -224,7 +224,7 @@ def code_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _code_of(kind: type) -> list[str]:
-    # `fully_shard` puts a class of its own before that of the script.
+    # `fully_shard` puts a class of its own before the class of the script.
     classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed.")]
     own = [one for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")]
     try:

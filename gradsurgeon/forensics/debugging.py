@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bdb
-import pdb  # noqa: T100 # it is what was asked for
+import pdb  # noqa: T100 # the user asked for it
 import sys
 from collections.abc import Mapping
 from types import FrameType

@@ -30,7 +30,7 @@ from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-# The bound on what is kept of one step: beyond it the oldest calls are dropped first.
+# The bound on kept tensors of one step: beyond it the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"

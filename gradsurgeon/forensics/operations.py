@@ -44,7 +44,7 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any layout as real numbers; of a sharded tensor, those of this rank."""
+    """Return the elements of a tensor of any layout as real numbers; of a sharded tensor, the elements of this rank."""
     part = _dist.local(tensor.detach())
     if part.layout != torch.strided:
         part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()

@@ -97,8 +97,8 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
 
 def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> None:
     params: dict[str, Tensor] = {}
-    for name, param in module.named_parameters():
-        weight = call.weights.get(name, param)
+    for name, own in module.named_parameters():
+        weight = call.weights.get(name, own)
         params[name] = weight.detach().requires_grad_(weight.requires_grad)
     buffers = {
         name: call.weights.get(name, buffer).detach().clone()
