@@ -25,7 +25,6 @@ ALREADY = {
     "weight": "before the step began",
     "buffer": "before the step began",
 }
-_NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
@@ -171,12 +170,14 @@ class Diagnosis:
         return "\n".join(self.text())
 
     def _repr_html_(self) -> str:
-        return _html.page(*self._parts())
+        head, *evidence = self.text()
+        title = _html.element("p", _html.bold(head), f"; step {self.step}, rank {self.rank}")
+        return _html.page(title, evidence and _html.element("pre", "\n".join(evidence)))
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if self._blames_nobody:
-            yield f"diagnosis: {_NOBODY}"
+        if self.certainty == "not reproduced" or not self.where:
+            yield "diagnosis: not reproduced, so no operation is blamed"
             yield from (f"  because {printable(reason)}" for reason in self.reasons)
         else:
             yield f"diagnosis ({self.certainty}): {self.headline}"
@@ -185,7 +186,8 @@ class Diagnosis:
             )
             yield from self._evidence()
         if self.bundle:
-            yield f"  to run the step again: {printable(self._command)}"
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
+            yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
@@ -211,73 +213,14 @@ class Diagnosis:
         if self.loss_nodes:
             yield f"operations of the loss: {', '.join(self.loss_nodes)}"
         if self.loss_nodes and self.where == "output gradient":
-            suspects = ", ".join(self._suspects()) or "none that is known"
-            yield f"operations that can make it of finite numbers: {suspects}"
+            suspects = [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
+            named = ", ".join(suspects) or "none that is known"
+            yield f"operations that can make it of finite numbers: {named}"
         if self.loss is not None and self.where == "output gradient":
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
         if self.scale is not None:
             yield f"the loss was scaled by {self.scale:g}"
-
-    def _parts(self) -> Iterator[_html.Markup]:
-        """Yield the parts that a notebook shows."""
-        blamed = not self._blames_nobody
-        head = self.headline if blamed else _NOBODY
-        sure = _html.element("span", "certainty: ", _html.bold(self.certainty))
-        where = f"; step {self.step}, rank {self.rank}"
-        yield _html.element("p", "diagnosis: ", _html.bold(head), "\n", sure, where)
-        why = "no more certain, because" if blamed else "because"
-        yield _html.listing(f"{why} {reason}" for reason in self.reasons)
-        if blamed:
-            yield from self._proofs()
-        if self.bundle:
-            yield _html.element("p", "to run the step again: ", _html.code(self._command))
-        if self.no_bundle:
-            yield _html.element("p", f"no bundle was written: {self.no_bundle}")
-
-    def _proofs(self) -> Iterator[_html.Markup]:
-        yield _html.listing(
-            _html.element("span", "called at " if number else "at ", _html.code(line))
-            for number, line in enumerate(reversed(self.lines))
-        )
-        rows = [("in", facts) for facts in self.inputs]
-        if self.output is not None:
-            rows.append(("out" if self.operation else "is", self.output))
-        if rows:
-            head = (
-                "",
-                "tensor",
-                "shape",
-                "dtype",
-                "NaN",
-                "Inf",
-                "-Inf",
-                "of",
-                "smallest",
-                "largest",
-            )
-            yield _html.table(head, (_cells(*row) for row in rows), right=set(range(4, 10)))
-        yield _html.listing(self._of_the_loss())
-        if self.cause is not None:
-            yield _html.element("p", "cause: ", _html.bold(self.cause.fault))
-            yield _html.listing(self.cause.evidence)
-            yield _html.element("p", "to try: ", self.cause.advice)
-        if self.history:
-            rows_before = ((label, f"{value:.3g}") for label, value in self.history)
-            table = _html.table(("operation", "largest magnitude"), rows_before, right={1})
-            yield _html.folded("largest magnitudes before it, the last one last", table)
-
-    @property
-    def _blames_nobody(self) -> bool:
-        return self.certainty == "not reproduced" or not self.where
-
-    @property
-    def _command(self) -> str:
-        return f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
-
-    def _suspects(self) -> list[str]:
-        """Return the nodes of the loss that can make NaN or Inf out of moderate finite numbers."""
-        return [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
 
     @property
     def headline(self) -> str:
@@ -312,12 +255,3 @@ class Diagnosis:
         """The module with its class."""
         name = "the root" if self.module == "." else printable(self.module)
         return f"{name} ({self.module_type})" if self.module_type else name
-
-
-def _cells(role: str, facts: TensorFacts) -> tuple[object, ...]:
-    ends = ("-" if end is None else f"{end:.4g}" for end in (facts.low, facts.high))
-    counts = (
-        f"{count:,}"
-        for count in (facts.nan, facts.inf - facts.minus_inf, facts.minus_inf, facts.numel)
-    )
-    return role, facts.name, list(facts.shape), facts.dtype, *counts, *ends
