@@ -270,16 +270,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _birth(self, call: Call, output: Tensor, number: int) -> Birth:
         node = _torch.current_node()
         module, module_type = self._place()
-        lines = lines_here()
-        if node is not None and not self._modules.running:
-            lines = lines or lines_of_node(node)
-        when, measured = self._moment(), facts(output)
-        if when == self._stop_at:
-            inputs = dict(named_tensors(call.func, call.args, call.kwargs))
-            stand_at(call.name, lines, {"inputs": inputs, "output": output})
         backward = node is not None and not self._modules.running
+        lines = lines_here() or (lines_of_node(node) if backward else ())
+        when, measured = self._moment(), facts(output)
+        inputs = dict(named_tensors(call.func, call.args, call.kwargs))
+        if when == self._stop_at:
+            stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
-        named = tuple(named_tensors(call.func, call.args, call.kwargs))
         return Birth(
             when=when,
             kind=measured.kind or "NaN",
@@ -289,11 +286,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             module_type=module_type,
             node=name,
             lines=lines,
-            inputs=tuple(facts(tensor, argument) for argument, tensor in named),
+            inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
             history=tuple(self._history),
             cause=self._cause(call, number, name if backward else ""),
-            constant=not backward and not any(tensor.requires_grad for _, tensor in named),
+            constant=not backward and not any(tensor.requires_grad for tensor in inputs.values()),
         )
 
     def _cause(self, call: Call, number: int, node: str) -> Cause:

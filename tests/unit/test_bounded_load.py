@@ -158,7 +158,7 @@ def many_values(path: Path) -> Path:
 
 
 def far_memo(path: Path) -> Path:
-    return rebuilt(saved(path, 1), b"\x80\x02]r" + struct.pack("<I", 2**31) + b".")
+    return rebuilt(saved(path, 1), b"\x80\x02]r" + struct.pack("<I", 2**24) + b".")
 
 
 def long_number(path: Path) -> Path:
