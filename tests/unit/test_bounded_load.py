@@ -102,6 +102,10 @@ def deflated(path: Path) -> Path:
     return rebuilt(saved(path, torch.zeros(50_000_000)), method=zipfile.ZIP_DEFLATED)
 
 
+def deflated_a_little(path: Path) -> Path:
+    return rebuilt(saved(path, torch.randn(10)), method=zipfile.ZIP_DEFLATED)
+
+
 def expanded(path: Path) -> Path:
     return saved(path, torch.zeros(1).expand(10**11))
 
@@ -237,6 +241,7 @@ def link_to_a_device(path: Path) -> Path:
         legacy,
         plain_pickle,
         deflated,
+        deflated_a_little,
         expanded,
         many_views,
         out_of_bounds,
