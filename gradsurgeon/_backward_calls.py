@@ -34,7 +34,7 @@ _logs_nodes = {"log", "getEffectiveLevel", _LOG_NODES} <= {*_CODE.co_names} and 
 } <= {*_CODE.co_varnames}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BackwardCall:
     """One call of the engine.
 
@@ -57,6 +57,8 @@ Around = Callable[[BackwardCall], AbstractContextManager[None]]
 _before: list[Before] = []
 _around: list[Around] = []
 _installed: list[ExitStack] = []
+# The passes that run, without passes inside of another one.
+_running: list[BackwardCall] = []
 
 
 def before(call: Before) -> Callable[[], None]:
@@ -74,6 +76,14 @@ def around(context: Around) -> Callable[[], None]:
         context: returns the context of a pass, which gets the exception of a pass that fails.
     """
     return _added(_around, context)
+
+
+def asked_for() -> list[Any] | None:
+    """Return the inputs of all `torch.autograd.grad` calls that run; ``None`` while a `backward()` runs."""
+    calls = list(_running)
+    if not calls or any(call.accumulates for call in calls):
+        return None
+    return [one for call in calls for one in call.inputs]
 
 
 def _added(watching: list[Any], one: object) -> Callable[[], None]:
@@ -154,6 +164,9 @@ def _entered(outputs: Sequence[Any], args: Sequence[Any], named: dict[str, Any])
     with ExitStack() as stack:
         for context in tuple(_around):
             stack.enter_context(context(call))
+        if _torch.graph_task() == -1:
+            _running.append(call)
+            stack.callback(_running.remove, call)
         return stack.pop_all()
 
 

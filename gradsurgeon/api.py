@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import _live, planning, schema, source
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.events import Event
-    from gradsurgeon.runtime import Attachment, FailedStep, Options
+    from gradsurgeon.runtime import Attachment, Options
     from gradsurgeon.session import Session
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.sinks.sink import Sink
@@ -185,7 +184,6 @@ def attach(
             "rules are already applied to this model, or were to a container of parts of it: call gradsurgeon.remove(model) "
             "first, or pass replace=True"
         )
-    options = options._replace(diagnose=_diagnose)
     with ExitStack() as undo:
         writer = None if record is None else _writer(record, bound, options)
         if writer is not None:
@@ -283,8 +281,7 @@ def replay(
         What the replay has shown, as in the report of the trap.
 
     Raises:
-        GradSurgeonError: the directory is no bundle, or not one of this model; or the library safetensors is
-            missing.
+        GradSurgeonError: the directory is no bundle, or not one of this model.
     """
     runtime = _runtime()
     from gradsurgeon import forensics  # noqa: PLC0415 # needs torch
@@ -300,24 +297,6 @@ def replay(
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             place = printable(str(bundle))
             raise GradSurgeonError(f"{place} cannot be diagnosed: {printable(why)}") from error
-
-
-def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:
-    from gradsurgeon import forensics  # noqa: PLC0415 # only where something went wrong
-
-    diagnosis = forensics.diagnose(failed)
-    innocent = failed.together and not diagnosis.where
-    if folder is None or not failed.calls or innocent:
-        return diagnosis
-    try:
-        return dataclasses.replace(
-            diagnosis, bundle=str(forensics.write(failed, diagnosis, folder))
-        )
-    except ModuleNotFoundError:
-        why = "the library safetensors is missing: pip install 'gradsurgeon[bundle]'"
-    except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor brings about: the diagnosis stands
-        why = str(error).partition("\n")[0] or type(error).__name__
-    return dataclasses.replace(diagnosis, no_bundle=why)
 
 
 def _runtime() -> Any:

@@ -1,4 +1,4 @@
-"""What a replay has found out about a step that went wrong, and how sure it is. Needs no torch."""
+"""The result of replaying a failed step, and how certain it is. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Literal
 from gradsurgeon import _html
 from gradsurgeon.errors import printable
 
-# What has a pole, or a domain that is not all numbers, in the forward or in the backward pass.
+# Operations with a pole or a limited domain, in the forward or in the backward pass.
 _SINGULAR = re.compile(
     r"(Div|Reciprocal|Log|Sqrt|Rsqrt|Pow|Exp|Acos|Asin|Atanh|Acosh|Erfinv|Lgamma|Digamma|Tan|Cosh|Sinh|Norm|"
     r"LinalgVectorNorm|Std|Var|Softmax|LogSoftmax|Logit|BinaryCrossEntropy|Cumprod|Prod|Xlogy|Fmod|Remainder|"
     r"CtcLoss|KlDiv|Linalg|Cholesky|Inverse)[A-Za-z]*Backward\d*$"
 )
 
-# When what was bad from the start was bad.
+# When a tensor was already non-finite.
 ALREADY = {
     "input": "when the model was called",
     "weight": "before the step began",
     "buffer": "before the step began",
 }
-_NOBODY = "not reproduced, and nobody is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
@@ -48,18 +47,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is said of one tensor.
+    """Shape, range and non-finite elements of one tensor.
 
     Attributes:
-        name: what it is, as the schema of the operation calls it, or where it comes from.
-        shape: of the tensor; of a sharded one of the whole.
-        dtype: without the ``torch.``.
-        low: the smallest element that is finite, ``None`` where there is none.
-        high: the largest.
-        nan: how many elements are NaN.
-        inf: how many are infinite.
-        numel: how many there are.
-        minus_inf: how many of the infinite are minus infinity.
+        name: its name in the schema of the operation, or its origin.
+        shape: its shape; for a sharded tensor the shape of the whole.
+        dtype: its dtype, without ``torch.``.
+        low: the smallest finite element, ``None`` if there is none.
+        high: the largest finite element.
+        nan: number of elements that are NaN.
+        inf: number of infinite elements.
+        numel: number of elements.
+        minus_inf: number of elements that are minus infinity.
     """
 
     name: str
@@ -79,7 +78,7 @@ class TensorFacts:
 
     @property
     def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
-        """The worst of what is in it: ``NaN``, ``Inf``, ``-Inf`` where all infinities are negative, or nothing."""
+        """The worst kind of its elements: ``NaN``, ``Inf``, ``-Inf`` if all infinities are negative, or nothing."""
         if self.nan:
             return "NaN"
         if self.inf:
@@ -98,13 +97,13 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The kind of a fault, and the evidence for it.
+class Cause:
+    """Why a number became non-finite: the kind of fault, and the evidence for it.
 
     Attributes:
-        fault: its kind.
-        evidence: what repeating the operation alone has shown.
-        advice: what to try next.
+        fault: the kind of fault.
+        evidence: the results of repeating the operation alone.
+        advice: the next thing to try.
     """
 
     fault: Fault
@@ -114,34 +113,33 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where what is not finite was born, why, and how sure that is.
+    """Where and why a number became NaN or infinite, and how certain that is.
 
     Attributes:
-        certainty: ``reproduced``, ``partial`` or ``not reproduced``: then nobody is blamed.
-        reasons: why it is no more certain than that.
+        certainty: ``reproduced``, ``partial``, or ``not reproduced``: then no operation is blamed.
+        reasons: why the diagnosis is not more certain.
         step: the update that was about to happen, counted from 0.
         rank: rank of this process.
-        what: what was born or came in: ``NaN``, ``Inf``, ``-Inf``, or nothing where nobody is blamed.
-        where: ``forward``, ``backward``, or what was not finite before: ``weight``, ``buffer``, ``input``,
-            ``loss input``, ``output gradient``, ``literal``, ``unknown``.
-        micro_batch: which backward pass of the step, from 1.
-        micro_batches: how many there were.
-        module: canonical name of the module that ran the operation, or had built it, or was given the input;
-            ``"."`` is the root.
+        what: ``NaN``, ``Inf``, ``-Inf``, or nothing if no operation is blamed.
+        where: ``forward``, ``backward``, or the kind of tensor that was non-finite before: ``weight``, ``buffer``,
+            ``input``, ``loss input``, ``output gradient``, ``literal``, ``unknown``.
+        micro_batch: the backward pass of the step, from 1.
+        micro_batches: number of backward passes of the step.
+        module: canonical name of the module that ran or built the operation, or got the input; ``"."`` is the root.
         module_type: its class.
-        name: of the weight, buffer, input or output that was not finite before, else of the operation's result.
-        operation: as the dispatcher calls it.
-        node: the node of the graph of autograd, in a backward pass.
-        lines: the script's line that called the operation, and the innermost one outside of torch.
-        inputs: what went in.
-        output: what came out; or the tensor that was not finite before.
-        history: the largest magnitudes that came out of the last operations before, oldest first.
-        verdict: what kind of fault it is.
-        scale: what a `GradScaler` had multiplied the loss by, ``None`` without one.
-        loss: the loss, where it was computed outside of the model and that is where to look.
+        name: the weight, buffer, input or output that was non-finite before.
+        operation: the name of the operation in the dispatcher.
+        node: the node of the autograd graph, in a backward pass.
+        lines: the line of the script that called the operation, and the innermost line outside of torch.
+        inputs: the inputs of the operation.
+        output: its output, or the tensor that was non-finite before.
+        history: the largest magnitudes in the outputs of the last operations before, oldest first.
+        cause: the kind of fault, with evidence and advice.
+        scale: the factor of a `GradScaler`, ``None`` without one.
+        loss: the loss, if it was computed outside of the model and the fault is in there.
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
-        bundle: the directory from which the step can be run again, empty where there is none.
-        no_bundle: why it could not be written.
+        bundle: the directory from which the step can be run again, empty if there is none.
+        no_bundle: why no bundle could be written.
     """
 
     certainty: Certainty
@@ -161,7 +159,7 @@ class Diagnosis:
     inputs: tuple[TensorFacts, ...] = ()
     output: TensorFacts | None = None
     history: tuple[tuple[str, float], ...] = ()
-    verdict: Verdict | None = None
+    cause: Cause | None = None
     scale: float | None = None
     loss: float | None = None
     loss_nodes: tuple[str, ...] = ()
@@ -172,12 +170,14 @@ class Diagnosis:
         return "\n".join(self.text())
 
     def _repr_html_(self) -> str:
-        return _html.page(*self._parts())
+        head, *evidence = self.text()
+        title = _html.element("p", _html.bold(head), f"; step {self.step}, rank {self.rank}")
+        return _html.page(title, evidence and _html.element("pre", "\n".join(evidence)))
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if self._blames_nobody:
-            yield f"diagnosis: {_NOBODY}"
+        if self.certainty == "not reproduced" or not self.where:
+            yield "diagnosis: not reproduced, so no operation is blamed"
             yield from (f"  because {printable(reason)}" for reason in self.reasons)
         else:
             yield f"diagnosis ({self.certainty}): {self.headline}"
@@ -186,7 +186,8 @@ class Diagnosis:
             )
             yield from self._evidence()
         if self.bundle:
-            yield f"  to run the step again: {printable(self._command)}"
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
+            yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
@@ -197,10 +198,10 @@ class Diagnosis:
         if self.output is not None:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
         yield from (f"  {printable(fact)}" for fact in self._of_the_loss())
-        if self.verdict is not None:
-            yield f"  verdict: {self.verdict.fault}"
-            yield from (f"    {printable(evidence)}" for evidence in self.verdict.evidence)
-            yield f"  to try: {self.verdict.advice}"
+        if self.cause is not None:
+            yield f"  cause: {self.cause.fault}"
+            yield from (f"    {printable(evidence)}" for evidence in self.cause.evidence)
+            yield f"  to try: {self.cause.advice}"
         if self.history:
             yield "  largest magnitudes before it, the last one last:"
             shown = [(printable(label), value) for label, value in self.history]
@@ -208,81 +209,22 @@ class Diagnosis:
             yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
 
     def _of_the_loss(self) -> Iterator[str]:
-        """Yield what is known of the loss, a sentence each."""
+        """Yield sentences on the loss."""
         if self.loss_nodes:
-            yield f"the loss is made of: {', '.join(self.loss_nodes)}"
+            yield f"operations of the loss: {', '.join(self.loss_nodes)}"
         if self.loss_nodes and self.where == "output gradient":
-            suspects = ", ".join(self._suspects()) or "none that is known"
-            yield f"of these can make it of finite numbers: {suspects}"
+            suspects = [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
+            named = ", ".join(suspects) or "none that is known"
+            yield f"operations that can make it of finite numbers: {named}"
         if self.loss is not None and self.where == "output gradient":
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
         if self.scale is not None:
             yield f"the loss was scaled by {self.scale:g}"
 
-    def _parts(self) -> Iterator[_html.Markup]:
-        """Yield what a notebook shows, part by part."""
-        blamed = not self._blames_nobody
-        head = self.headline if blamed else _NOBODY
-        sure = _html.element("span", "certainty: ", _html.bold(self.certainty))
-        where = f"; step {self.step}, rank {self.rank}"
-        yield _html.element("p", "diagnosis: ", _html.bold(head), "\n", sure, where)
-        why = "no more certain, because" if blamed else "because"
-        yield _html.listing(f"{why} {reason}" for reason in self.reasons)
-        if blamed:
-            yield from self._proofs()
-        if self.bundle:
-            yield _html.element("p", "to run the step again: ", _html.code(self._command))
-        if self.no_bundle:
-            yield _html.element("p", f"no bundle was written: {self.no_bundle}")
-
-    def _proofs(self) -> Iterator[_html.Markup]:
-        yield _html.listing(
-            _html.element("span", "called at " if number else "at ", _html.code(line))
-            for number, line in enumerate(reversed(self.lines))
-        )
-        rows = [("in", facts) for facts in self.inputs]
-        if self.output is not None:
-            rows.append(("out" if self.operation else "is", self.output))
-        if rows:
-            head = (
-                "",
-                "tensor",
-                "shape",
-                "dtype",
-                "NaN",
-                "Inf",
-                "-Inf",
-                "of",
-                "smallest",
-                "largest",
-            )
-            yield _html.table(head, (_cells(*row) for row in rows), right=set(range(4, 10)))
-        yield _html.listing(self._of_the_loss())
-        if self.verdict is not None:
-            yield _html.element("p", "verdict: ", _html.bold(self.verdict.fault))
-            yield _html.listing(self.verdict.evidence)
-            yield _html.element("p", "to try: ", self.verdict.advice)
-        if self.history:
-            rows_before = ((label, f"{value:.3g}") for label, value in self.history)
-            table = _html.table(("operation", "largest magnitude"), rows_before, right={1})
-            yield _html.folded("largest magnitudes before it, the last one last", table)
-
-    @property
-    def _blames_nobody(self) -> bool:
-        return self.certainty == "not reproduced" or not self.where
-
-    @property
-    def _command(self) -> str:
-        return f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
-
-    def _suspects(self) -> list[str]:
-        """Return the nodes of the loss that can make what is not finite out of small finite numbers."""
-        return [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
-
     @property
     def headline(self) -> str:
-        """Where it was born, in one line."""
+        """Where the number became non-finite, in one line."""
         batch = (
             f", micro-batch {self.micro_batch} of {self.micro_batches}"
             if self.micro_batches > 1
@@ -300,9 +242,9 @@ class Diagnosis:
         if self.where == "literal":
             return f"{self.what} was written by the script itself{batch}"
         if self.where == "unknown":
-            return f"{self.what} appeared in what{named} was given, from where no operation shows{batch}"
+            return f"{self.what} appeared among the inputs of{named}, and no operation shows where from{batch}"
         if self.where == "loss input":
-            return f"{named.strip()} was not finite when the loss was computed ({self.what}): no operation that is known has made it{batch}"
+            return f"{named.strip()} was not finite when the loss was computed ({self.what}), and no known operation has made it{batch}"
         of = f" of {self.place}" if self.where == "input" and self.module else ""
         return (
             f"the {self.where}{named}{of} was not finite {ALREADY[self.where]} ({self.what}){batch}"
@@ -313,12 +255,3 @@ class Diagnosis:
         """The module with its class."""
         name = "the root" if self.module == "." else printable(self.module)
         return f"{name} ({self.module_type})" if self.module_type else name
-
-
-def _cells(role: str, facts: TensorFacts) -> tuple[object, ...]:
-    ends = ("-" if end is None else f"{end:.4g}" for end in (facts.low, facts.high))
-    counts = (
-        f"{count:,}"
-        for count in (facts.nan, facts.inf - facts.minus_inf, facts.minus_inf, facts.numel)
-    )
-    return role, facts.name, list(facts.shape), facts.dtype, *counts, *ends

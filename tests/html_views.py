@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 from typing import Protocol, cast
 
 HARMLESS = {
-    *("b", "br", "code", "details", "div", "li", "p", "path", "polyline", "span", "summary", "svg"),
+    *("b", "br", "code", "details", "div", "li", "p", "path", "polyline", "pre", "span", "summary"),
+    "svg",
     *("table", "tbody", "td", "th", "thead", "tr", "ul"),
 }
 ATTRIBUTES = {

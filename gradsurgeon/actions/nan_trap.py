@@ -22,20 +22,19 @@ class NanTrap(TrapRule):
     their gradients. After `give_up_after` trips in a row the trap raises whatever `then` says.
 
     ## Where it was born
-    At its first trip the trap runs the step again (`forensics: true`): forward from the inputs that it
-    kept, backward from the gradients of the outputs, with a probe on every operation. It
-    names the module, the direction, the operation and the line of the script that produced the first non-finite
-    value, its inputs and outputs, and the magnitudes before it. It then repeats that operation alone to
-    name the kind of fault: `overflow`, `mathematics`, `bad input` (a weight or a batch was already
-    non-finite), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
-    again) or `unknown`. An infinity that the script wrote, such as a mask, is no fault.
-    A replay that cannot show everything is `partial` with the reason, or `not reproduced`, which blames no operation.
-    A loss outside the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
-    again together, with whole parameters. The training continues as without the replay.
+    At its first trip the trap runs the step again (`forensics: true`) under probes on every operation: forward from
+    the kept inputs, backward from the kept gradients of the outputs. It names the module, the direction, the
+    operation and the line of the script that made the first NaN or Inf, with the inputs, the output and the
+    magnitudes before it. It repeats that operation alone to find the cause: `overflow`, `mathematics`, `bad input`
+    (a weight or a batch that was non-finite before), `kernel` (another implementation gives finite numbers),
+    `transient` (it does not happen again) or `unknown`. An infinity that the script wrote, as in a mask, is not
+    blamed. If the replay shows less, the diagnosis is `partial`, or `not reproduced` without blame, with the reason.
+    A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
+    again together, with whole parameters. Training continues as it would have without the replay.
 
-    With a run directory, or with `bundle: true`, it writes what the replay takes as a directory
-    `trap-step812-rank0` of safetensors and JSON, for `gradsurgeon replay` elsewhere. That holds weights, inputs and
-    output gradients: about the size of a checkpoint without the state of the optimizer.
+    With a run directory, or with `bundle: true`, it writes the step as a directory `trap-step812-rank0` for
+    `gradsurgeon replay` elsewhere. The directory holds weights, inputs and output gradients: about the size of a
+    checkpoint without the state of the optimizer.
 
     ## Why use it
     One non-finite gradient makes every weight NaN at the next update, and `clip_grad_norm_` spreads

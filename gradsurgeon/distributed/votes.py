@@ -51,7 +51,7 @@ class Objection(NamedTuple):
         concerns: the name of a parameter that the update moves.
         name: the parameter or module that it is about.
         text: the report.
-        guilty: whether the rank contributed what is not finite to an average.
+        guilty: whether the rank contributed NaN or Inf to an average.
         counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in its part.
     """
 

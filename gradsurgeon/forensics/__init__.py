@@ -1,7 +1,7 @@
-"""Finds out where what is not finite was born: a failed step is run again under probes."""
+"""Finds the operation that made a NaN or Inf: the failed step is kept, run again under probes, and judged."""
 
 from gradsurgeon.forensics.bundle_reading import check, read
-from gradsurgeon.forensics.bundle_writing import write
+from gradsurgeon.forensics.bundle_writing import with_bundle
 from gradsurgeon.forensics.diagnose import diagnose
 
-__all__ = ["check", "diagnose", "read", "write"]
+__all__ = ["check", "diagnose", "read", "with_bundle"]

@@ -1,10 +1,9 @@
-"""Reads a failed step from a directory that may come from anywhere: safetensors and JSON, nothing that runs code."""
+"""Reads a failed step from a directory that may come from anywhere: nothing in it is run."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon import _bounded_load, _torch
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.planning import named_modules
-from gradsurgeon.runtime.kept_step import (
+from gradsurgeon.forensics.kept_calls import MOST_CALLS
+from gradsurgeon.forensics.kept_step import (
     Buffers,
     FailedStep,
     Fingerprint,
@@ -25,30 +25,38 @@ from gradsurgeon.runtime.kept_step import (
     KeptCall,
     KeptLoss,
 )
+from gradsurgeon.planning import named_modules
 from gradsurgeon.tensors.backward_graph import LossNode
-from gradsurgeon.tensors.structure import Path as TensorPath
+from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 1
-JSON, TENSORS = "bundle.json", "tensors.safetensors"
-_LARGEST, _LONGEST = 2**28, 300
+FORMAT = 2
+STEP = "step.pt"
+# Weights, the kept calls, and some more.
+MOST_BYTES = 6 * 2**30
+_LONGEST = 300
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
-    """Read a bundle for a model, and return the step with what makes it less certain.
+    """Read a bundle for a model; return the step, and the reasons to doubt a replay of it.
 
     Raises:
-        GradSurgeonError: it is no bundle, is damaged, or is not of this model.
+        GradSurgeonError: the directory is no bundle, is damaged, or is not of this model.
     """
     folder = Path(place)
     check(folder)
     try:
-        document, tensors = _document(folder), _tensors(folder)
-        return _Reader(model, tensors).step(document)
+        document = _bounded_load.load(folder / STEP, MOST_BYTES)
+        _check_format(folder, document)
+        return _Reader(model, document).step(document)
     except GradSurgeonError:
         raise
     except Exception as error:
-        # Whatever a file from elsewhere brings about.
-        raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+        # A file from elsewhere can make anything fail.
+        kind = "" if isinstance(error, _bounded_load.RefusedError) else f"{type(error).__name__}: "
+        why = printable(f"{kind}{error}"[:_LONGEST])
+        raise GradSurgeonError(
+            f"{printable(str(folder))} is no bundle, or it is damaged: {why}"
+        ) from error
 
 
 def check(folder: Path) -> None:
@@ -57,73 +65,56 @@ def check(folder: Path) -> None:
     Raises:
         GradSurgeonError: it is none.
     """
-    for name in (JSON, TENSORS):
-        try:
-            mode = (folder / name).lstat().st_mode
-        except OSError as error:
-            inside = sorted(folder.glob("trap-step*")) if folder.is_dir() else []
-            hint = f"; it has {printable(inside[0].name)}: name that" if inside else ""
-            why = f"it has no {name} ({error.strerror}){hint}"
-            raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
-        if not stat.S_ISREG(mode):
-            raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {name} is no file")
-    if (folder / JSON).stat().st_size > _LARGEST:
-        raise _damaged(folder, f"its {JSON} is larger than any that was written")
-
-
-def _damaged(folder: Path, why: str) -> GradSurgeonError:
-    shown = printable(why[:_LONGEST])
-    return GradSurgeonError(f"{printable(str(folder))} is no bundle, or it is damaged: {shown}")
-
-
-def _document(folder: Path) -> dict[str, Any]:
-    document = json.loads((folder / JSON).read_text(encoding="utf-8"))
-    if not isinstance(document, dict):
-        raise ValueError("it holds no object")  # noqa: TRY004 # a file that is wrong
-    if document.get("format") != FORMAT:
-        raise GradSurgeonError(
-            f"{printable(str(folder))}: this gradsurgeon reads bundles of format {FORMAT}, and this one is of "
-            f"another: written by gradsurgeon {printable(str(document.get('gradsurgeon'))[:40])}"
-        )
-    return document
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
     try:
-        from safetensors.torch import load_file  # noqa: PLC0415 # an extra
-    except ModuleNotFoundError as error:
+        mode = (folder / STEP).lstat().st_mode
+    except OSError as error:
+        why = f"it has no {STEP} ({error.strerror})"
+        inside = sorted(folder.glob("trap-step*")) if folder.is_dir() else []
+        if inside:
+            why += f"; it has {printable(inside[0].name)}: name that"
+        elif (folder / "bundle.json").exists():
+            why += "; an older gradsurgeon wrote it: replay it with that version"
+        raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
+    if not stat.S_ISREG(mode):
+        raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {STEP} is no file")
+
+
+def _check_format(folder: Path, document: Mapping[str, Any]) -> None:
+    if document["format"] != FORMAT:
         raise GradSurgeonError(
-            "bundles need the library safetensors: pip install 'gradsurgeon[bundle]'"
-        ) from error
-    return dict(load_file(folder / TENSORS))
+            f"{printable(str(folder))} has another format than {FORMAT}, which this version reads: it was written by "
+            f"gradsurgeon {printable(str(document.get('gradsurgeon'))[:40])}"
+        )
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, model: nn.Module, document: Mapping[str, Any]) -> None:
         self._modules = named_modules(model)
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._made_on = self._device.type
+        self._made_on = str(document["device"])
+        code = document.get("code")
+        self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
         self._doubts: list[str] = []
 
     def step(self, document: Mapping[str, Any]) -> tuple[FailedStep, tuple[str, ...]]:
         if document["torch"] != str(torch.__version__):
             made, here = printable(str(document["torch"])), torch.__version__
-            self._doubts.append(f"the bundle is of torch {made}, and this is torch {here}")
-        self._made_on = str(document["device"])
+            self._doubts.append(
+                f"the bundle was written with torch {made}, and this is torch {here}"
+            )
         if self._made_on != self._device.type:
             self._doubts.append(
-                f"the step ran on {printable(self._made_on)}, and the replay on {self._device.type}: kernels and "
-                "random numbers are others"
+                f"the step ran on {printable(self._made_on)}, and the replay on {self._device.type}, with other kernels "
+                "and random numbers"
             )
-        weights = document["weights"]
+        weights = self._placed(document["weights"])
         if not weights:
             self._doubts.append(
-                "the bundle has no weights: those of the model as it was built were taken"
+                "the bundle has no weights, so the replay used the weights of the new model"
             )
-        code = document.get("code")
-        self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
+        if len(document["calls"]) > MOST_CALLS:
+            raise ValueError(f"a step has at most {MOST_CALLS} calls")
         scale = document["scale"]
         failed = FailedStep(
             [self._call(entry, weights or {}) for entry in document["calls"]],
@@ -134,9 +125,9 @@ class _Reader:
             None if scale is None else torch.tensor(float(scale)),
             tuple(map(str, document["modules"])),
             tuple(map(str, document["rested"])),
-            {int(number): self._loss(entry) for number, entry in document["losses"].items()},
+            {int(number): self._loss(*loss) for number, loss in document["losses"].items()},
             bad=tuple(map(str, document["bad"])),
-            updated=bool(document.get("updated")),
+            updated=bool(document["updated"]),
         )
         return failed, tuple(dict.fromkeys(self._doubts))
 
@@ -147,120 +138,85 @@ class _Reader:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        there = {key: self._tensor(value) for key, value in weights.get(name, {}).items()}
-        _check(module, there)
+        there = weights.get(name, {})
+        _check_weights(module, there)
         self._doubts += _other_code(module, self._code.get(name))
         if entry["written"]:
             self._doubts.append("an input was written to after the call")
         return KeptCall(
             module=lambda: module,
             name=name,
-            args=tuple(self._structure(entry["args"], list)),
-            kwargs=self._structure(entry["kwargs"], dict),
+            args=tuple(self._placed(entry["args"])),
+            kwargs=self._placed(entry["kwargs"]),
             written={},
             random={
-                device: self._tensor(value).cpu()
-                for device, value in entry["random"].items()
+                device: state
+                for device, state in entry["random"].items()
                 if torch.device(device).type in ("cpu", self._device.type)
             },
-            host=_host(entry.get("host", {})),
-            buffers=Buffers({key: self._tensor(value) for key, value in entry["buffers"].items()}),
+            host=_host(*entry["host"]),
+            buffers=Buffers(self._placed(entry["buffers"])),
             autocast={
-                self._device.type if kind == self._made_on else kind: (bool(enabled), _dtype(dtype))
+                self._device.type if kind == self._made_on else kind: (bool(enabled), dtype)
                 for kind, (enabled, dtype) in entry["autocast"].items()
                 if kind in ("cpu", self._made_on)
             },
             outputs={
-                _path(path): Fingerprint(tuple(shape), self._tensor(sample), -1 if over else 0)
-                for path, shape, sample, over in entry["outputs"]
+                path: Fingerprint(shape, sample, -1 if over else _torch.writes(sample))
+                for path, (shape, sample, over) in self._placed(entry["outputs"]).items()
             },
-            grads={_path(path): self._tensor(grad) for path, grad in entry["grads"]},
+            grads=self._placed(entry["grads"]),
             number=int(entry["number"]),
             compiled=bool(entry["compiled"]),
-            differentiated=bool(entry.get("differentiated")),
-            casts=dict(_casts(module, entry.get("casts", {}))),
+            differentiated=bool(entry["differentiated"]),
+            casts=dict(_casts(module, entry["casts"])),
             weights=there,
             training={str(key): bool(value) for key, value in entry["training"].items()},
         )
 
-    def _loss(self, entry: Mapping[str, Any]) -> KeptLoss:
-        value = None if entry["value"] is None else self._tensor(entry["value"])
+    def _loss(self, value: Any, nodes: Any) -> KeptLoss:
         if value is not None and value.dim():
             raise ValueError("a loss is one number")
         return KeptLoss(
-            value,
+            self._placed(value),
             [
-                LossNode(
-                    str(name)[:_LONGEST],
-                    self._structure(saved, dict),
-                    [int(maker) for maker in made_of],
-                )
-                for name, saved, made_of in entry["nodes"]
+                LossNode(str(name)[:_LONGEST], self._placed(saved), list(map(int, made_of)))
+                for name, saved, made_of in nodes
             ],
         )
 
-    def _tensor(self, entry: Mapping[str, Any]) -> Tensor:
-        tensor = self._tensors[entry["tensor"]].to(self._device)
-        strides = [int(stride) for stride in entry.get("stride", ())]
-        if strides and tensor.numel():
-            reach = 1 + sum((n - 1) * by for n, by in zip(tensor.shape, strides, strict=True))
-            # One that is expanded, or has large gaps, is laid out as it lies in the file.
-            if min(strides) > 0 and reach <= 2 * tensor.numel():
-                laid_out = torch.empty_strided(
-                    tensor.shape, strides, dtype=tensor.dtype, device=self._device
-                )
-                tensor = laid_out.copy_(tensor)
-        real = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.requires_grad_(bool(entry["grad"]) and real)
-
-    def _structure(self, entry: Any, wanted: type) -> Any:
-        value = self._built(entry)
-        if not isinstance(value, wanted):
-            raise TypeError(f"a {wanted.__name__} was to stand there")
-        return value
-
-    def _built(self, entry: Any) -> Any:
-        if not isinstance(entry, dict):
-            return entry
-        if "tensor" in entry:
-            return self._tensor(entry)
-        ((kind, value),) = entry.items()
-        if kind == "float":
-            return float(value)
-        if kind == "dtype":
-            return _dtype(value)
-        if kind == "dict":
-            return {key: self._built(item) for key, item in value.items()}
-        items = [self._built(item) for item in value]
-        return {"list": items, "tuple": tuple(items)}[kind]
+    def _placed(self, value: Any) -> Any:
+        """Return a structure with its tensors on the device of the model."""
+        if self._device.type == "cpu":
+            return value
+        return Copied(
+            value, lambda t: t.detach().to(self._device).requires_grad_(t.requires_grad)
+        ).value
 
 
-def _check(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    if not weights:
-        return
+def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     have = {
-        name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
+        name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
     }
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if have == given:
-        return
+    given = {name: list(tensor.shape) for name, tensor in weights.items()}
     problems = [
         *(f"{printable(name)} is not in the model" for name in given.keys() - have.keys()),
         *(f"{printable(name)} is not in the bundle" for name in have.keys() - given.keys()),
         *(
-            f"{printable(name)} has the shape {list(have[name])}, and {list(shape)} in the bundle"
-            for name, shape in given.items()
-            if name in have and have[name] != shape
+            f"{printable(name)} has the shape {have[name]}, and {given[name]} in the bundle"
+            for name in given.keys() & have.keys()
+            if have[name] != given[name]
         ),
     ]
-    shown = "\n  ".join(sorted(problems)[:8])
-    raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+    if weights and problems:
+        shown = "\n  ".join(sorted(problems)[:8])
+        raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
 
 
 def code_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return the name of the class of each module, and a hash of what it is written as beside classes of torch.
+    """Return the class name of each module, and a hash of the source of its classes outside of torch.
 
-    The hash is empty where the source is not there.
+    The hash is empty if the source is missing.
     """
     named = dict(module.named_modules())
     codes = {kind: _code_of(kind) for kind in set(map(type, named.values()))}
@@ -268,7 +224,7 @@ def code_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _code_of(kind: type) -> list[str]:
-    # `fully_shard` puts a class of its own before that of the script.
+    # `fully_shard` puts a class of its own before the class of the script.
     classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed.")]
     own = [one for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")]
     try:
@@ -279,31 +235,27 @@ def _code_of(kind: type) -> list[str]:
 
 
 def _other_code(module: nn.Module, told: Any) -> Iterator[str]:
-    """Yield why the code of a model may be another than that of the bundle."""
+    """Yield the first reason to doubt that the code of a model is the code of the bundle."""
     if not isinstance(told, dict):
-        yield "the bundle does not tell the code of its model: that of this one may be another"
+        yield "the bundle does not name the code of its model, which may be another than here"
         return
     here = code_of(module)
     for name in sorted(here.keys() | told.keys()):
-        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
-        if name not in here or name not in told:
-            place = "bundle" if name in told else "model"
-            yield f"this is not the model of the bundle: {shown} is in the {place} alone"
-        elif here[name] == told[name] and here[name][1]:
+        now, then = here.get(name), told.get(name)
+        if now is not None and now[1] and now == then:
             continue
+        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
+        if now is None or then is None:
+            why = f"{shown} is in the {'model' if then is None else 'bundle'} alone"
+        elif now[0] != then[0]:
+            kind = printable(str(then[0])[:_LONGEST])
+            why = f"{shown} is of the class {now[0]}, and of {kind} in the bundle"
+        elif now[1] and then[1]:
+            why = f"{shown} ({now[0]}) has other source code"
         else:
-            (kind, source), (kind_then, source_then) = here[name], told[name]
-            then = printable(str(kind_then)[:_LONGEST])
-            if kind == then and not (source and source_then):
-                yield f"the source of {shown} ({kind}) is not there, and may be another than in the bundle"
-            else:
-                how = (
-                    f"is of the class {kind}, and of {then} in the bundle"
-                    if kind != then
-                    else f"({kind}) is written otherwise"
-                )
-                yield f"this is not the model of the bundle: {shown} {how}"
-        # One is enough to doubt it.
+            yield f"the source of {shown} ({now[0]}) is missing, and may be another than in the bundle"
+            return
+        yield f"this is not the model of the bundle: {why}"
         return
 
 
@@ -312,34 +264,19 @@ def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str,
     for name, (inputs, outputs, moves) in entries.items():
         if name not in there:
             raise GradSurgeonError(
-                f"the model has no module {printable(name)}, whose dtype the bundle tells"
+                f"the model has no module {printable(name)}, for which the bundle has casts"
             )
-        given, gives = (None if dtype is None else _dtype(dtype) for dtype in (inputs, outputs))
-        yield name, Cast(given, gives, bool(moves))
+        yield name, Cast(inputs, outputs, bool(moves))
 
 
-def _host(entry: Mapping[str, Any]) -> HostRandom:
-    python, numpy = entry.get("python"), entry.get("numpy")
+def _host(python: Any, numpy: Any) -> HostRandom:
     state: dict[str, Any] | None = None
     if numpy is not None:
         key, position, has_gauss, gauss = numpy
         state = {"bit_generator": "MT19937", "has_gauss": int(has_gauss), "gauss": float(gauss)}
-        state["state"] = {
-            "key": torch.tensor(key, dtype=torch.uint32).numpy(),
-            "pos": int(position),
-        }
+        words = torch.tensor(key, dtype=torch.uint32).numpy()
+        state["state"] = {"key": words, "pos": int(position)}
     if python is not None:
         version, numbers, gauss = python
         python = version, tuple(map(int, numbers)), gauss
     return HostRandom(python, state)
-
-
-def _path(steps: Any) -> TensorPath:
-    return tuple(step if isinstance(step, int) else str(step) for step in steps)
-
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"there is no dtype {name!r}")  # noqa: TRY004 # a text that is wrong
-    return dtype

@@ -1,9 +1,9 @@
-"""The debugger where a NaN or infinity was born, for `replay --pdb`."""
+"""Opens the debugger at the operation that made a NaN or infinity, for `replay --pdb`."""
 
 from __future__ import annotations
 
 import bdb
-import pdb  # noqa: T100 # it is what was asked for
+import pdb  # noqa: T100 # the user asked for it
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -19,8 +19,8 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
 
     Args:
         operation: its name.
-        lines: of the script, innermost last.
-        scope: what is to be read beside the names of that line; names that the script uses itself are its own.
+        lines: the lines of the script, innermost last.
+        scope: more names for the debugger; a name that the script uses gets an underscore.
 
     Raises:
         bdb.BdbQuit: the user quits.
@@ -28,15 +28,15 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
     scope, here = {"operation": operation, **scope}, sys._getframe()  # noqa: SLF001 # documented
     frame = _frame_of(lines[-1]) if lines else None
     if frame is None:
-        print(  # noqa: T201 # for who asked for it
+        print(  # noqa: T201 # the user asked for it
             f"{operation} at {lines[-1] if lines else 'no line of the script'}\n"
-            f"The backward pass runs no line of the model, so that its names cannot be read: see {', '.join(scope)}."
+            f"The backward pass runs no line of the model, so its names cannot be read: see {', '.join(scope)}."
         )
         frame = here
     else:
         scope = {_free(name, frame): value for name, value in scope.items()}
         print(f"{operation} at {lines[-1]}: see {', '.join(scope)}")  # noqa: T201 # the same
-    # The names are those of the debugger alone: a function keeps its own elsewhere.
+    # Only the debugger sees these names: a function keeps its own elsewhere.
     frame.f_locals.update(scope)
     debugger = _Debugger(skip=_OURS, nosigint=True)
     debugger.reset()
@@ -53,7 +53,7 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
 
 
 def _free(name: str, frame: FrameType) -> str:
-    """Return a name, with underscores behind it where the function has it, bound already or not."""
+    """Return a name, with an underscore behind it if the function uses the name."""
     code = frame.f_code
     own = {*frame.f_locals, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
     while name in own:
@@ -62,16 +62,16 @@ def _free(name: str, frame: FrameType) -> str:
 
 
 def leave() -> None:
-    """End what the debugger goes on to trace."""
+    """Stop the debugger from tracing."""
     if isinstance(getattr(sys.gettrace(), "__self__", None), _Debugger):
         sys.settrace(None)
 
 
 class _Debugger(pdb.Pdb):
-    """A debugger that begins in a frame further out, whose line has not ended yet."""
+    """A debugger that starts in an outer frame, whose line has not ended yet."""
 
     def go_on(self, frame: FrameType) -> None:
-        """Stop again where the user has asked for it: at once, in the next line, or at a breakpoint."""
+        """Stop again where the user asked for it: in the next line, or at a breakpoint."""
         if self.stoplineno == -1 and not self.breaks:
             return
         outer: FrameType | None = frame

@@ -1,4 +1,4 @@
-"""From the kept calls of a step to a diagnosis: all are replayed, the earliest source is judged."""
+"""From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
 from __future__ import annotations
 
@@ -10,86 +10,91 @@ import torch
 from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
+from gradsurgeon.forensics.cause import cause_of
+from gradsurgeon.forensics.kept_calls import MAX_BYTES
+from gradsurgeon.forensics.kept_step import FailedStep, Fingerprint, KeptCall
 from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
-from gradsurgeon.forensics.verdict import judge
-from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_calls import MAX_BYTES
-from gradsurgeon.runtime.kept_step import FailedStep, Fingerprint
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (
-    "no call of the model was kept: the script drives it through its parts, or it is compiled: then apply the rules "
-    "to what torch.compile has returned"
+    "no call of the model was kept: the script calls parts of the model by itself, or the model is compiled: then apply "
+    "the rules to the module that torch.compile returned"
 )
-_TOO_LARGE = f"{{}} of the calls of this step were not kept, whose tensors are beyond {MAX_BYTES // 2**20} MiB"
+_TOO_LARGE = (
+    f"{{}} of the calls of this step were not kept: the tensors exceed {MAX_BYTES // 2**20} MiB"
+)
 _DIFFERENT = (
-    "what came out of the replay is not what had come out of the call: its state in Python has moved on, an "
-    "input was written to, or it takes random numbers from elsewhere"
+    "the replay returned other outputs than the call: state in Python has changed, an input was written to, or the "
+    "model uses random numbers from elsewhere"
 )
 _CLOSE = (
-    "the replay differs from the call in its last digits (an operation in it is not deterministic), or the "
-    "script has written into what came out, so that it cannot be compared"
+    "the replay differs from the call in the last digits (an operation is not deterministic), or the script has "
+    "written into the output, which can then not be compared"
 )
 _UPDATED = (
-    "another optimizer has updated weights since the call, and it was run again with those: what came out is not "
-    "the same, and cannot be compared"
+    "another optimizer has updated weights since the call, and the replay used the new weights: its outputs differ and "
+    "cannot be compared"
 )
 _NOTHING_FINITE = (
-    "nothing finite has come out of the call that the replay could be compared with: whatever ends in NaN looks "
-    "alike, such as a replay whose state in Python has moved on"
+    "the call returned no finite number to compare the replay with: anything that ends in NaN looks alike, such as a "
+    "replay after state in Python has changed"
 )
 _FINITE = (
-    "all gradients are finite in the replay: the script has changed them after backward or made them without the "
-    "forward pass of the model, it takes random numbers from elsewhere, or it was a fault of the machine"
+    "all gradients are finite in the replay: the script changed them after backward, or made them without the forward "
+    "pass of the model, or the model uses random numbers from elsewhere, or the machine made an error"
 )
 _DIFFERENTIATED = (
-    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and what goes back "
-    "through these (double backward) cannot be run again: look at the penalty, such as at the root of a norm of 0"
+    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and the double backward "
+    "pass cannot be run again: look at the penalty, such as at the root of a norm of 0"
 )
 _FINITE_NOW = (
-    "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "
-    "in Python that has moved on"
+    "the output was non-finite in the call and is finite in the replay: an error of the machine, a race, or state in "
+    "Python that has changed"
 )
 _ITERATOR = (
-    "the model was given an iterator ({}): to run the call again would take from it what the training is to get. "
-    "Give the model what the iterator yields"
+    "the model was given an iterator ({}), which a replay would use up for the training: give the model the items of "
+    "the iterator instead"
 )
-_LEFT = "the replay has changed what could not be put back, and the training goes on with it: {}"
+_LEFT = (
+    "the replay changed an object and could not put it back, so the training goes on with it: {}"
+)
 _LONGEST = 300
 _DIVIDED = (
-    "the parameters are divided over ranks, which would have to run the step again together: they do so where "
-    "`fully_shard` divides them, not where the older FSDP or tensor parallelism does"
+    "the parameters are divided over ranks, which would have to run the step again together: they do so with "
+    "`fully_shard`, but not with the older FSDP or with tensor parallelism"
 )
 _ALONE = (
-    "the parameters are divided over ranks, which run a step again together only where a rule makes them agree "
-    "on it: `then: raise` or `skip-step`, and not while they only observe"
+    "the parameters are divided over ranks, which run a step again together only if a rule makes them agree on it: "
+    "`then: raise` or `skip-step`, and not while rules only observe"
 )
 _FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
-_OUTSIDE = "the loss is computed outside of the model, and cannot be run again: only what its graph has kept is known"
+_OUTSIDE = (
+    "the loss is computed outside of the model and cannot be run again: only its graph is known"
+)
 _OTHERS = (
-    "in the replay the gradients of other parameters are not finite than at the update: the script, or a hook of it, "
-    "has changed gradients by itself"
+    "the replay has non-finite gradients in other parameters than the update: the script, or a hook of it, has changed "
+    "gradients by itself"
 )
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = (
-    "what came out of the model is infinite there, not NaN, and can be meant so: the loss, which is computed "
-    "outside, cannot be run again"
+    "the output of the model is infinite there, not NaN, and the script may mean that: the loss is computed outside and "
+    "cannot be run again"
 )
-_COMPILED = "the model was compiled, and has been run again without that"
+_COMPILED = "the model was compiled, and the replay ran it without the compiler"
 _WRITTEN = "an input was written to after the call"
 
 
 def diagnose(
     failed: FailedStep, doubts: Sequence[str] = (), *, debugger: bool = False
 ) -> Diagnosis:
-    """Replay the calls of a step and tell where what is not finite was born. Waits for the device.
+    """Replay the calls of a step, and return where and why a number became non-finite. Waits for the device.
 
     Args:
         failed: the step.
-        doubts: what makes any result less certain.
-        debugger: stand in `pdb` at the birth.
+        doubts: reasons that make any result less certain.
+        debugger: open `pdb` at the operation.
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
     cut: tuple[str, ...] = ()
@@ -115,11 +120,11 @@ def diagnose(
     if debugger and isinstance(source, Birth):
         replay(replayed.call, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
-    return _told(replayed, source, replace(blank, reasons=tuple(reasons)), failed)
+    return _told(replayed.call, source, replace(blank, reasons=tuple(reasons)), failed)
 
 
 def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
-    """Replay the calls until one is to blame; note why others say nothing."""
+    """Replay calls until one is to blame; add to ``reasons`` why others show nothing."""
     outside: tuple[Replayed, Source] | None = None
     for call in failed.calls:
         replayed = replay(call)
@@ -132,13 +137,13 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
         elif not _is_from_outside(source):
             return _followed(replayed, source, failed)
         elif outside is None:
-            # Another call may have sent it back.
+            # Another call may have sent the gradient back.
             outside = replayed, source
     return outside
 
 
 def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[Replayed, Source]:
-    """Go from an input that was not finite to the earlier call of the step that it came out of, if there is one."""
+    """Go from a non-finite input to the earlier call of the step that returned it, if there is one."""
     if not (isinstance(source, Origin) and source.what == "input"):
         return replayed, source
     given = [
@@ -156,7 +161,7 @@ def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[R
 
 
 def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
-    """Return why a replay says nothing of the call, ``None`` where it does."""
+    """Return why a replay shows nothing about the call, ``None`` if it does."""
     if replayed.call.iterators:
         return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
@@ -178,25 +183,25 @@ def _shortened(text: str) -> str:
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
-    """Return what is to blame: what led to the gradients that are not finite, or to what the trap watched."""
-    bad = {
-        name: source
+    """Return the earliest source of the non-finite gradients, or of the tensors of watched modules."""
+    blamed = [
+        source
         for name, source in replayed.sources.items()
         # The gradient of an input goes back to another call.
-        if not failed.bad or name in failed.bad or name.startswith(INPUT)
-    }
-    blamed = [source for source in bad.values() if not is_intended(source)]
+        if (not failed.bad or name in failed.bad or name.startswith(INPUT))
+        and not is_intended(source)
+    ]
     if any(map(_is_from_outside, blamed)):
-        # A loss that is not finite because the output was not has come back as a gradient.
+        # A non-finite output may have made the loss non-finite, and so the gradient that came back.
         blamed += [
             source
             for path, (kind, source) in replayed.outputs.items()
             if path in replayed.grads
             and not is_intended(source)
-            and (kind == "NaN" or not _made_by_loss(replayed, failed))
+            and (kind == "NaN" or not _made_by_loss(replayed.call, failed))
         ]
     if not blamed:
-        # A trap on modules need not have spoiled a gradient.
+        # A trap on modules can trip without a non-finite gradient.
         blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
     return min(blamed, key=lambda source: source.when, default=None)
 
@@ -205,9 +210,9 @@ def _is_from_outside(source: Source) -> bool:
     return isinstance(source, Origin) and source.what == "output gradient"
 
 
-def _made_by_loss(replayed: Replayed, failed: FailedStep) -> bool:
-    """Tell whether a loss outside of the model has made a NaN of what may be infinite on purpose."""
-    loss = failed.losses.get(replayed.call.number)
+def _made_by_loss(call: KeptCall, failed: FailedStep) -> bool:
+    """Tell whether a loss outside of the model made NaN of an infinity that the script may have meant."""
+    loss = failed.losses.get(call.number)
     birth = None if loss is None else birth_in(loss)
     return isinstance(birth, Birth) and birth.repeated
 
@@ -225,18 +230,20 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _OUTSIDE
     if isinstance(source, Origin) and source.what == "unknown":
         yield _UNSEEN
+    if isinstance(source, Birth) and source.rival:
+        yield f"{source.rival} made an infinity at the same elements, and may be the cause instead"
     infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
-    # What is too large for its format is never meant.
-    if replayed.grads and infinite and judge(source).fault != "overflow":
+    # Nobody means a number that is too large for its format.
+    if replayed.grads and infinite and cause_of(source).fault != "overflow":
         yield _INFINITE
     if call.compiled:
         yield _COMPILED
     if failed.rested:
-        yield f"rules that edit what passes through modules rested in the replay: {', '.join(failed.rested)}"
+        yield f"rules that edit tensors of modules did not act in the replay: {', '.join(failed.rested)}"
 
 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
-    """Tell whether the replay has brought a buffer from finite numbers to those that the call had brought it to."""
+    """Tell whether the replay changed a buffer to the same finite numbers as the call."""
     call, module = replayed.call, replayed.call.module()
     if module is None:
         return False
@@ -245,7 +252,7 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     then = {**dict(module.named_buffers()), **call.weights}
     then |= {} if following is None else dict(following.buffers.items())
     for name, (before, after) in replayed.moved.items():
-        # A count of calls is the same for each of them.
+        # A counter of calls would be equal after any call.
         if after.is_floating_point() and after.shape == before.shape == then[name].shape:
             changed = (after != before) & after.isfinite()
             if bool(changed.any()) and torch.equal(after[changed], then[name][changed]):
@@ -253,8 +260,8 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     return False
 
 
-def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
-    call = replayed.call
+def _told(call: KeptCall, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
+    """Return a diagnosis that blames a source."""
     loss = failed.losses.get(call.number) if _is_from_outside(source) else None
     if loss is not None and (told := birth_in(loss)) is not None:
         source = told
@@ -264,39 +271,34 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         micro_batch=call.number,
         micro_batches=failed.passes,
         scale=None if failed.scale is None else float(failed.scale),
-        verdict=judge(source, failed.step),
+        cause=cause_of(source, failed.step),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
+        lines=source.lines,
     )
-    prefix = "" if call.name == ROOT else f"{call.name}."
     if isinstance(source, Birth):
+        module = source.module
+        if module and call.prefix:
+            module = call.name if module == "." else call.prefix + module
         return replace(
             diagnosis,
             what=source.kind,
             where=source.direction,
-            module=_inside(prefix, source.module),
+            module=module,
             module_type=source.module_type,
             operation=source.operation,
             node=source.node,
-            lines=source.lines,
             inputs=source.inputs,
             output=source.output,
             history=source.history,
         )
-    facts = source.facts
-    if source.what == "input" and (module := call.module()) is not None:
-        diagnosis = replace(diagnosis, module=call.name, module_type=type(module).__name__)
+    called = call.module()
+    if source.what == "input" and called is not None:
+        diagnosis = replace(diagnosis, module=call.name, module_type=type(called).__name__)
     return replace(
         diagnosis,
-        what="" if facts is None else facts.kind,
+        what="" if source.facts is None else source.facts.kind,
         where=source.what,
-        name=prefix + source.name if source.what in ("weight", "buffer") else source.name,
-        output=facts,
-        lines=source.lines,
+        name=call.prefix + source.name if source.what in ("weight", "buffer") else source.name,
+        output=source.facts,
     )
-
-
-def _inside(prefix: str, module: str) -> str:
-    if not module or not prefix:
-        return module
-    return prefix.removesuffix(".") if module == "." else prefix + module

@@ -1,7 +1,7 @@
-"""The part of a step that cannot be run again: from the outputs of the model to a loss outside of it.
+"""Finds non-finite numbers in a loss outside of the model, which cannot be run again.
 
-The nodes of its graph keep what the backward pass needs. That tells where what is not finite appears first,
-and which operation made it; the line is not known.
+The nodes of its graph keep the tensors that the backward pass needs. They show the first non-finite number and
+the operation that made it, but not the line.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsurgeon.forensics.cause import cause, cause_of_call
+from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.provenance import name_of
 from gradsurgeon.forensics.sources import Birth, Call, Origin
-from gradsurgeon.forensics.verdict import judge_call, not_kept
-from gradsurgeon.runtime.kept_step import KeptLoss
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
-# What a node did, as far as what it keeps is all that it was given.
+# The operations of nodes that keep all of their arguments.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
     "LogBackward0": (torch.ops.aten.log.default, ("self",)),
@@ -33,15 +33,14 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
 }
 
-# Which of the edges of a node belongs to what it keeps: they stand in the order of its arguments.
+_NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
+
+# The edge of a node for a kept argument: edges have the order of the arguments.
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
 def birth_in(loss: KeptLoss) -> Birth | Origin | None:
-    """Return what in a loss made what is not finite, ``None`` where what is kept does not tell.
-
-    That is an operation, or what one was given that no operation of its graph has made: a target, a weight.
-    """
+    """Return the operation that made a loss non-finite, or a target or weight that was so; ``None`` if unknown."""
     try:
         return _birth_in(loss)
     except Exception:  # noqa: BLE001 # a bundle may hold anything
@@ -49,7 +48,7 @@ def birth_in(loss: KeptLoss) -> Birth | Origin | None:
 
 
 def _birth_in(loss: KeptLoss) -> Birth | Origin | None:
-    # An infinity can be meant, as that of a mask; a loss that is NaN was made so by somebody.
+    # The script may mean an infinity, but never NaN.
     is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
     for node in loss.nodes:
         bad = _spoilt(node, nan=is_nan)
@@ -64,11 +63,11 @@ def _birth_in(loss: KeptLoss) -> Birth | Origin | None:
 def _source_of(
     node: LossNode, bad: Mapping[str, Tensor], nodes: Sequence[LossNode]
 ) -> Birth | Origin | None:
-    """Return what made what the first node has kept that is not finite."""
+    """Return the source of the non-finite tensors of the first node that has some."""
     result = node.saved.get("result")
     if isinstance(result, Tensor) and nonfinite_kind(result):
         return _birth(node, result, None)
-    # It was given what is not finite: the node before it made that, if it was given none.
+    # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
     name, tensor = next(iter(bad.items()))
     maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1))
     if maker == NO_GRAPH:
@@ -83,7 +82,7 @@ def _tensors(node: LossNode) -> dict[str, Tensor]:
 
 
 def _spoilt(node: LossNode, *, nan: bool) -> dict[str, Tensor]:
-    """Return what a node keeps that is not finite, or that is NaN, by name."""
+    """Return the non-finite tensors that a node keeps by name, or those that are NaN."""
     kinds = {name: nonfinite_kind(tensor) for name, tensor in _tensors(node).items()}
     return {
         name: tensor
@@ -98,7 +97,7 @@ def _again(node: LossNode) -> Birth | None:
         return None
     args = tuple(node.saved[name] for name in names)
     if any(argument is None for argument in args):
-        return None  # A number, or a tensor without a gradient, is not kept.
+        return None  # Nodes keep no numbers, and no tensors that need no gradient.
     with torch.no_grad():
         result = func(*args)
     if not nonfinite_kind(result):
@@ -122,6 +121,6 @@ def _birth(node: LossNode, result: Tensor, call: Call | None) -> Birth:
         ),
         output=measured,
         history=(),
-        verdict=not_kept() if call is None else judge_call(call, 0),
+        cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
         repeated=call is not None,
     )

@@ -1,4 +1,4 @@
-"""One operation of a replay, as a report tells it: what went in, what came out, and where it was called."""
+"""One operation of a replay, as a report shows it: inputs, outputs, and the line that called it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Line, TensorFacts
-from gradsurgeon.forensics.sources import KINDS, Kind
 
+Kind = Literal["NaN", "Inf", "-Inf"]
+KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
@@ -43,7 +44,7 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any layout as real numbers; of a sharded one this rank's."""
+    """Return the elements of a tensor of any layout as real numbers; of a sharded tensor, the elements of this rank."""
     part = _dist.local(tensor.detach())
     if part.layout != torch.strided:
         part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()
@@ -55,7 +56,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def ends(values: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest element: NaN where one is."""
+    """Return the smallest and the largest element, both NaN if any element is."""
     if values.dtype == torch.bool:
         return float(values.all()), float(values.any())
     low, high = torch.aminmax(values)
@@ -63,7 +64,7 @@ def ends(values: Tensor) -> tuple[float, float]:
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """Return ``NaN``, ``Inf`` or nothing, and NaN where there are both. Waits for the device."""
+    """Return ``NaN``, ``Inf`` or nothing, and NaN if there are both. Waits for the device."""
     if not is_real(tensor) or tensor.is_meta:
         return ""
     values = elements(tensor)
@@ -76,7 +77,7 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:
-    """Return how a tensor is not finite: each of NaN, Inf and -Inf that is in it. Waits for the device."""
+    """Return the kinds of non-finite elements in a tensor. Waits for the device."""
     if not nonfinite_kind(tensor):
         return []
     values = elements(tensor)
@@ -84,21 +85,21 @@ def kinds_in(tensor: Tensor) -> list[Kind]:
 
 
 def where_is(values: Tensor, kind: Kind) -> Tensor:
-    """Return which elements are NaN, Inf or -Inf."""
+    """Return a mask of the elements of one kind."""
     if kind == "NaN":
         return values.isnan()
     return values.isposinf() if kind == "Inf" else values.isneginf()
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors in what an operation takes or gives."""
+    """Return the tensors among arguments or results of an operation."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def named_tensors(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an operation was given, by the names of its schema."""
+    """Yield the tensors among the arguments of an operation, with their names in its schema."""
     arguments = getattr(func, "_schema", None)
     names = [argument.name for argument in arguments.arguments] if arguments is not None else []
     given = [*zip(names, args, strict=False), *kwargs.items()]
@@ -112,15 +113,15 @@ def named_tensors(
 
 
 def lines_here() -> tuple[Line, ...]:
-    """Return the lines of the script that led here, innermost last: see `of_script`."""
+    """Return the lines of the script that led here, innermost last: see `_of_script`."""
     frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 # as `traceback` does it
-    return of_script(
+    return _of_script(
         Line(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in frames
     )
 
 
 def lines_of_node(node: Any) -> tuple[Line, ...]:
-    """Return the lines that built a node of the graph, which anomaly mode keeps with it."""
+    """Return the lines that built a node of the graph: anomaly mode keeps them with the node."""
     written = () if node is None else node.metadata.get("traceback_") or ()
     found = []
     for text in written:
@@ -128,13 +129,13 @@ def lines_of_node(node: Any) -> tuple[Line, ...]:
             line = int(match["line"])
             source = linecache.getline(match["file"], line).strip()
             found.append(Line(match["file"], line, match["function"], source))
-    return of_script(found)
+    return _of_script(found)
 
 
-def of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the innermost line outside of torch and of this package, and before it the script's own.
+def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the innermost line of the script, and after it the innermost line of a library that it called, if any.
 
-    They are one where no library stands between. What led to the replay does not count.
+    Lines of torch and of this package do not count, and neither do the lines that led to the replay.
     """
     inner: list[Line] = []
     for line in lines:

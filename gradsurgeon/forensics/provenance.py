@@ -1,10 +1,9 @@
-"""Where a number that is not finite comes from: every operation of a replay is asked.
+"""Follows non-finite numbers through every operation of a replay, to find the operation that made them.
 
-A *birth* is a NaN that came out of an operation with none among what went in. An infinity is one only if
-it was made from finite tensors: masks of attention hold infinities that were written there on purpose.
-A NaN that infinities made is laid to the one that was no mask, and to the operation where all were.
-Memory that is not finite is followed through all operations, from the birth to the gradients of the
-parameters, so that what spoils nothing is not blamed.
+A *birth* is an operation that returns NaN without a NaN among its inputs. For an infinity all inputs must be finite:
+attention masks hold infinities on purpose. If infinities make a NaN, the infinity that is no mask is blamed, or the
+operation if all of them are masks. Numbers are followed from the birth to the gradients of the parameters, so an
+infinity that spoils no gradient is not blamed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Verdict
+from gradsurgeon.diagnosis import Cause
+from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.debugging import stand_at
-from gradsurgeon.forensics.given import given
-from gradsurgeon.forensics.memory import Memory
+from gradsurgeon.forensics.memory import LostConstants, Memory
 from gradsurgeon.forensics.operations import (
+    Kind,
     elements,
     ends,
     facts,
@@ -38,42 +38,40 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.rounding import LostConstants
 from gradsurgeon.forensics.sources import (
     Birth,
     Call,
-    Kind,
     Origin,
     Source,
     first_to_blame,
+    given,
     is_intended,
     may_mask,
 )
-from gradsurgeon.forensics.verdict import bad_input, judge_call, not_repeated
 from gradsurgeon.planning.manifest import ROOT
 
-# What they return has not been written yet.
+# These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy_", "detach", "contiguous")
 _COLLECTIVE = ("c10d", "_c10d_functional")
-# The last magnitudes before a birth.
+# How many magnitudes before a birth are kept.
 _HISTORY = 20
-# Births whose operation is repeated: each takes several runs of it.
+# The births whose operation is repeated, which takes several runs.
 _MOST_JUDGED = 64
-# They are no masks, though they are buffers.
+# These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
-# What they are given may hold minus infinity.
+# The inputs of these may hold minus infinity.
 _MASKED = ("softmax", "logsumexp", "logcumsumexp", "logaddexp", "attention")
-# A tensor that is larger is not kept from before an operation that writes into it.
+# Larger tensors are not copied before an operation writes into them.
 _LARGEST_COPY = 2**28
 
 
 @dataclass(slots=True, eq=False)
 class ModuleCalls:
-    """Which module runs, and which has built a node of the graph, told by the numbers of the nodes."""
+    """Which module runs, and which module built a node of the graph: nodes have ascending numbers."""
 
     running: list[tuple[str, str]] = field(default_factory=list)
-    # By first and last number, outer ones later.
+    # First and last number of the nodes of each call, inner calls first.
     spans: list[tuple[int, int, str, str]] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
 
@@ -97,7 +95,7 @@ def _next_node() -> int:
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types there
-    """Follows what is not finite through the operations that run under it, forward and backward."""
+    """Follows non-finite numbers through the operations that run under it, forward and backward."""
 
     def __init__(self, modules: ModuleCalls, stop_at: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above
@@ -115,7 +113,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         name: str,
         tensor: Tensor,
     ) -> Origin | None:
-        """Note a tensor that is not finite before the operations begin, or between them."""
+        """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             kind = nonfinite_kind(tensor)
             measured = facts(tensor, name) if kind else None
@@ -129,7 +127,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return origin
 
     def source_of(self, tensor: Tensor) -> Source | None:
-        """Return what made a tensor non-finite, ``None`` where it is finite, or one of many below `vmap`."""
+        """Return the source of a non-finite tensor, ``None`` for a finite one, or below `vmap`."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
             return None
         with _disable_current_modes():
@@ -173,7 +171,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             for number, output in enumerate(outputs)
             if is_real(output) and not output.is_meta
         ]
-        # From here on it holds what was written.
+        # The new content is in memory from here on.
         self.memory.written(written)
         self._lost.follow(call, outputs)
         finite = [largest for largest in measured if largest is not None]
@@ -184,7 +182,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return out
 
     def _judge(self, call: Call, output: Tensor, number: int) -> float | None:
-        """Return the largest magnitude of what an operation gave; note what made it non-finite, if it is."""
+        """Return the largest magnitude of a finite result; note the sources of a non-finite one."""
         values = elements(output)
         if not values.numel():
             return None
@@ -196,7 +194,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return None
 
     def _before(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor as it is before an operation writes into it; memory that holds nothing yet as zeros."""
+        """Return a copy of a tensor that an operation is about to write into; zeros for memory not written to yet."""
         part = elements(tensor)
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
@@ -204,7 +202,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
 
     def _sources(self, call: Call, output: Tensor, number: int) -> dict[Kind, list[Source]]:
-        """Return by kind what made a result NaN or infinite."""
+        """Return the sources of a non-finite result by kind."""
         birth = cache(lambda: self._birth(call, output, number))
         return {kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)}
 
@@ -225,7 +223,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         numbers = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
         is_written = led.fresh and (numbers or not tensors_of(call.args, call.kwargs))
         if is_written or not all(by_tensor):
-            # The script wrote it, or holds it: a mask.
+            # The script wrote or holds the number: a mask.
             lines, measured = lines_here(), facts(output)
             found.append(
                 Origin(self._moment(), "literal", call.name, measured, lines, intended=True)
@@ -235,8 +233,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return found
 
     def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[Source]:
-        """Return what made a tensor NaN or infinite; nothing where the script holds it."""
-        # What was written over is known by the tensor that was given.
+        """Return the sources of a non-finite tensor; none if the script holds the tensor."""
+        # An overwritten tensor is known by the tensor that was passed.
         place = call.written.get(id(tensor), tensor)
         found = self.memory.known(place, kind)
         if not found and self.memory.is_made(place):
@@ -246,7 +244,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _of_infinities(
         self, call: Call, infinite: Sequence[tuple[Tensor, Kind]], birth: Callable[[], Birth]
     ) -> Source:
-        """Return which infinity is to blame for a NaN, or its operation where all of them were masks."""
+        """Return the infinity to blame for a NaN, or the operation if all infinities were masks."""
         found = [
             (source, kind)
             for tensor, kind in infinite
@@ -259,27 +257,26 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             first = None if hides else min(masks, key=lambda source: source.when, default=None)
             if first is None:
                 return birth()
-            # It has made a NaN: it was none, or was used wrongly.
+            # A mask that makes a NaN was none, or was misused.
             return replace(first, intended=False) if isinstance(first, Origin) else first
         first = min(faults, key=lambda source: source.when)
         if isinstance(first, Origin):
             return replace(first, intended=False)
-        rivals = [s for s in masks if isinstance(s, Birth) and not s.constant]
+        rivals = [
+            s for s in masks if isinstance(s, Birth) and not s.constant and s.when != first.when
+        ]
         return replace(first, rival=_named(rivals[0])) if rivals and not hides else first
 
     def _birth(self, call: Call, output: Tensor, number: int) -> Birth:
         node = _torch.current_node()
         module, module_type = self._place()
-        lines = lines_here()
-        if node is not None and not self._modules.running:
-            lines = lines or lines_of_node(node)
-        when, measured = self._moment(), facts(output)
-        if when == self._stop_at:
-            inputs = dict(named_tensors(call.func, call.args, call.kwargs))
-            stand_at(call.name, lines, {"inputs": inputs, "output": output})
         backward = node is not None and not self._modules.running
+        lines = lines_here() or (lines_of_node(node) if backward else ())
+        when, measured = self._moment(), facts(output)
+        inputs = dict(named_tensors(call.func, call.args, call.kwargs))
+        if when == self._stop_at:
+            stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
-        named = tuple(named_tensors(call.func, call.args, call.kwargs))
         return Birth(
             when=when,
             kind=measured.kind or "NaN",
@@ -289,32 +286,35 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             module_type=module_type,
             node=name,
             lines=lines,
-            inputs=tuple(facts(tensor, argument) for argument, tensor in named),
+            inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
             history=tuple(self._history),
-            verdict=self._verdict(call, number, name if backward else ""),
-            constant=not backward and not any(tensor.requires_grad for _, tensor in named),
+            cause=self._cause(call, number, name if backward else ""),
+            constant=not backward and not any(tensor.requires_grad for tensor in inputs.values()),
         )
 
-    def _verdict(self, call: Call, number: int, node: str) -> Verdict:
+    def _cause(self, call: Call, number: int, node: str) -> Cause:
         if any(math.isnan(n) for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)):
-            return bad_input(f"the script itself gives {call.name} the number NaN")
+            return cause("bad input", f"the script itself passes the number NaN to {call.name}")
         for name, tensor in named_tensors(call.func, call.args, call.kwargs):
             place = call.written.get(id(tensor), tensor)
             if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(place):
-                return bad_input(
+                return cause(
+                    "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
-                    "written down (an attribute, a global, a constant, an array of numpy)"
+                    "made (an attribute, a global, a constant, an array of numpy)",
                 )
         self._judged += 1
         if self._judged > _MOST_JUDGED:
-            return not_repeated()
-        return judge_call(
+            return cause(
+                "unknown", "many operations had made such numbers before: this one was not repeated"
+            )
+        return cause_of_call(
             call, number, node, history=tuple(self._history), lost=self._lost.among(call)
         )
 
     def _place(self) -> tuple[str, str]:
-        """Return the module that runs, or the one that has built the node that runs."""
+        """Return the module that runs, or the module that built the running node."""
         if self._modules.running:
             return self._modules.running[-1]
         node = _torch.current_node()
@@ -340,7 +340,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes into."""
+    """Return the arguments that an operation writes into."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
@@ -356,7 +356,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 def _as_given(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Mapping[int, Tensor | None]
 ) -> Call:
-    """Return a call with what was written over as it was before."""
+    """Return a call with the earlier content of tensors that were written over."""
     if not before:
         return Call(func, name_of(func), args, kwargs)
     written: dict[int, Tensor] = {}
@@ -376,7 +376,7 @@ def _is_nonfinite(value: Any) -> bool:
 
 
 def _can_be_blamed(source: Source) -> bool:
-    # An infinite input can be a mask or a mistake: that shows where it is used.
+    # An infinite input may be a mask or a mistake: its use decides.
     return not is_intended(source) or (isinstance(source, Origin) and source.what == "input")
 
 

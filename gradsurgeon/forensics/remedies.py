@@ -1,4 +1,4 @@
-"""The remedy for each operation that is known to make NaN or infinities out of finite numbers."""
+"""The remedies for operations that make NaN or infinities out of finite numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 
 from gradsurgeon.diagnosis import Fault
 
-# By operation, in lower case without underscores: the remedy in the forward pass, and in the backward pass.
-_MATHEMATICS: tuple[tuple[str, str, str], ...] = (
+# By operation, in lower case without underscores: the remedy in the forward pass, and in the backward pass if it is
+# another one.
+_MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
     (
         r"sqrt",
-        "the root of a negative number is NaN: clamp what goes in with `clamp(min=0)`, or find out why it is negative",
+        "the root of a negative number is NaN: clamp the input with `clamp(min=0)`, or find out why it is negative",
         "the derivative of the root at 0 is infinite: add an epsilon inside of it, `(x + eps).sqrt()`; a `where` after "
         "it does not help",
     ),
@@ -22,9 +23,9 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"log|log2|log10",
-        "the logarithm of 0 is minus infinity, of a negative number NaN: take `log_softmax`, `logsigmoid` or `xlogy` "
+        "the logarithm of 0 is minus infinity, of a negative number NaN: use `log_softmax`, `logsigmoid` or `xlogy` "
         "of the numbers before, or clamp with `clamp(min=eps)`",
-        "the derivative of the logarithm at 0 is infinite: take `log_softmax`, `logsigmoid` or `xlogy`, or clamp with "
+        "the derivative of the logarithm at 0 is infinite: use `log_softmax`, `logsigmoid` or `xlogy`, or clamp with "
         "`clamp(min=eps)` before it; a `where` after it does not help",
     ),
     (
@@ -51,7 +52,6 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"fmod|remainder|floordivide",
         "the remainder of a division by 0 is NaN: replace the divisor where it is 0",
-        "the remainder of a division by 0 is NaN: replace the divisor where it is 0",
     ),
     (
         r"pow|float_?power",
@@ -67,8 +67,8 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"atanh|acosh|erfinv|specialerfinv|specialndtri",
-        "it is infinite at the ends of its domain and NaN beyond: clamp what goes in, as with `clamp(-1 + eps, 1 - eps)`",
-        "its derivative is infinite at the ends of its domain: clamp what goes in, as with `clamp(-1 + eps, 1 - eps)`",
+        "the result is infinite at the ends of its domain and NaN beyond: clamp the input, as with `clamp(-1 + eps, 1 - eps)`",
+        "the derivative is infinite at the ends of its domain: clamp the input, as with `clamp(-1 + eps, 1 - eps)`",
     ),
     (
         r"atan2",
@@ -77,14 +77,13 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"tan|digamma|polygamma|lgamma|mvlgamma",
-        "it has poles, and what went in is at one: keep it away from them with `clamp`",
-        "it has poles, and what went in is at one: keep it away from them with `clamp`",
+        "the operation has poles, and its input is at one: keep the input away from them with `clamp`",
     ),
     (
         r"(linalgvector|linalgmatrix)?norm",
-        "the norm is not finite: look at what went in",
+        "the norm is not finite: look at its input",
         "the derivative of a norm at a vector of zeros is not finite: add an epsilon under the root, "
-        "`(x.square().sum(-1) + eps).sqrt()`, or take `F.normalize(x, eps=...)`",
+        "`(x.square().sum(-1) + eps).sqrt()`, or use `F.normalize(x, eps=...)`",
     ),
     (
         r"(cdist|pdist)(forward|backward)?",
@@ -94,11 +93,10 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     (
         r"(std|var)(mean|correction)?",
         "the standard deviation or variance of one element is 0 / 0: pass `correction=0`, or skip groups of one element",
-        "the derivative of a standard deviation of 0 is not finite: take `(x.var(...) + eps).sqrt()`",
+        "the derivative of a standard deviation of 0 is not finite: use `(x.var(...) + eps).sqrt()`",
     ),
     (
         r"mean|nanmean|median",
-        "the mean of no elements is 0 / 0: skip empty batches, or divide the sum by `max(count, 1)`",
         "the mean of no elements is 0 / 0: skip empty batches, or divide the sum by `max(count, 1)`",
     ),
     (
@@ -109,43 +107,37 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"logsumexp|logcumsumexp|logaddexp2?",
-        "all that is summed is minus infinity: leave out such rows, or mask with `torch.finfo(dtype).min`",
-        "all that was summed is minus infinity, and the gradient is Inf - Inf: leave out such rows, or mask with "
+        "every summand is minus infinity: leave out such rows, or mask with `torch.finfo(dtype).min`",
+        "every summand was minus infinity, and the gradient is Inf - Inf: leave out such rows, or mask with "
         "`torch.finfo(dtype).min`",
     ),
     (
         r"(scaleddotproduct|efficientattention|flashattention).*",
         "a query may attend to nothing (its row of the mask is -Inf or False throughout): let it attend to one "
         "position, or leave it out",
-        "a query may attend to nothing (its row of the mask is -Inf or False throughout): let it attend to one "
-        "position, or leave it out",
     ),
     (
         r"nllloss.*|crossentropyloss.*",
-        "no target counts (all are `ignore_index`, or the batch is empty), so that the mean is 0 / 0: skip such "
-        "batches, or sum (`reduction='sum'`) and divide by `max(count, 1)`",
-        "no target counts (all are `ignore_index`, or the batch is empty), so that the mean is 0 / 0: skip such "
+        "no target counts (all are `ignore_index`, or the batch is empty), so the mean is 0 / 0: skip such "
         "batches, or sum (`reduction='sum'`) and divide by `max(count, 1)`",
     ),
     (
         r"binarycrossentropy",
-        "what goes in must lie between 0 and 1: take `binary_cross_entropy_with_logits` of the logits",
-        "take `binary_cross_entropy_with_logits` of the logits",
+        "the input must lie between 0 and 1: use `binary_cross_entropy_with_logits` of the logits",
+        "use `binary_cross_entropy_with_logits` of the logits",
     ),
     (
         r"ctcloss.*|cudnnctcloss.*",
         "a target is longer than its input can spell: pass `zero_infinity=True`, or drop such samples",
-        "a target is longer than its input can spell: pass `zero_infinity=True`, or drop such samples",
     ),
     (
         r"(linalg)?(svd|eigh?|qr|symeig).*",
-        "the matrix has no such decomposition in finite numbers: look at what went in",
+        "the matrix has no such decomposition in finite numbers: look at the matrix",
         "the derivative of a decomposition with equal eigenvalues or singular values is not finite: add small noise "
         "to the matrix, or avoid a gradient through the vectors",
     ),
     (
         r"(linalg)?(inv|inverse|solve|cholesky|choleskysolve|invex|det|slogdet|logdet|pinv|lu).*",
-        "the matrix is singular: add `eps * torch.eye(n)` to it",
         "the matrix is singular: add `eps * torch.eye(n)` to it",
     ),
     (
@@ -155,8 +147,7 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"add|sub|rsub|sum|cumsum|addmm|mm|bmm|baddbmm|matmul",
-        "infinities of both signs met, or an infinity met a 0: keep the mask out of what is added or multiplied here",
-        "infinities of both signs met, or an infinity met a 0: keep the mask out of what is added or multiplied here",
+        "infinities of both signs met, or an infinity met a 0: keep the mask out of this sum or product",
     ),
     (
         r"cumprod|prod",
@@ -168,11 +159,11 @@ _MATHEMATICS: tuple[tuple[str, str, str], ...] = (
 _OVERFLOW: tuple[tuple[str, str], ...] = (
     (
         r"exp|exp2|expm1|sinh|cosh|specialexp.*",
-        "subtract the maximum before the exponential (as `softmax` and `logsumexp` do), or clamp what goes in",
+        "subtract the maximum before the exponential (as `softmax` and `logsumexp` do), or clamp the input",
     ),
     (
         r"pow|square|mul|addcmul|cumprod|prod",
-        "compute the product or the power in float32 or wider, or scale what goes in down before it",
+        "compute the product or the power in float32 or wider, or scale the input down before it",
     ),
     (
         r"div|truedivide|reciprocal|rsqrt",
@@ -180,7 +171,7 @@ _OVERFLOW: tuple[tuple[str, str], ...] = (
     ),
     (
         r"addmm|mm|bmm|baddbmm|matmul|linear|convolution|addbmm|dot|mv|addmv",
-        "look at the weights and at what goes in (the learning rate, the initialization, a missing normalization); "
+        "look at the weights and the input (the learning rate, the initialization, a missing normalization); "
         "in float16 scale one factor down before the product, or run it in bfloat16 or float32",
     ),
     (
@@ -189,7 +180,7 @@ _OVERFLOW: tuple[tuple[str, str], ...] = (
     ),
     (
         r"sum|cumsum|mean|norm|linalgvectornorm|var.*|std.*|native(layer|batch|group)norm|.*rmsnorm",
-        "the sum, or the squares in it, are too large for the format: run it in float32 or wider, and look at what let "
+        "the sum, or the squares in it, are too large for the format: run it in float32 or wider, and find out why "
         "the numbers grow",
     ),
 )
@@ -198,12 +189,12 @@ _NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
 
 
 def remedy(fault: Fault, operation: str, node: str) -> str:
-    """Return the remedy for an operation, nothing where none is known.
+    """Return the remedy for an operation, an empty text if none is known.
 
     Args:
         fault: the kind of fault.
-        operation: as the dispatcher calls it.
-        node: the node of the graph, where the fault is in the backward pass.
+        operation: the name in the dispatcher.
+        node: the node of the graph, if the fault is in the backward pass.
     """
     made_by = _NODE.fullmatch(node)
     if fault == "mathematics":
@@ -217,9 +208,9 @@ def remedy(fault: Fault, operation: str, node: str) -> str:
 
 
 def _of(key: str, direction: Literal["forward", "backward"]) -> str:
-    for names, forward, backward in _MATHEMATICS:
+    for names, *told in _MATHEMATICS:
         if re.fullmatch(names, key):
-            return forward if direction == "forward" else backward
+            return told[0] if direction == "forward" else told[-1]
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Runs the calls of a failed step again, under probes, and leaves the run as it was."""
+"""Runs the calls of a failed step again under probes, and leaves the training as it was."""
 
 from __future__ import annotations
 
@@ -16,42 +16,41 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradsurgeon.distributed.fully_shard import Cast, casts
 from gradsurgeon.forensics import debugging
+from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
 from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
-from gradsurgeon.planning import ROOT, named_modules, slots
-from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
-from gradsurgeon.runtime.registry import tags_shown_to
+from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
-# How inputs are called among what has gradients.
+# The prefix of inputs among the names of tensors with gradients.
 INPUT = "input "
-# Anomaly mode, hooks on all modules, random numbers: what a replay changes belongs to the whole process.
+# Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.Lock()
+# Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
+shown_to: list[Callable[[str, Tensor], None]] = []
 
 
-class _Thread(threading.local):
-    replays = False
-
-
-_this_thread = _Thread()
+# Whether this thread runs a replay.
+_this_thread = threading.local()
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What running one call again has shown.
+    """The result of running one call again.
 
     Attributes:
-        call: which one.
-        sources: what made the gradients of parameters non-finite, by name of the parameter.
-        outputs: the same of what came out of the call, by path, and whether it is NaN or Inf.
-        modules: the same of what came out of each module, by its name; of the first call of it.
-        differs: the outputs whose sample is not that of the original call, by path, with whether it is close.
-        is_compared: whether something finite came out of both, and is equal.
+        call: the call.
+        sources: the sources of non-finite gradients, by name of the parameter.
+        outputs: NaN or Inf, and the source, of non-finite outputs by path.
+        modules: the sources of non-finite outputs of modules, by name, in the first call of each.
+        grads: the non-finite gradients of outputs, by path.
+        differs: the outputs with another sample than in the call, by path, and whether they are close.
+        is_compared: whether a finite number of an output was compared, and is equal.
         moved: the buffers before and after the replay, by name.
-        left: what the replay has changed and could not be put back.
-        error: what the replay raised.
+        left: the objects that the replay has changed and could not put back.
+        error: the exception of the replay.
     """
 
     call: KeptCall
@@ -70,15 +69,15 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     """Run a call and its backward pass again.
 
     Args:
-        call: which one.
-        stop_at: the moment of the birth at which to stand in `pdb`.
+        call: the call.
+        stop_at: the moment of the birth at which to open `pdb`.
     """
     module = call.module()
     found = Replayed(call)
     if module is None or call.iterators:
         return found
-    if _this_thread.replays:
-        found.error = RuntimeError("a replay inside of a replay")
+    if getattr(_this_thread, "replays", False):
+        found.error = RuntimeError("a replay inside a replay")
         return found
     try:
         _this_thread.replays = True
@@ -89,7 +88,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
         ):
             warnings.simplefilter("ignore")
             _run(module, call, found, stop_at)
-    except Exception as error:  # noqa: BLE001 # whatever the code of the script raises: the decision of the trap stands
+    except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
         found.error = error
     finally:
         _this_thread.replays = False
@@ -97,38 +96,30 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
 
 
 def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> None:
-    params = {
-        name: call.weights.get(name, param)
-        .detach()
-        .requires_grad_(call.weights.get(name, param).requires_grad)
-        for name, param in module.named_parameters(remove_duplicate=True)
-    }
+    params: dict[str, Tensor] = {}
+    for name, own in module.named_parameters():
+        weight = call.weights.get(name, own)
+        params[name] = weight.detach().requires_grad_(weight.requires_grad)
     buffers = {
         name: call.weights.get(name, buffer).detach().clone()
         for name, buffer in module.named_buffers()
     }
-    for name, inner in module.named_modules():
-        inner.training = call.training.get(name, inner.training)
     buffers.update({name: copy.clone() for name, copy in call.buffers.items()})
     before = {name: buffer.clone() for name, buffer in buffers.items()}
+    for name, inner in module.named_modules():
+        inner.training = call.training.get(name, inner.training)
+    args, kwargs = _copied((call.args, call.kwargs))
+    inputs = {spelled_input(call, path): tensor for path, tensor in tensors_in([args, kwargs])}
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
+    provenance.memory.made((*buffers.values(), *inputs.values()))
     for name, param in params.items():
         provenance.seed("weight", name, param)
     for name, buffer in buffers.items():
         provenance.seed("buffer", name, buffer)
-    args, kwargs = _copied((call.args, call.kwargs))
-    inputs = dict(tensors_in([args, kwargs]))
-    provenance.memory.made((*buffers.values(), *inputs.values()))
-    for path, tensor in inputs.items():
-        provenance.seed("input", spelled_input(call, path), tensor)
-    canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
-    prefix = "" if call.name == ROOT else f"{call.name}."
-    names = {
-        name: prefix + canonical.get(id(param), name) for name, param in module.named_parameters()
-    }
-    leaves = {names[name]: param for name, param in params.items()}
-    leaves |= {f"{INPUT}{spelled_input(call, path)}": tensor for path, tensor in inputs.items()}
+    for name, tensor in inputs.items():
+        provenance.seed("input", name, tensor)
+    leaves = _leaves(module, call, params, inputs)
 
     def came_out(name: str, output: Any) -> None:
         for _, tensor in tensors_in(output):
@@ -138,29 +129,52 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
 
     with ExitStack() as stack:
         stack.enter_context(_module_calls(module, modules, came_out))
-        # A model that is still divided does so by itself.
-        stack.enter_context(_cast(module, {} if casts(module) else call.casts))
-        stack.enter_context(_autocast(call.autocast))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        if "torch._dynamo" in sys.modules:
-            # Nothing is compiled otherwise, and importing the compiler takes seconds.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # In the backward pass, too: checkpoints run parts of the forward pass there.
+        stack.enter_context(_as_then(module, call))
+        # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, params, buffers))
-        stack.enter_context(tags_shown_to(came_out))
+        shown_to.append(came_out)
+        stack.callback(shown_to.remove, came_out)
         stack.callback(provenance.memory.restore)
         stack.callback(debugging.leave)
         with provenance:
             output = module(*args, **kwargs)
-        _compare(call, dict(tensors_in(output)), provenance, found)
-        _go_back(call, dict(tensors_in(output)), leaves, provenance, found)
-        # Checkpoints move them in the backward pass once more, as they have done in the step.
+        outputs = dict(tensors_in(output))
+        _compare(call, outputs, provenance, found)
+        _go_back(call, outputs, leaves, provenance, found)
+        # Checkpoints change buffers once more in the backward pass, as they did in the step.
         found.moved = {
             name: (before[name], buffer.detach())
             for name, buffer in module.named_buffers()
             if name in before
         }
+
+
+def _leaves(
+    module: nn.Module, call: KeptCall, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the copies that get gradients, parameters by canonical name in the model of the session."""
+    canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
+    leaves = {
+        call.prefix + canonical.get(id(param), name): params[name]
+        for name, param in module.named_parameters()
+    }
+    return leaves | {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
+
+
+@contextmanager
+def _as_then(module: nn.Module, call: KeptCall) -> Iterator[None]:
+    """Set casts, autocast and grad mode of the call, and anomaly mode, which knows the lines of nodes."""
+    with ExitStack() as stack:
+        # `fully_shard` casts by itself in a model that is still divided.
+        stack.enter_context(_cast(module, {} if casts(module) else call.casts))
+        for kind, (enabled, dtype) in call.autocast.items():
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        if "torch._dynamo" in sys.modules:
+            # Without it nothing is compiled, and importing the compiler takes seconds.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _compare(
@@ -173,7 +187,7 @@ def _compare(
             continue
         sample = Fingerprint.of(tensor).sample
         if sample.is_floating_point() and kept.sample.is_floating_point():
-            # A hook that came after ours may have cast what came out.
+            # A later hook may have cast the output.
             sample = sample.to(kept.sample.dtype)
         if kept.is_overwritten:
             found.differs[path] = True
@@ -197,7 +211,7 @@ def _go_back(
     provenance: Provenance,
     found: Replayed,
 ) -> None:
-    """Run the backward pass from the gradients that have reached the outputs."""
+    """Run the backward pass from the kept gradients of the outputs."""
     driven = {
         path: grad
         for path, grad in call.grads.items()
@@ -211,10 +225,10 @@ def _go_back(
         origin = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
         if origin is not None:
             found.grads[path] = origin
-    # Reentrant checkpoints refuse to be told which leaves are wanted, and so reach any.
+    # Reentrant checkpoints refuse `inputs=`, so their pass reaches all leaves.
     reaches_any = _has_reentrant_checkpoint(driven, outputs)
     with grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
-        # Past the watch over backward passes, and into the copies alone.
+        # No watch over backward passes sees this pass, and only the copies get gradients.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
             tuple(driven.values()),
@@ -230,7 +244,7 @@ def _go_back(
 
 
 def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-    """Leave out outputs that another one was made of: their gradient contains what comes through that one."""
+    """Leave out outputs that another output was made of: their gradient contains the gradient through it."""
     inner: set[Any] = set()
     for path in grads:
         inner |= _nodes_below(outputs[path])
@@ -245,7 +259,7 @@ def _has_reentrant_checkpoint(paths: Iterable[Path], outputs: Mapping[Path, Tens
 
 
 def _nodes_below(tensor: Tensor) -> set[Any]:
-    """Return the nodes of the graph that a tensor was made through, without its own."""
+    """Return the nodes of the graph below the node of a tensor."""
     start: Any = tensor.grad_fn
     pending, met = [node for node, _ in start.next_functions if node is not None], set()
     while pending:
@@ -288,7 +302,7 @@ def _module_calls(
 
 @contextmanager
 def _cast(root: nn.Module, around: Mapping[str, Cast]) -> Iterator[None]:
-    """Do around modules what `fully_shard` did, in a model that it does not divide."""
+    """Cast around modules as `fully_shard` did, in a model that is not divided."""
     named = named_modules(root)
     handles: list[Any] = []
     for name, cast in around.items():
@@ -304,16 +318,8 @@ def _cast(root: nn.Module, around: Mapping[str, Cast]) -> Iterator[None]:
             handle.remove()
 
 
-@contextmanager
-def _autocast(states: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, (enabled, dtype) in states.items():
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-        yield
-
-
 def _copied(value: Any) -> Any:
-    """Return arguments without the graph of the script, which a forward pass may write to and use up."""
+    """Return copies of arguments without their graph, so a forward pass may write to them."""
     return Copied(
         value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
     ).value
@@ -324,7 +330,7 @@ def _spelled(path: Sequence[int | str]) -> str:
 
 
 def spelled_input(call: KeptCall, path: Sequence[int | str]) -> str:
-    """Return how a script calls a tensor among the arguments: ``x``, or ``batch.image[0]``."""
+    """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
     module = call.module()
     keyword, first, *rest = path
     if keyword == 0 and module is not None:

@@ -1,4 +1,4 @@
-"""Leaves the run as it was around a replay: random numbers, attributes of modules, parameters and gradients."""
+"""Restores random states, attributes of modules, parameters and gradients after a replay."""
 
 from __future__ import annotations
 
@@ -8,148 +8,124 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_step import HostRandom, KeptCall
+from gradsurgeon.forensics.kept_step import HostRandom, KeptCall
 
-# The tables of a module, which are exchanged by themselves or hold hooks.
+# The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# Structures of attributes are followed so far: one that contains itself has no end.
+# The depth to which structures are followed: one may contain itself.
 _DEEPEST = 8
 
 
 @contextmanager
 def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
-    """Have random numbers as they were before a call, and put back afterwards what a replay changes.
+    """Set the random states of a call; at the end restore everything that a replay may change.
 
     Yields:
-        What could not be put back, complete once the context has ended.
+        A list that names the objects that could not be restored, once the context has ended.
     """
     devices = [torch.device(name) for name in call.random if name != "cpu"]
     before = {"cpu": torch.get_rng_state()}
     for device in devices:
         before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    prefix = "" if call.name == ROOT else call.name
-    attributes = [_Attributes(name, inner) for name, inner in module.named_modules(prefix=prefix)]
-    given = _Contents("the arguments of the call", [call.args, call.kwargs])
     host = HostRandom.now()
     left: list[str] = []
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
+        for name, inner in module.named_modules(prefix=call.prefix.removesuffix(".")):
+            stack.enter_context(_attributes(name, inner, left))
+        stack.callback(host.set)
+        stack.callback(_set_random, before)
         _set_random(call.random)
         call.host.set()
         yield left
+
+
+@contextmanager
+def _attributes(name: str, module: nn.Module, left: list[str]) -> Iterator[None]:
+    """Restore the attributes of a module that a forward pass may change."""
+    table = vars(module)
+    before = {key: value for key, value in table.items() if key not in _OF_TORCH}
+    with ExitStack() as stack:
+        for key, value in before.items():
+            stack.enter_context(_contents(f"{name}.{key}" if name else key, [value], left))
+        try:
+            yield
+        finally:
+            for key in table.keys() - before.keys() - _OF_TORCH:
+                del table[key]
+            table.update(before)
+
+
+@contextmanager
+def _contents(name: str, values: Iterable[Any], left: list[str]) -> Iterator[None]:
+    """Restore containers, arrays and generators, each by itself; add to ``left`` those that cannot be restored."""
+    kept = list(_restoring(values, _DEEPEST))
+    try:
+        yield
     finally:
-        _set_random(before)
-        host.set()
-        for kept in attributes:
-            kept.put_back(left)
-        given.put_back(left)
-
-
-class _Contents:
-    """What some values hold that a forward pass may change, and what those of Python and numpy hold."""
-
-    def __init__(self, name: str, values: Iterable[Any]) -> None:
-        self._name = name
-        self._kept: list[Callable[[], object]] = []
-        self._keep(values, _DEEPEST)
-
-    def _keep(self, values: Iterable[Any], deep: int) -> None:
-        for value in values:
-            # A class of the script's may refuse to be copied or looked through.
-            with suppress(Exception):
-                if (put_back := _content(value)) is not None:
-                    self._kept.append(put_back)
-                if deep and isinstance(value, Mapping):
-                    self._keep(value.values(), deep - 1)
-                elif deep and isinstance(value, list | tuple | deque):
-                    self._keep(value, deep - 1)
-
-    def put_back(self, left: list[str]) -> None:
-        """Put back what has changed, each by itself; add to ``left`` what cannot be."""
-        for put_back in self._kept:
+        for put_back in kept:
             try:
                 put_back()
-            except Exception as error:  # noqa: BLE001 # whatever a class of the script's raises
-                left.append(f"{self._name} ({type(error).__name__}: {error})")
+            except Exception as error:  # noqa: BLE001 # a class of the script may raise anything
+                left.append(f"{name} ({type(error).__name__}: {error})")
 
 
-class _Attributes:
-    """The attributes of a module that a forward pass may change."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._table = vars(module)
-        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
-        self._contents = [
-            _Contents(f"{name}.{key}" if name else key, [value])
-            for key, value in self._before.items()
-        ]
-
-    def put_back(self, left: list[str]) -> None:
-        for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
-            del self._table[name]
-        self._table.update(self._before)
-        for contents in self._contents:
-            contents.put_back(left)
+def _restoring(values: Iterable[Any], deep: int) -> Iterator[Callable[[], object]]:
+    for value in values:
+        # A class of the script may refuse to be copied or iterated.
+        with suppress(Exception):
+            if (put_back := _content(value)) is not None:
+                yield put_back
+            if deep and isinstance(value, Mapping):
+                yield from _restoring(value.values(), deep - 1)
+            elif deep and isinstance(value, list | tuple | deque):
+                yield from _restoring(value, deep - 1)
 
 
 def _content(value: Any) -> Callable[[], object] | None:
-    """Return what puts back what an object holds, ``None`` where it is not known to hold anything."""
-    kinds: list[tuple[Any, Callable[[], Callable[[], object]]]] = [
-        (list, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
-        (deque, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
-        (
-            MutableMapping,
-            lambda: partial(_refill, value, copy.copy(value), _pairs, value.update),
-        ),
-        (set, lambda: partial(_refill, value, value.copy(), _members, value.update)),
-        (torch.Generator, lambda: partial(value.set_state, value.get_state())),
-        (random.Random, lambda: partial(value.setstate, value.getstate())),
-    ]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.ndarray) and not value.flags.writeable:
-            return None  # It may be a file, larger than the memory.
-        kinds += [
-            (numpy.ndarray, lambda: partial(value.__setitem__, ..., value.copy())),
-            (numpy.random.RandomState, lambda: partial(value.set_state, value.get_state())),
-            (numpy.random.Generator, lambda: partial(_set_generator, value, _state_of(value))),
-        ]
-    return next((keep() for kind, keep in kinds if isinstance(value, kind)), None)
+    """Return a function that restores the content of an object, ``None`` for an object of another kind."""
+    if isinstance(value, list | deque | set | MutableMapping):
+        return partial(_refill, value, copy.copy(value))
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else _content_of_numpy(value, numpy)
 
 
-def _state_of(generator: Any) -> Any:
-    return copy.deepcopy(generator.bit_generator.state)
+def _content_of_numpy(value: Any, numpy: Any) -> Callable[[], object] | None:
+    # A read-only array may be a file that is larger than memory.
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        state = copy.deepcopy(value.bit_generator.state)
+        return partial(setattr, value.bit_generator, "state", state)
+    return None
 
 
-def _set_generator(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
-def _in_order(container: Iterable[Any]) -> list[int]:
-    return [id(one) for one in container]
-
-
-def _pairs(mapping: Mapping[Any, Any]) -> list[int]:
-    return [id(part) for pair in mapping.items() for part in pair]
-
-
-def _members(members: set[Any]) -> list[int]:
-    return sorted(map(id, members))
-
-
-def _refill(
-    container: Any, before: Any, parts: Callable[[Any], list[int]], add: Callable[[Any], object]
-) -> None:
-    # One that has not changed may be read-only.
-    if parts(container) != parts(before):
+def _refill(container: Any, before: Any) -> None:
+    # An unchanged container may be read-only.
+    if _parts(container) != _parts(before):
         container.clear()
-        add(before)
+        (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _parts(container: Any) -> list[int]:
+    """Return the identities of the parts of a container, in its order if it has one."""
+    if isinstance(container, MutableMapping):
+        return [id(part) for pair in container.items() for part in pair]
+    found = list(map(id, container))
+    return sorted(found) if isinstance(container, set) else found
 
 
 def _set_random(states: Mapping[str, Tensor]) -> None:
@@ -165,16 +141,16 @@ def _set_random(states: Mapping[str, Tensor]) -> None:
 def exchanged(
     root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Let a model work on other parameters and buffers, without hooks and with gradients of their own.
+    """Put other parameters and buffers into a model, without hooks and with their own gradients.
 
-    They are exchanged where modules keep them: no hook tells of that, and tied ones stay tied.
+    They are exchanged in the tables of the modules: that calls no hook, and tied parameters stay tied.
     """
     new = {id(param): params[name] for name, param in root.named_parameters()}
     new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
     kept: list[tuple[Any, Any, Any]] = []
     for module in root.modules():
         tables: list[Any] = [module._parameters, module._buffers]  # noqa: SLF001 # where modules keep them
-        # Recurrent layers have a list of their own.
+        # Recurrent layers have a list as well.
         flat = vars(module).get("_flat_weights")
         tables += [flat] if isinstance(flat, list) else []
         for table in tables:
@@ -192,7 +168,7 @@ def exchanged(
 
 @contextmanager
 def grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
-    """Put back the gradients of all other leaves there are: nobody knows which of them a pass reaches."""
+    """Restore the gradients of all other leaves of the process: a pass may reach any of them."""
     apart = set(map(id, ours))
     leaves = [
         one

@@ -3,13 +3,11 @@
 from gradsurgeon._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
-from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.registry import applied_to, backward, enter, find, tag
 
 __all__ = [
     "OLDEST",
     "Attachment",
-    "FailedStep",
     "Mode",
     "Options",
     "applied_to",

@@ -59,7 +59,6 @@ class Attachment:
             mode=options.mode,
             rules=tuple(rules),
             outside=options.beside,
-            diagnose=options.diagnose,
             scaling=Scaling(options.scaler),
         )
         if options.scaler is not None and options.scaler.is_enabled():

@@ -1,4 +1,4 @@
-"""What becomes of an update that traps have judged: what is said of it here, and what all ranks do."""
+"""Decides on an update after traps have judged it: the report of this rank, and the decision of all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, RAISE, Cause
 from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import NONFINITE
-from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
@@ -39,14 +39,14 @@ class Conclusions:
         *,
         known: bool = False,
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do.
+        """Report the findings of this rank, and return the decision of all ranks.
 
         Args:
-            counter: of the update.
-            findings: of the traps here.
-            heard: what the ranks have said.
-            scale: what a `GradScaler` had multiplied the loss by.
-            known: whether all ranks find the same here, whatever they have said.
+            counter: the counter of the update.
+            findings: the findings of the traps of this rank.
+            heard: the votes of the ranks.
+            scale: the factor of a `GradScaler`.
+            known: whether all ranks have the same findings, whatever their votes were.
         """
         context, step = self._context, counter.step
         if heard.unanimous and not any(report for _, report in findings):
@@ -66,7 +66,7 @@ class Conclusions:
             (trip.severity, self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule)))
             for trip in trips
         ]
-        # What stops a step is what the other ranks have to hear of.
+        # The other ranks must hear of the most severe trip.
         worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
         decision = StepDecision()
         if cause is not None and worst > FINE and context.mode == "act":
@@ -101,13 +101,13 @@ class Conclusions:
         return _decided(told.severity, cause, step)
 
     def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
-        """Return how a report begins; ``ranks`` contributed what is not finite to an average."""
+        """Return the first line of a report; ``ranks`` contributed NaN or Inf to an average."""
         return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
     def _tell(
         self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
     ) -> Cause:
-        """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
+        """Emit the report of a trap, and return it; ``ranks`` contributed NaN or Inf to an average."""
         context, report = self._context, trip.report.caused_by(ranks)
         head = self.head(step, trip, ranks)
         lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]
@@ -126,7 +126,7 @@ class Conclusions:
 
 
 def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
-    """Return what was found out about a step, as lines of a report."""
+    """Return a diagnosis as lines of a report."""
     if diagnosis is None:
         return []
     elsewhere = diagnosis.rank != _dist.rank()

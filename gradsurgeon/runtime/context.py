@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
-from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import OneProcess, Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
@@ -25,9 +23,6 @@ from gradsurgeon.runtime.due_rules import NONFINITE, NOTHING_DUE, DueRules, Rule
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
-
-if TYPE_CHECKING:
-    from gradsurgeon.runtime.kept_step import FailedStep
 
 Mode = Literal["act", "observe"]
 
@@ -43,7 +38,6 @@ class Options(NamedTuple):
     start_step: int = 0
     # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
-    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
     # Is called with each event; what it raises stops the training.
     on_event: Callable[[Event], object] | None = None
 
@@ -65,8 +59,6 @@ class Context:
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
-    # Runs a failed step again, and tells what went wrong.
-    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
 
     def __post_init__(self) -> None:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}

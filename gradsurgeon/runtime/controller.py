@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -21,7 +22,6 @@ from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules
 from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -142,7 +142,11 @@ class Controller:
         self.steps.end_failed()
         if reached is None or reached:
             with self._kept.spared():
-                self._kept.keep_loss(graph, reached)
+                tensors = None if reached is None else sorted(reached)
+                accumulates = bool(
+                    self._kept.reaching and self.context.parameters.grads(tensors)[0]
+                )
+                self._kept.keep_loss(graph, accumulates=accumulates)
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         act_on_contributions(self.context, tensors, logged)

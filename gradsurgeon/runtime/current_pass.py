@@ -83,10 +83,3 @@ def returns_gradients() -> bool:
     """
     task = _torch.graph_task()
     return any(task in running.tasks for running in list(returning))
-
-
-def asked_for() -> list[Any] | None:
-    """Return the inputs of the passes of `torch.autograd.grad()` that run; ``None`` while a pass runs that trains."""
-    if training or not returning:
-        return None
-    return [tensor for running in list(returning) for tensor in running.inputs]

@@ -1,4 +1,4 @@
-"""What was seen of tensors that are not finite, and what a trap reports of it, as a person reads it."""
+"""The report of a trap on non-finite tensors, and the evidence behind it."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
 _EDITED = (
-    "backward left all of them finite: look at what the script does to gradients after it, such as a clip, a hook "
-    "or an edit of `.grad`"
+    "all of them were finite after backward: look at how the script changes gradients afterwards (a clip, a hook, an "
+    "edit of `.grad`)"
 )
-_PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"
+_PARTS = "each rank keeps its part of the sum: any rank may have added the NaN or Inf"
 
 
 @dataclass(frozen=True, slots=True)
 class TrapReport:
-    """What a trap reports of the first bad tensor: what becomes of the step stands between head and lines."""
+    """The report of a trap on the first bad tensor. The outcome of the step comes between head and lines."""
 
     name: str
     head: str
     lines: list[str]
-    # Where the tensor became non-finite; empty where that is not known.
+    # The ranks on which the tensor became non-finite, if known.
     ranks: tuple[int, ...] = ()
-    # What an update that goes on all the same has to expect.
+    # The consequence if the update goes on.
     expect: str = ": expect non-finite weights"
-    # Whether ranks make the tensors together, so that another one can be the cause.
+    # Whether ranks reduce the tensors, so another rank can be the cause.
     reduced: bool = True
-    # Whether this rank contributed what is not finite to an average.
+    # Whether this rank contributed NaN or Inf to an average.
     guilty: bool = False
-    # The modules of which a tensor is not finite, where those are watched.
+    # The modules with a non-finite tensor, if modules are watched.
     modules: tuple[str, ...] = ()
-    # The parameters whose gradients are not finite at the update.
+    # The parameters with a non-finite gradient at the update.
     bad: tuple[str, ...] = ()
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
-        """Return the same with the ranks that contributed what is not finite, if they are known."""
+        """Return the report with the ranks that contributed NaN or Inf, if they are known."""
         if not (ranks and self.reduced):
             return self
-        cause = f"{_dist.named(ranks)} contributed what is not finite"
+        cause = f"{_dist.named(ranks)} contributed NaN or Inf"
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
 
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """What was seen of the gradients of one update: after each backward pass, and right before it."""
+    """The norms and counts of the gradients of one update: after each backward pass, and right before the update."""
 
     snapshots: Sequence[GradientSnapshot]
     tensors: Sequence[int]
-    # Those of the tensors that are not finite at the update.
+    # The tensors that are non-finite at the update.
     now: dict[int, NonfiniteCount]
-    # At the update, as far as they were taken: of what this rank holds.
+    # The norms at the update of the parts of this rank, if they were taken.
     norms: Norms = ()
-    # Those that other ranks found not finite in their parts, right after the last pass.
+    # The tensors with non-finite parts on other ranks, right after the last pass.
     elsewhere: frozenset[int] = frozenset()
-    # Those of which this rank holds a part.
+    # The tensors of which this rank holds a part.
     divided: frozenset[int] = frozenset()
 
     @cached_property
@@ -69,7 +69,7 @@ class GradientEvidence:
         if not self.snapshots:
             return frozenset()
         norms = as_dict(self.norms)
-        # A norm can overflow over elements that are finite, and then it still does at the update.
+        # The norm of finite elements can overflow, and then it still does at the update.
         return self.elsewhere.union(
             tensor
             for tensor, norm in as_dict(self.snapshots[-1].norms).items()
@@ -97,14 +97,14 @@ class GradientEvidence:
         return False
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
-        """Report the border as it was after the first pass that shows one, else at the update."""
+        """Return a report on the border after the first pass that shows one, else at the update."""
         passes, edited = len(self.snapshots), False
         for number, snapshot in enumerate(self.snapshots, 1):
             if bad := self._nonfinite(snapshot):
                 moment = "after backward"
                 if passes > 1:
                     moment += f", micro-batch {number} of {passes}"
-                # Some may have kept a gradient from an earlier pass and got nothing in this one.
+                # Some tensors keep a gradient from an earlier pass, and got none in this one.
                 order, norms = (*snapshot.order, *snapshot.tensors), snapshot.norms
                 break
         else:
@@ -118,14 +118,14 @@ class GradientEvidence:
                 moment += ", and finite after backward: something in between did it"
                 edited = True
                 order = (*self.snapshots[-1].order, *order)
-        # The norm of a part is none of the whole.
+        # The norm of a part is not the norm of the whole.
         told = {t: norm for t, norm in as_dict(norms).items() if t not in self.divided}
         report = gradient_report(names, moment, order, bad, told, edited=edited)
         bad_now = tuple(names[tensor] for tensor in self.now)
         return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
-        # What was seen then can be counted only where the script has not clipped since.
+        # The counts at the update hold for the pass only if the script has not clipped since.
         known = self.now if _finite(self.snapshots[-1].norms) == _finite(self.norms) else {}
         found = {
             tensor: known.get(tensor, uncounted(norm))
@@ -138,7 +138,7 @@ class GradientEvidence:
 
 
 def uncounted(norm: float) -> NonfiniteCount:
-    """Return what is known of a gradient from a norm that is not finite."""
+    """Return the kind of a gradient with a non-finite norm, without a count."""
     return NonfiniteCount("NaN" if math.isnan(norm) else "Inf", 0)
 
 
@@ -155,9 +155,9 @@ def gradient_report(
     *,
     edited: bool = False,
 ) -> TrapReport:
-    """Tell which gradients are finite and which are not, in the order in which backward delivered them.
+    """Return a report on finite and non-finite gradients, in the order in which backward delivered them.
 
-    Those that were ``edited`` since backward are not finite by that, and the order tells nothing.
+    Gradients that were ``edited`` after backward became non-finite then, and the order means nothing.
     """
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
@@ -194,13 +194,15 @@ def _advice(labels: Sequence[str], first: int, *, all_bad: bool) -> str:
             f"the border lies between {labels[first - 1]} (still finite) and {culprit} "
             "(first that is not)"
         )
-    reached = f"{culprit} is the first that backward reached and already non-finite"
     if not all_bad:
-        return f"{reached}: look at the loss and at what comes after this layer in the forward pass"
-    # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
+        return (
+            f"{culprit}, the first one that backward reached, is non-finite already: look at the loss, and at the "
+            "operations after this layer in the forward pass"
+        )
+    # Any NaN of the forward pass reaches the loss, and so every gradient.
     return (
-        f"{reached}, as is all that came after it: look at the inputs of the model, at its weights, "
-        "and at the loss, any of which can be what is not finite"
+        f"every gradient is non-finite, starting with {culprit}, the first one that backward reached: check the inputs of "
+        "the model, its weights and the loss"
     )
 
 
@@ -227,14 +229,14 @@ def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
     ]
     first = bad[0]
     head = f"{len(bad)} of {len(flags)} tensors are not finite"
-    last = f"the first that is not finite is {labels[first]}"
+    last = f"the first non-finite one is {labels[first]}"
     lines = ["in the order in which they came:", *_window(rows, first), last]
     modules = tuple(flag.name for flag, count in flags if count)
     return TrapReport(flags[first][0].name, head, lines, reduced=False, modules=modules)
 
 
 def _window(rows: list[str], first: int) -> list[str]:
-    """Return the rows around the first bad one; what is left out is counted."""
+    """Return the rows around the first bad one, with counts of the rows that are left out."""
     if len(rows) <= _SHOWN:
         return rows
     start = max(0, min(first - _SHOWN // 2, len(rows) - _SHOWN))

@@ -65,7 +65,7 @@ class Heard:
 
     @property
     def guilty(self) -> tuple[int, ...]:
-        """The ranks that contributed what is not finite to an average."""
+        """The ranks that contributed NaN or Inf to an average."""
         return tuple(sorted({one.rank for one in self.objections if one.guilty}))
 
 

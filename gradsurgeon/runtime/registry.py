@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
+from gradsurgeon.forensics import replay
 from gradsurgeon.runtime import loss_backward, loss_gradients
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -52,7 +53,6 @@ _watching_steps: list[RemovableHandle] = []
 _before_forward: list[RemovableHandle] = []
 # The rules on tags of all sessions, by their ids.
 _on_tags: list[str] = []
-_shown_to: list[Callable[[str, Tensor], None]] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
@@ -156,21 +156,11 @@ _torch.compile_within_caller(tag)
 
 @uncompiled
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for show in _shown_to:
+    for show in replay.shown_to:
         show(name, tensor)
     for controller in _controllers():
         tensor = controller.tensor_hooks.tag(tensor, name)
     return tensor
-
-
-@contextmanager
-def tags_shown_to(show: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call a function with the name of each tag that rules act on, and with the tensor."""
-    _shown_to.append(show)
-    try:
-        yield
-    finally:
-        _shown_to.remove(show)
 
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:

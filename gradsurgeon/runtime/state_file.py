@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsurgeon import _dist
+from gradsurgeon import _bounded_load, _dist
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import session_state
 from gradsurgeon.store.files import replacing_bytes
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
 
 _REMEDY = "go on from another one, or remove it: then the rules begin anew with what they learn"
+
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,13 @@ def read(folder: Path) -> StateFile | None:
             f"rank {rank} has no state in {printable(str(folder))}, and goes on from that of rank 0"
         )
     try:
-        return StateFile(path, torch.load(path, weights_only=True), notice)
+        return StateFile(path, _bounded_load.load(path, _MOST_BYTES), notice)
     except FileNotFoundError:
         return None
     except OSError as error:
         why = f"cannot be read: {printable(error.strerror or str(error))}"
-    except Exception:  # noqa: BLE001 # a damaged file raises anything
-        # Not its text: that of torch advises to load the file as code.
-        why = "is damaged, no whole file of `torch.save`"
+    except _bounded_load.RefusedError as error:
+        why = printable(str(error))
     raise GradSurgeonError(f"{printable(str(path))}: {why}; {_REMEDY}")
 
 

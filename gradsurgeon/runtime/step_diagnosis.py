@@ -1,4 +1,4 @@
-"""Has a failed step run again, at the first trip of each trap that asks for it."""
+"""Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
+from gradsurgeon.forensics import diagnose, with_bundle
+from gradsurgeon.forensics.kept_calls import KeptCalls
+from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.kept_calls import KeptCalls
-from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.rank_agreement import Heard
 
 _NO_MEMORY = (
-    "{ranks} cannot hold the whole parameters of the model and their gradients beside what is there, "
-    "and the step is run again with them, on all ranks at once"
+    "{ranks} has no memory for the whole parameters of the model and their gradients, which all ranks need to run the "
+    "step again together"
 )
-
-
-_ABSENT = "{ranks} did not come to this update, and a model that is divided over ranks is run again by all of them at once"
+_ABSENT = (
+    "{ranks} did not come to this update, and all ranks must run a divided model again together"
+)
 
 
 class StepDiagnosis:
@@ -37,28 +38,23 @@ class StepDiagnosis:
         self._asked = frozenset(
             rule
             for rule, decision in context.decisions.items()
-            if context.diagnose is not None
-            and isinstance(decision, Decision)
-            and decision.forensics
+            if isinstance(decision, Decision) and decision.forensics
         )
         # The rules whose next trip is diagnosed.
         self.pending = set(self._asked)
-        # Those of which ranks have diagnosed one together.
+        # The rules with a trip that ranks have diagnosed together.
         self._shared: set[str] = set()
 
     def of(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
-        """Run a step again at the first trip of a rule; where ranks have objected, together with them.
+        """Return diagnoses by rule, for rules that trip for the first time. If ranks objected, all of them take part.
 
         Args:
-            reports: what the rules that have tripped on this rank report, by rule.
-            step: its number.
-            scale: what a `GradScaler` had multiplied the loss by.
-            heard: what the ranks have said of the step.
-
-        Returns:
-            By rule what that has shown.
+            reports: the reports of the rules that tripped on this rank, by rule.
+            step: the number of the step.
+            scale: the factor of a `GradScaler`.
+            heard: the votes of the ranks on the step.
         """
         asked = {one.rule for one in heard.objections}.intersection(self._asked) - self._shared
         if heard.severity > OVERFLOWED and asked:
@@ -83,8 +79,8 @@ class StepDiagnosis:
         heard: Heard,
         rules: Collection[str],
     ) -> Diagnosis | None:
-        """Let each rank run its calls again, and tell the others, as far as they come to this update as well."""
-        assert heard.voter is not None  # noqa: S101 # who else has objected
+        """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
+        assert heard.voter is not None  # noqa: S101 # ranks have objected
         divided = self._divided()
         if divided is not None:
             told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
@@ -96,7 +92,7 @@ class StepDiagnosis:
         return _most_telling(own, heard.voter.meet(own, LIMIT))
 
     def _divided(self) -> nn.Module | None:
-        """Return the model if ranks run it again together: one that `fully_shard` has divided among them."""
+        """Return the model if `fully_shard` divides it, so that ranks run it again together."""
         model, context = self._kept.model(), self._context
         groups = context.ranks.shard_groups(range(len(context.program.names)))
         return model if groups and model is not None and fully_shard.casts(model) else None
@@ -114,7 +110,7 @@ class StepDiagnosis:
         guilty: Sequence[int],
         divided: nn.Module | None,
     ) -> Diagnosis | None:
-        """Run the calls of this rank again, with whole parameters where the model is divided."""
+        """Run the calls of this rank again, with whole parameters if the model is divided."""
         if divided is not None:
             failed = self._failed(step, scale, reports, together=True)
             for call in failed.calls:
@@ -124,7 +120,7 @@ class StepDiagnosis:
         if not reports:
             return None
         if guilty and _dist.rank() not in guilty and all(report.reduced for report in reports):
-            why = f"{_dist.named(guilty)} contributed what is not finite, and this rank did not"
+            why = f"{_dist.named(guilty)} contributed NaN or Inf, and this rank did not"
             return self._unable(why, step)
         return self._run(self._failed(step, scale, reports), rules)
 
@@ -160,12 +156,13 @@ class StepDiagnosis:
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
         context = self._context
-        assert context.diagnose is not None  # noqa: S101 # else no rule would wait for it
         paused, context.paused = context.paused, True
         try:
             with context.parameters.lock, around:
-                return context.diagnose(failed, self._folder(rules))
-        except Exception as error:  # noqa: BLE001 # the decision stands
+                diagnosis = diagnose(failed)
+                folder = self._folder(rules)
+                return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
+        except Exception as error:  # noqa: BLE001 # the decision of the trap stays
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
             context.event_log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
             return None
@@ -175,7 +172,7 @@ class StepDiagnosis:
                 self._kept.detach()
 
     def _folder(self, rules: Iterable[str]) -> Path | None:
-        """Return where the bundle of a step goes, if there is to be one."""
+        """Return the folder for the bundle of a step, if one is wanted."""
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path
@@ -189,7 +186,7 @@ class StepDiagnosis:
 def _most_telling(
     own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
 ) -> Diagnosis | None:
-    """Return the diagnosis of this rank if it blames something, else that of the first rank whose does."""
+    """Return the diagnosis of this rank if it blames an operation or tensor, else the first other one that does."""
     if own is not None and own.where:
         return own
     of_ranks = [other for _, other in sorted(others.items()) if other is not None]

@@ -14,13 +14,13 @@ from gradsurgeon.actions import Decision
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.conclusions import Conclusions
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
     activation_report,

@@ -93,7 +93,7 @@ def main():
     (losses, traps), (mended, no_traps) = train(False, infinity), train(True, lowest)
     steps = [trap.step for trap in traps]
     found = traps[0].message.splitlines() if traps else []
-    told = [line.strip() for line in found if line.startswith(("diagnosis", "  at ", "  verdict"))]
+    told = [line.strip() for line in found if line.startswith(("diagnosis", "  at ", "  cause"))]
     print(
         f"run 1, masked with -inf: in {EPOCHS} epochs of {len(losses) // EPOCHS} steps the trap skips {len(steps)}: {steps}"
     )

@@ -83,7 +83,7 @@ def test_it_ends_in_the_diagnosis(quickstart: subprocess.CompletedProcess[str]) 
     )
     assert at.startswith(f"  at {demo.__file__}:")
     assert at.endswith(", in forward: hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)")
-    assert "  verdict: mathematics\n" in end
+    assert "  cause: mathematics\n" in end
     assert len(end.splitlines()) < 35
 
 

@@ -118,7 +118,7 @@ def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> N
     )
     assert "aten._softmax\n" in message
     assert "in forward: weights = torch.softmax(" in message
-    assert "  verdict: mathematics\n" in message
+    assert "  cause: mathematics\n" in message
     assert infinity["worst"][0]["nonfinite"] == 8
     assert infinity["worst"][0]["nonfinite_step"] == steps[0]
     assert lowest["events"] == []

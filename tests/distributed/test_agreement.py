@@ -45,7 +45,7 @@ def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, A
     for rank in ranks:
         error = rank["DDP params raise"]["error"]
         assert (error["rank"], error["name"]) == (1, "2.bias")
-        assert "; rank 1 contributed what is not finite\n" in error["text"]
+        assert "; rank 1 contributed NaN or Inf\n" in error["text"]
         assert "NaN     2.bias    1 element\n" in error["text"]
 
 
@@ -74,7 +74,7 @@ def test_what_one_rank_alone_has_used_is_traced_to_it(
         seen = rank[f"used by one, {params}"]
         assert len(seen["weights"]) == FAULT
         assert seen["error"]["rank"] == 0
-        assert "; rank 0 contributed what is not finite\n" in seen["error"]["text"]
+        assert "; rank 0 contributed NaN or Inf\n" in seen["error"]["text"]
         # What DDP fills in comes past the hooks, as it should.
         assert "hook-rearmed" not in [kind for kind, _, _ in seen["events"]]
     assert ranks[0][f"used by one, {params}"]["error"]["name"] == "side.bias"

@@ -14,7 +14,7 @@ import gradsurgeon
 
 pytestmark = pytest.mark.cover_children
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
-NOBODY = "diagnosis: not reproduced, and nobody is blamed"
+NOBODY = "diagnosis: not reproduced, so no operation is blamed"
 BY_OTHER = "found by rank 1, in its part of the batch:"
 
 
@@ -57,7 +57,7 @@ def test_a_model_that_fully_shard_divides_is_run_again_by_all_ranks(
         assert [message.count(BORN) for message in seen["told"]] == [1]
         # The dtype of the mixed precision, and the part of the batch of one rank.
         assert f"  in   self [4, 4] {dtype}: " in seen["told"][0]
-        assert "  verdict: mathematics\n" in seen["told"][0]
+        assert "  cause: mathematics\n" in seen["told"][0]
         assert seen["notices"] == []
     assert f"{BY_OTHER}\n{BORN}" in innocent["told"][0]
     assert BY_OTHER not in guilty["told"][0]
@@ -91,7 +91,7 @@ def test_ranks_that_do_not_meet_run_nothing_again(ranks: list[dict[str, Any]]) -
     for rank in ranks:
         told = rank["FSDP2 warn"]["told"][0]
         assert f"{NOBODY}\n  because the parameters are divided over ranks" in told
-        assert "only where a rule makes them agree on it: `then: raise` or `skip-step`" in told
+        assert "only if a rule makes them agree on it: `then: raise` or `skip-step`" in told
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])

@@ -1,4 +1,4 @@
-"""The trap names where a NaN was born and why: the right culprit, operation, verdict and certainty."""
+"""The trap names where a NaN was born and why: the right culprit, operation, cause and certainty."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def diagnosed(
 
 
 def fault(diagnosis: Diagnosis) -> str:
-    assert diagnosis.verdict is not None
-    return diagnosis.verdict.fault
+    assert diagnosis.cause is not None
+    return diagnosis.cause.fault
 
 
 def brief(diagnosis: Diagnosis) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ def test_a_loss_that_is_finite_and_goes_wrong_in_backward() -> None:
     assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
     assert diagnosis.loss == 0.0
     assert diagnosis.loss_nodes == ("SubBackward0", "SqrtBackward0", "SumBackward0")
-    assert "of these can make it of finite numbers: SqrtBackward0\n" in str(diagnosis)
+    assert "operations that can make it of finite numbers: SqrtBackward0\n" in str(diagnosis)
     assert "look at the backward pass" in str(diagnosis)
 
 
@@ -339,8 +339,8 @@ def test_exp_in_half_precision() -> None:
     act = lambda x: (x.half() * 20).exp().float()  # noqa: E731
     diagnosis = diagnosed(Net(act), batch())
     assert brief(diagnosis) == ("reproduced", "Inf", "forward", "body", "aten.exp", "overflow")
-    assert diagnosis.verdict is not None
-    assert "6.55e+04" in diagnosis.verdict.evidence[0]
+    assert diagnosis.cause is not None
+    assert "6.55e+04" in diagnosis.cause.evidence[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -555,7 +555,7 @@ def test_a_state_that_has_moved_on_blames_nobody() -> None:
 
     diagnosis = diagnosed(Net(act), batch(), before_step=lambda: bad.__setitem__(0, False))
     assert diagnosis.certainty == "not reproduced"
-    assert (diagnosis.operation, diagnosis.where, diagnosis.verdict) == ("", "", None)
+    assert (diagnosis.operation, diagnosis.where, diagnosis.cause) == ("", "", None)
     assert "finite" in diagnosis.reasons[0]
 
 
@@ -615,7 +615,7 @@ def test_a_kernel_that_is_wrong_in_one_implementation() -> None:
 
 
 def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsurgeon.runtime import kept_calls
+    from gradsurgeon.forensics import kept_calls
 
     torch.manual_seed(0)
     # The states of the random numbers are most of a call: one fits.
@@ -721,7 +721,9 @@ def test_a_compiled_model_is_diagnosed_without_the_compiler() -> None:
     model: Any = torch.compile(Net(torch.log), backend="eager", fullgraph=True)
     diagnosis = diagnosed(model, batch())
     assert brief(diagnosis) == ("partial", "NaN", "forward", "body", "aten.log", "mathematics")
-    assert diagnosis.reasons == ("the model was compiled, and has been run again without that",)
+    assert diagnosis.reasons == (
+        "the model was compiled, and the replay ran it without the compiler",
+    )
 
 
 @pytest.mark.parametrize("how", ["by torch.compile", "in place"])
@@ -741,7 +743,10 @@ def test_no_graph_breaks_at_what_keeps_calls(how: str) -> None:
             optimizer.step()
     assert caught.value.diagnosis is not None
     assert caught.value.diagnosis.certainty == "not reproduced"
-    assert "apply the rules to what torch.compile has returned" in caught.value.diagnosis.reasons[0]
+    assert (
+        "apply the rules to the module that torch.compile returned"
+        in caught.value.diagnosis.reasons[0]
+    )
 
 
 def test_hooks_of_the_script_run_once_more_and_on_the_same() -> None:

@@ -89,7 +89,7 @@ def root(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("act", "operation", "verdict"),
+    ("act", "operation", "cause"),
     [
         (softmax, "aten._softmax", "mathematics"),
         (exp, "aten.exp", "overflow"),
@@ -97,10 +97,10 @@ def root(x: Tensor) -> Tensor:
     ],
 )
 def test_an_operation_is_judged_on_the_numbers_it_had(
-    act: Callable[[Tensor], Tensor], operation: str, verdict: str
+    act: Callable[[Tensor], Tensor], operation: str, cause: str
 ) -> None:
     diagnosis = diagnosed(Net(act), batch())
-    assert (diagnosis.operation, fault(diagnosis)) == (operation, verdict)
+    assert (diagnosis.operation, fault(diagnosis)) == (operation, cause)
 
 
 def test_numbers_that_grew_are_an_overflow_and_no_fault_of_the_kernel() -> None:
@@ -117,9 +117,9 @@ class Normed(nn.Module):
 def test_a_constant_that_the_format_rounds_to_zero_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Normed(), nn.Linear(4, 2)).half()
     diagnosis = diagnosed(model, batch().half(), loss=lambda out: out.float().square().mean())
-    assert diagnosis.verdict is not None
-    assert diagnosis.verdict.fault == "underflow"
-    assert any("1e-12" in text and "float16" in text for text in diagnosis.verdict.evidence)
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.fault == "underflow"
+    assert any("1e-12" in text and "float16" in text for text in diagnosis.cause.evidence)
 
 
 class Scaled(torch.autograd.Function):
@@ -136,3 +136,14 @@ def test_a_function_whose_backward_multiplies_by_nan_is_named_with_its_line() ->
     diagnosis = diagnosed(Net(Scaled.apply), batch())
     assert (diagnosis.where, diagnosis.module) == ("backward", "body")
     assert any("test_forensics_evidence" in str(line) for line in diagnosis.lines), str(diagnosis)
+
+
+def test_where_two_infinities_meet_both_are_named() -> None:
+    def both(x: Tensor) -> Tensor:
+        return (x.abs() * 1e4).exp() + (x * 0).log()
+
+    diagnosis = diagnosed(Net(both), batch())
+    assert (diagnosis.certainty, diagnosis.operation) == ("partial", "aten.exp")
+    (reason,) = diagnosis.reasons
+    assert reason.startswith("aten.log at ")
+    assert reason.endswith("made an infinity at the same elements, and may be the cause instead")

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon.runtime.kept_step import Fingerprint, HostRandom
+from gradsurgeon.forensics.kept_step import Fingerprint, HostRandom
 
 INF, NAN = float("inf"), float("nan")
 
@@ -211,7 +211,7 @@ def test_gradients_that_the_script_has_changed_are_not_laid_on_the_model() -> No
 
     diagnosis = diagnosed(model, batch(), before_step=repair_and_spoil)
     assert diagnosis.certainty == "not reproduced"
-    assert "the gradients of other parameters" in diagnosis.reasons[0]
+    assert "non-finite gradients in other parameters" in diagnosis.reasons[0]
 
 
 def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
@@ -551,8 +551,8 @@ def test_a_call_that_was_given_an_iterator_is_not_run_again(
     source = given()
     diagnosis = diagnosed(Draws(torch.log), {"source": source})
     assert diagnosis.reasons == (
-        f"the model was given an iterator ({kind}): to run the call again would take from it what the training "
-        "is to get. Give the model what the iterator yields",
+        f"the model was given an iterator ({kind}), which a replay would use up for the training: give the model "
+        "the items of the iterator instead",
     )
     assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
     left = source["batches"][0] if isinstance(source, dict) else source
@@ -570,8 +570,8 @@ class Root(nn.Module):
 
 
 _UPDATED = (
-    "another optimizer has updated weights since the call, and it was run again with those: what came out is not "
-    "the same, and cannot be compared"
+    "another optimizer has updated weights since the call, and the replay used the new weights: its outputs differ "
+    "and cannot be compared"
 )
 
 
@@ -675,8 +675,8 @@ class Counts(Net):
 
 
 _LEFT = (
-    "the replay has changed what could not be put back, and the training goes on with it: held (TypeError: it only "
-    "grows)"
+    "the replay changed an object and could not put it back, so the training goes on with it: held (TypeError: it "
+    "only grows)"
 )
 
 
@@ -740,8 +740,8 @@ class Drops(nn.Module):
 
 
 _NOTHING = (
-    "nothing finite has come out of the call that the replay could be compared with: whatever ends in NaN looks "
-    "alike, such as a replay whose state in Python has moved on"
+    "the call returned no finite number to compare the replay with: anything that ends in NaN looks alike, such as "
+    "a replay after state in Python has changed"
 )
 
 
@@ -814,8 +814,8 @@ def test_a_running_mean_that_is_another_is_no_evidence() -> None:
 # Gradients that the script takes for itself.
 
 _PENALTY = (
-    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and what goes back "
-    "through these (double backward) cannot be run again: look at the penalty, such as at the root of a norm of 0"
+    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and the double "
+    "backward pass cannot be run again: look at the penalty, such as at the root of a norm of 0"
 )
 
 

@@ -70,14 +70,14 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
 def test_the_remedy_is_that_of_the_operation(name: str) -> None:
     act, operation, backward, part = CASES[name]
     diagnosis = diagnosed(Net(act), batch())
-    assert diagnosis.verdict is not None
+    assert diagnosis.cause is not None
     assert (diagnosis.operation, diagnosis.where) == (
         operation,
         "backward" if backward else "forward",
     ), str(diagnosis)
     assert fault(diagnosis) in ("mathematics", "overflow"), str(diagnosis)
-    assert part in diagnosis.verdict.advice, str(diagnosis)
-    assert not any(text in diagnosis.verdict.advice for text in GENERAL)
+    assert part in diagnosis.cause.advice, str(diagnosis)
+    assert not any(text in diagnosis.cause.advice for text in GENERAL)
 
 
 def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before() -> None:
@@ -95,9 +95,9 @@ def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before()
     assert error.step == 1
     assert isinstance(error.diagnosis, gradsurgeon.Diagnosis)
     assert (error.diagnosis.where, error.diagnosis.name) == ("weight", "weight")
-    verdict = error.diagnosis.verdict
-    assert verdict is not None
-    assert verdict.fault == "bad input"
-    assert any("the optimizer itself wrote this number there" in text for text in verdict.evidence)
-    assert any("epsilon of 1e-08" in text for text in verdict.evidence)
-    assert "eps=1e-4" in verdict.advice
+    cause = error.diagnosis.cause
+    assert cause is not None
+    assert cause.fault == "bad input"
+    assert any("the optimizer itself wrote this number there" in text for text in cause.evidence)
+    assert any("epsilon of 1e-08" in text for text in cause.evidence)
+    assert "eps=1e-4" in cause.advice

@@ -744,7 +744,7 @@ def test_a_trap_on_outputs_names_the_first_module() -> None:
         optimizer.step()
     assert (e.value.name, e.value.step, e.value.rule) == ("1", 0, "r0")
     assert str(e.value).splitlines()[0] == "step 0, rule r0: 3 of 4 tensors are not finite"
-    assert "the first that is not finite is the output of 1" in str(e.value)
+    assert "the first non-finite one is the output of 1" in str(e.value)
     after = list(model.parameters())
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)

@@ -15,14 +15,13 @@ NAMES = ["first.weight", "second.weight", "third.weight"]
     [
         (
             {2},
-            "third.weight is the first that backward reached and already non-finite: look at the loss "
-            "and at what comes after this layer in the forward pass",
+            "third.weight, the first one that backward reached, is non-finite already: look at the loss, and at the "
+            "operations after this layer in the forward pass",
         ),
         (
             {0, 1, 2},
-            "third.weight is the first that backward reached and already non-finite, as is all that came "
-            "after it: look at the inputs of the model, at its weights, and at the loss, any of which can "
-            "be what is not finite",
+            "every gradient is non-finite, starting with third.weight, the first one that backward reached: check "
+            "the inputs of the model, its weights and the loss",
         ),
         (
             {0},

@@ -1,4 +1,4 @@
-"""Why an operation made what is not finite: it is repeated alone, in several ways, on the numbers it has then."""
+"""Why an operation returned non-finite numbers: it is repeated alone, in several ways, on the same inputs."""
 
 from __future__ import annotations
 
@@ -11,142 +11,119 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import ALREADY, Fault, Verdict
+from gradsurgeon.diagnosis import ALREADY, Cause, Fault
 from gradsurgeon.forensics.operations import elements, facts, is_real, nonfinite_kind, tensors_of
 from gradsurgeon.forensics.remedies import remedy
 from gradsurgeon.forensics.sources import Birth, Call, Source
 
-# A fault of a machine need not show in each repetition.
+# An error of the machine need not happen each time.
 _REPEATS = 3
-# Numbers below it are no sign of a result that is too large for float64.
+# Only larger numbers are a sign of an overflow of float64.
 _HUGE = 1e150
 _LESSER = (torch.float16, torch.bfloat16, torch.float32)
 
-
 _ADVICE = {
-    "overflow": "the values are too large for the format: look at what let them grow (the numbers before the "
-    "birth), run this operation in float32 or wider, or bound what goes in",
-    "mathematics": "the operation has no finite result for these numbers in any format: guard what goes in (an "
-    "epsilon, a clamp, a mask applied before the operation, not after it)",
-    "bad input": "look at where these numbers come from: no operation of the model has made them",
+    "overflow": "the values are too large for the format: find out why they grow (the magnitudes before it), run this "
+    "operation in float32 or wider, or bound its inputs",
+    "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs (an epsilon, "
+    "a clamp, a mask applied before the operation, not after it)",
+    "bad input": "find out where these numbers come from: no operation of the model has made them",
     "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
     "kernel": "another implementation of the same operation gives finite numbers: use that one, try another "
     "version of torch, and report the inputs to its maintainers",
-    "transient": "the same operation on the same numbers is finite when it is repeated: suspect the hardware "
-    "or a race, and run the machine's memory test before you trust its results",
-    "unknown": "the operation cannot be repeated in another format: look at what goes in",
+    "transient": "the same operation on the same numbers is finite when it is repeated: suspect the hardware or a "
+    "race, and run a memory test of the machine before you trust its results",
+    "unknown": "the operation cannot be repeated in another format: look at its inputs",
 }
 _LOOK_AT_LOSS = (
     "compute the loss inside the forward pass of a module that holds the model, and the next diagnosis names the "
     "operation; until then look at the divisions, roots, powers and logarithms among its operations"
 )
-
-
 _UPDATED = (
-    "no trap stopped the update before, so that its gradients were finite: the optimizer itself wrote this number "
-    "there, or the script did since (a checkpoint, a copy)"
+    "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
+    "the script did since (a checkpoint, a copy)"
 )
 _LOST_EPSILON = (
     "float16 rounds numbers below 3e-08 to 0, such as the epsilon of 1e-08 that Adam has by default: it then divides by 0 "
     "where a gradient was too small to be squared"
 )
 _EPSILON_ADVICE = "give the optimizer `eps=1e-4`, or keep the weights that it updates in float32"
-# A sum of so many squares may still fit, so that it is no sign of growth.
+# Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
 _GROWN = 1e3
 
 
-def judge(source: Source, step: int = 0) -> Verdict:
-    """Judge the source of what is not finite.
+def cause_of(source: Source, step: int = 0) -> Cause:
+    """Return the cause for a source of non-finite numbers.
 
     Args:
-        source: of it.
-        step: the updates before.
+        source: the operation, or the tensor that was non-finite before.
+        step: how many updates came before.
     """
     if isinstance(source, Birth):
-        return source.verdict
+        return source.cause
     where = {
-        "output gradient": "the gradient that came back to the model was not finite already",
+        "output gradient": "the gradient that came back to the model was non-finite already",
         "literal": "the script itself wrote the number",
         "loss input": f"{source.name} was not finite when the loss was computed",
-        "unknown": "no operation that PyTorch shows made it: something wrote into memory past it",
+        "unknown": "no operation that PyTorch shows made it: something else wrote into its memory",
     }
     text = where.get(
         source.what,
         f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
     )
     if source.what == "output gradient":
-        return Verdict("unknown", (text,), _LOOK_AT_LOSS)
+        return Cause("unknown", (text,), _LOOK_AT_LOSS)
     if source.what == "weight" and step and not source.intended:
         evidence = (text, _UPDATED)
         if source.facts is None or source.facts.dtype != "float16":
-            return _verdict("bad input", *evidence)
-        return Verdict("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
-    return _verdict("unknown" if source.what == "unknown" else "bad input", text)
+            return cause("bad input", *evidence)
+        return Cause("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
+    return cause("unknown" if source.what == "unknown" else "bad input", text)
 
 
-def bad_input(text: str) -> Verdict:
-    """Return the verdict on a number of the script."""
-    return _verdict("bad input", text)
+def cause(fault: Fault, *evidence: str) -> Cause:
+    """Return a cause with the general advice for its kind of fault."""
+    return Cause(fault, evidence, _ADVICE[fault])
 
 
-def not_repeated() -> Verdict:
-    """Return the verdict on an operation that was not repeated, after many that were."""
-    return _verdict(
-        "unknown", "many operations had made such numbers before: this one was not repeated"
-    )
-
-
-def not_kept() -> Verdict:
-    """Return the verdict on an operation of which it is not known what it was given."""
-    return _verdict(
-        "unknown", "what went into the operation was not kept, so that it cannot be repeated"
-    )
-
-
-def judge_call(
+def cause_of_call(
     call: Call,
     number: int,
     node: str = "",
     *,
     history: Sequence[tuple[str, float]] = (),
     lost: str = "",
-) -> Verdict:
-    """Repeat an operation on the numbers that it was given, and tell why its result is not finite.
+) -> Cause:
+    """Repeat an operation on its inputs, and return why its result is non-finite. Waits for the device.
 
-    To be called at once: a script may write over these numbers later. Waits for the device.
+    The script may write over the inputs later, so this is called right after the operation.
 
     Args:
         call: the operation.
         number: which of its results.
         node: the node of the graph, in the backward pass.
         history: the largest magnitudes of the operations before.
-        lost: the sentence on a constant that the format rounded to zero in what went in.
+        lost: the sentence on a constant among the inputs that the format rounded to zero.
     """
     with torch.no_grad():
         try:
-            verdict = _of_call(call, number)
-        except torch.OutOfMemoryError:
-            verdict = _on_host(call, number)
-        except Exception as error:  # noqa: BLE001 # of any operation: the birth stands without a verdict
-            verdict = _not_repeatable(error)
-    if verdict.fault == "mathematics" and lost:
-        return _verdict("underflow", *verdict.evidence, lost)
-    if verdict.fault == "overflow" and (grown := _growth(history)):
-        verdict = replace(verdict, evidence=(*verdict.evidence, grown))
-    advice = remedy(verdict.fault, call.name, node)
-    return replace(verdict, advice=advice) if advice else verdict
-
-
-def _not_repeatable(error: Exception) -> Verdict:
-    return _verdict("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
-
-
-def _verdict(fault: Fault, *evidence: str) -> Verdict:
-    return Verdict(fault, evidence, _ADVICE[fault])
+            try:
+                found = _repeat(call, number)
+            except torch.OutOfMemoryError:
+                found = _repeat(_on_host(call), number)
+        except Exception as error:  # noqa: BLE001 # any operation may raise anything
+            text = f"repeating the operation raised {type(error).__name__}: {error}"
+            found = cause("unknown", text)
+    if found.fault == "mathematics" and lost:
+        return cause("underflow", *found.evidence, lost)
+    if found.fault == "overflow" and (grown := _growth(history)):
+        found = replace(found, evidence=(*found.evidence, grown))
+    advice = remedy(found.fault, call.name, node)
+    return replace(found, advice=advice) if advice else found
 
 
 def _growth(history: Sequence[tuple[str, float]]) -> str:
-    """Tell how the numbers grew over the operations before, if they did."""
+    """Return a sentence on how the numbers grew over the operations before, if they did."""
     known = [(label, value) for label, value in history if value > 0]
     if not known:
         return ""
@@ -158,15 +135,7 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     )
 
 
-def _on_host(call: Call, number: int) -> Verdict:
-    """Repeat an operation where there is memory for it."""
-    try:
-        return _of_call(_moved(call), number)
-    except Exception as error:  # noqa: BLE001 # as above
-        return _not_repeatable(error)
-
-
-def _moved(call: Call) -> Call:
+def _on_host(call: Call) -> Call:
     def on_host(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.cpu()
@@ -175,7 +144,7 @@ def _moved(call: Call) -> Call:
     return replace(call, args=tree_map(on_host, call.args), kwargs=tree_map(on_host, call.kwargs))
 
 
-def _of_call(call: Call, number: int) -> Verdict:
+def _repeat(call: Call, number: int) -> Cause:
     devices = {t.device for t in tensors_of(call.args, call.kwargs) if t.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cpu"
     with (
@@ -193,17 +162,16 @@ def _of_call(call: Call, number: int) -> Verdict:
         )
     if not all(again):
         times = f"finite {again.count('')} of {_REPEATS} times"
-        return _verdict("transient", f"repeated on the same numbers, the result is {times}")
+        return cause("transient", f"repeated on the same numbers, the result is {times}")
     if wide is None:
-        return _verdict("unknown", "the operation is not there in float64")
+        return cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
         text = f"in float64 the result is {_sign(wide)} as well"
-        # A pole at zero stays where it is, however small the numbers are; right beside another one they are
-        # of a moderate size.
+        # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
         pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
-            return _verdict("overflow", f"{text}, and finite for numbers a thousand times smaller")
-        return _verdict("mathematics", text)
+            return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+        return cause("mathematics", text)
     return _of_format(call, number, first.dtype, _largest(wide))
 
 
@@ -211,33 +179,30 @@ def _sign(tensor: Tensor) -> str:
     return facts(tensor).kind
 
 
-def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Verdict:
-    """Judge an operation whose result is finite in float64."""
+def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
+    """Return the cause for an operation whose result is finite in float64."""
     limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
     wide, fits = f"up to {largest:.4g}", f"up to {limit:.4g}"
     if largest > limit:
         text = f"in float64 the result is finite, {wide}; {name} holds numbers {fits}"
-        return _verdict("overflow", text)
-    within = (
-        f"in float64 the result is finite, {wide}: within the operation a number was too large for "
-        f"{name} ({fits})"
-    )
+        return cause("overflow", text)
+    within = f"in float64 the result is finite, {wide}: inside the operation a number was too large for {name} ({fits})"
     if large := _too_large_inside(call, number, limit):
-        return _verdict("overflow", within, large)
+        return cause("overflow", within, large)
     other = _by_another_kernel(call, number)
     if other is not None and not nonfinite_kind(other):
-        return _verdict(
+        return cause(
             "kernel",
             f"in float64 the result is finite, {wide}, which fits into {name} ({fits})",
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}",
         )
     if dtype == torch.float64:
-        return _verdict("unknown", "there is no wider format to repeat it in")
-    return _verdict("overflow", within)
+        return cause("unknown", "there is no wider format to repeat it in")
+    return cause("overflow", within)
 
 
 def _too_large_inside(call: Call, number: int, limit: float) -> str:
-    """Tell of numbers whose squares, or sums of those, are too large for a format, if smaller ones are fine."""
+    """Return a sentence on inputs whose squares, or their sum, are too large for a format, if smaller inputs are fine."""
     given = [elements(t) for t in tensors_of(call.args, call.kwargs) if is_real(t) and t.numel()]
     largest = max((float(values.abs().max()) for values in given), default=0.0)
     terms = max((max(values.shape, default=1) for values in given), default=1)
@@ -246,7 +211,7 @@ def _too_large_inside(call: Call, number: int, limit: float) -> str:
     smaller = _attempt(call, number, None, factor=1 / largest)
     if smaller is None or nonfinite_kind(smaller):
         return ""
-    return f"numbers up to {largest:.4g} went in, and a sum of their squares can reach {largest * largest * terms:.4g}"
+    return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {largest * largest * terms:.4g}"
 
 
 def _largest(tensor: Tensor) -> float:
@@ -262,7 +227,7 @@ def _repeated(call: Call, number: int) -> Tensor:
 def _attempt(
     call: Call, number: int, dtype: torch.dtype | None, *, factor: float = 1.0
 ) -> Tensor | None:
-    """Return the result in another dtype, for numbers that are larger or smaller by a factor."""
+    """Return the result in another dtype, for inputs scaled by a factor."""
     args, kwargs = _fresh(call, dtype)
     if factor != 1.0:
         for tensor in tensors_of(args, kwargs):
@@ -276,14 +241,14 @@ def _attempt(
 
 
 def _fresh(call: Call, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Return copies of what an operation was given, floating-point ones in a dtype."""
+    """Return copies of the arguments of an operation, with floating-point tensors in a dtype."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
             part = _dist.local(value.detach())
             wide = dtype is not None and part.dtype in _LESSER
             return part.to(dtype) if wide else part.clone()
-        # The dtype of a result that is asked for by name.
+        # Some operations take the dtype of the result as an argument.
         return (
             dtype
             if dtype is not None and value in _LESSER and isinstance(value, torch.dtype)
@@ -294,7 +259,7 @@ def _fresh(call: Call, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _by_another_kernel(call: Call, number: int) -> Tensor | None:
-    """Return what the operation gives in the same dtype by another implementation, where there is one."""
+    """Return the result of another implementation in the same dtype, if there is one."""
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
     written = decomposition_table.get(call.func)
@@ -303,15 +268,15 @@ def _by_another_kernel(call: Call, number: int) -> Tensor | None:
     if written is not None:
         try:
             outputs = tensors_of(written(*args, **kwargs))
-        except Exception:  # noqa: BLE001 # it is not for these arguments
+        except Exception:  # noqa: BLE001 # it does not accept these arguments
             outputs = []
         if number < len(outputs) and is_real(outputs[number]):
             return outputs[number]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        moved = _moved(call)
+        moved = _on_host(call)
         try:
             result = call.func(*moved.args, **moved.kwargs)
-        except Exception:  # noqa: BLE001 # there is none for the host
+        except Exception:  # noqa: BLE001 # the host has none
             return None
         return tensors_of(result)[number]
     return None

@@ -1,78 +1,81 @@
-"""Keeps what it takes to run the calls of a model again, should the step that they feed go wrong.
+"""Keeps the calls of a model while it trains, so that a failed step can be run again.
 
-Tensors are kept by reference, or are small: what went in, the gradients that came back to what came out,
-the state of the random numbers, and those buffers that the forward pass changes. Nothing waits for a device.
+Inputs and gradients of outputs are kept by reference. Random states and the buffers that the forward pass
+changes are copied. Nothing waits for a device.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.current_pass import asked_for
-from gradsurgeon.runtime.kept_step import (
+from gradsurgeon.forensics.kept_step import (
     Buffers,
     Fingerprint,
     HostRandom,
     KeptCall,
     KeptLoss,
 )
-from gradsurgeon.runtime.parameters import Place, held
+from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-# What is kept of one step; beyond it the oldest calls go first.
+# The bound on kept tensors of one step: beyond it the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
-_MOST_CALLS = 256
+MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
 
 
+class Pausable(Protocol):
+    """A session; no call is kept while it is paused."""
+
+    @property
+    def paused(self) -> bool: ...
+
+
 class _Open(threading.local):
-    """The calls that a thread is in the middle of, outermost first: only that one is kept."""
+    """The calls that run in a thread, outermost first. Only the outermost one is kept."""
 
     def __init__(self) -> None:
         self.calls: list[KeptCall | None] = []
-        # Of a first call, the buffers before it, with the number of writes to each.
+        # In the first call of a module: its buffers before the call, with the number of writes to each.
         self.buffers: dict[str, tuple[Tensor, int]] = {}
 
 
 class KeptCalls:
     """Keeps the calls of one model until the step ends that they feed.
 
-    Where the root of the model has no forward pass of its own, the modules in it are what is called.
+    If the root of the model has no forward pass of its own, the calls of the modules in it are kept.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, session: Pausable) -> None:
+        self._session = session
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.calls: list[KeptCall] = []
-        # How many calls of this step were dropped, because they were too large.
+        # Number of calls of this step that were dropped because of their size.
         self.dropped = 0
-        # Why one could not be kept at all.
+        # Why a call could not be kept at all.
         self.problem = self._unseen = ""
-        # Backward passes of this step through what was called, and how many of all have reached parameters: those
-        # that `no_sync` keeps from that are fewer.
+        # Backward passes of this step through the calls, and backward passes that have reached parameters.
         self.passes = self.reaching = 0
         self._begins = False
-        # Whether an update has followed on the calls, and another one may.
+        # Whether an update came after the calls, and another one may.
         self.is_updated = False
         self.losses: dict[int, KeptLoss] = {}
         self._handles: list[RemovableHandle] = []
-        # The buffers that the forward pass of each called module changes, where modules keep them, in training
-        # and in evaluation; none is known before the first call has ended.
-        self._changing: dict[tuple[str, bool], dict[str, Place]] = {}
+        # By called module and mode: the buffers that its forward pass changes, with their place in a module. They
+        # are known once the first call has ended.
+        self._changing: dict[tuple[str, bool], dict[str, tuple[dict[str, Any], str]]] = {}
         self._devices: tuple[torch.device, ...] = ()
         self._open = _Open()
 
@@ -92,14 +95,14 @@ class KeptCalls:
             if is_scripted(class_names(module)):
                 self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
                 continue
-            # Compiled code runs no hooks of ours; around it they see its calls, which are replayed without it.
+            # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
             hooked = model if compiled else module
-            before, after = _Before(self, name, module), _After(self, module)
+            hook = _Hook(self, name, module)
             handles = [
-                # Before hooks of the script, which run in a replay as well.
-                hooked.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                hooked.register_forward_hook(after, always_call=True),
+                # It comes before hooks of the script, which a replay runs as well.
+                hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True),
+                hooked.register_forward_hook(hook.after, always_call=True),
             ]
             for handle in handles:
                 _torch.leave_behind(handle)
@@ -112,18 +115,18 @@ class KeptCalls:
         self.forget()
 
     def updated(self, is_awaited: Callable[[], bool]) -> None:
-        """Note an update: the calls may feed the update of another optimizer, too, until the model is called again.
+        """Note an update. Until the model is called again, the calls may feed the update of another optimizer.
 
         Args:
             is_awaited: tells whether there will be such an update.
         """
-        # Where no calls are kept, the question is not asked: it goes through all parameters.
+        # The question goes through all parameters, so it is asked only if calls are kept.
         self.is_updated = bool(self._handles)
         if self.is_updated and not is_awaited():
             self.forget()
 
     def forget(self) -> None:
-        """Let go of all that was kept for a step."""
+        """Drop everything that was kept for a step."""
         self.is_updated = False
         self.calls, self.dropped, self.losses = [], 0, {}
         self.passes = self.reaching = 0
@@ -139,13 +142,13 @@ class KeptCalls:
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return
-        if self._context.paused:
+        if self._session.paused:
             self.problem = "the session was paused"
             return
         key = name, module.training
         if key not in self._changing:
             self._open.buffers = {name: (b, _torch.writes(b)) for name, b in module.named_buffers()}
-        # The forward pass, or the script after it, may take things out of a dict or a list.
+        # The script may change its dicts and lists later.
         copied = Copied((args, kwargs))
         args, kwargs = copied.value
         tensors: list[tuple[Any, Tensor]] = list(tensors_in([args, kwargs]))
@@ -177,13 +180,13 @@ class KeptCalls:
                 name: (table, key)
                 for name, table, key in _buffer_places(module)
                 if name not in before
-                # What kernels write into running statistics is not counted, the number of batches is.
+                # Kernels write running statistics without counting; the number of batches is counted.
                 or (module.training and "num_batches_tracked" in table)
                 or before[name][0] is not table[key]
                 or before[name][1] != _torch.writes(table[key])
             }
         if output is None:
-            return  # It has raised, or gives nothing that could have a gradient.
+            return  # The call has raised, or returned nothing.
         for path, tensor in tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
@@ -199,36 +202,37 @@ class KeptCalls:
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """Spare the script what goes wrong while something is kept: then it is not kept."""
+        """Keep errors of our own from the script: the call is then not kept."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 # of whatever kind of tensor comes along
+        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
             self.dropped += 1
             self.problem = f"{type(error).__name__}: {error}"
 
-    def keep_loss(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
-        """Keep how the loss of a pass that begins was made of what came out of the calls.
+    def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
+        """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
 
         Args:
-            graph: what the pass runs through.
-            reached: the tensors that it reaches, ``None`` for all.
+            graph: the graph of the pass.
+            accumulates: whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
-        tensors = None if reached is None else sorted(reached)
-        if self.reaching and not self._context.parameters.grads(tensors)[0]:
-            # The script has cleared what earlier passes of this step have left.
+        if self.reaching and not accumulates:
+            # The script has cleared the gradients of earlier passes.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()
-        if self.calls and not self._context.paused:
+        if self.calls and not self._session.paused:
             last = max(call.last_node for call in self.calls)
             loss = KeptLoss.of(graph, last)
-            # Without it a diagnosis says less; without a call it says nothing.
+            # A diagnosis needs the calls more than the loss.
             if self._bytes() + loss.bytes <= MAX_BYTES:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
-        if (asked := asked_for()) is not None and (differentiated := call()) is not None:
-            # It is on inside of a pass that makes a graph.
+        if (asked := _backward_calls.asked_for()) is not None and (
+            differentiated := call()
+        ) is not None:
+            # Grad mode is on inside a pass that makes a graph.
             makes_graph = torch.is_grad_enabled()
             differentiated.differentiated |= makes_graph
             if self._trains_nothing(asked, makes_graph=makes_graph):
@@ -240,7 +244,7 @@ class KeptCalls:
         if kept is None or grad is None:
             return
         with self.spared():
-            # Of several passes through one output the sum, as it reaches the parameters.
+            # Several passes through one output add up, as they do in the parameters.
             grad = grad.detach()
             kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
             kept.number = kept.number or self.passes
@@ -248,11 +252,12 @@ class KeptCalls:
             self._shorten()
 
     def _trains_nothing(self, asked: Sequence[Any], *, makes_graph: bool) -> bool:
-        """Tell whether what a pass of `torch.autograd.grad` returns is no gradient to update with.
+        """Tell whether a pass of `torch.autograd.grad` returns no gradient that an update can use.
 
-        What it returns of a tensor that is no leaf may be sent on to parameters.
+        The script may send the gradient of a non-leaf on to parameters.
         """
-        params = set(map(id, self._context.parameters.params()))
+        model = self.model()
+        params = set() if model is None else set(map(id, model.parameters()))
         return not any(id(one) in params for one in asked) and (
             makes_graph or all(isinstance(one, Tensor) and one.is_leaf for one in asked)
         )
@@ -260,7 +265,7 @@ class KeptCalls:
     def _shorten(self) -> None:
         if self.losses and self._bytes() > MAX_BYTES:
             self.losses.clear()
-        while len(self.calls) > _MOST_CALLS or (self.calls and self._bytes() > MAX_BYTES):
+        while len(self.calls) > MOST_CALLS or (self.calls and self._bytes() > MAX_BYTES):
             self.calls.pop(0)
             self.dropped += 1
 
@@ -278,18 +283,19 @@ class KeptCalls:
         changing = self._changing.get(key)
         if changing is None:
             return Buffers(dict(module.named_buffers()))
-        there = {name: held(place) for name, place in changing.items()}
+        # The tables of scripted modules have no `get`.
+        there = {name: table[key] for name, (table, key) in changing.items() if key in table}
         return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
 
 
-class _Before:
-    """Forward pre-hook that reaches what keeps the calls weakly."""
+class _Hook:
+    """A forward hook that reaches the kept calls and the module weakly."""
 
     def __init__(self, kept: KeptCalls, name: str, module: nn.Module) -> None:
         self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
 
-    def __call__(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Compiled code passes it over: a graph must not break here.
+    def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Compiled code must not break its graph here.
         if torch.compiler.is_compiling():
             return
         kept, module = self._kept(), self._module()
@@ -297,14 +303,8 @@ class _Before:
             with kept.spared():
                 kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
 
-
-class _After:
-    """Forward hook, called whether the call has ended or raised."""
-
-    def __init__(self, kept: KeptCalls, module: nn.Module) -> None:
-        self._kept, self._module = weakref.ref(kept), weakref.ref(module)
-
-    def __call__(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Act after a call, also if it has raised."""
         del hooked, args
         if torch.compiler.is_compiling():
             return
@@ -315,13 +315,13 @@ class _After:
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what a script calls, with its name: the root, or what it holds where it has no forward pass."""
+    """Yield the modules that a script calls, by name: the root, or its children if it has no forward pass."""
     modules: Mapping[str, nn.Module] = named_modules(model)
     pending = [ROOT]
     while pending:
         name = pending.pop(0)
         module = modules[name]
-        # Scripted modules have theirs in each object alone.
+        # Scripted modules have `forward` in the object, not in the class.
         if getattr(type(module), "forward", None) is not nn.Module.forward:
             yield name, module
             continue

@@ -1,4 +1,4 @@
-"""What was kept of a step: enough to run the calls of the model again, should it go wrong."""
+"""The parts of a training step that are kept, so that the calls of the model can be run again if it fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.structure import Path
 
-# A loss has few nodes.
+# A graph with more nodes is another part of the model, not a loss.
 _MOST_NODES = 64
-# So many elements tell whether a replay has made the same.
+# The elements by which two tensors are compared, and the largest tensor that is compared whole.
 _SAMPLE, _SMALL = 256, 1024
+_MT19937_BYTES = 4 * 625
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """A fixed sample of a tensor, by which it is known again. It stays on its device, unread.
+    """A fixed sample of a tensor, to recognise the tensor by. It stays on its device, unread.
 
     A small tensor is its own sample, without a copy, unless it is a part of a larger one.
     """
@@ -41,21 +42,21 @@ class Fingerprint:
             part = part.coalesce().values()
         if part.numel() > _SMALL:
             if not part.is_contiguous():
-                # A copy of all of it would cost too much: the last row stands for it.
+                # A copy of the whole tensor would cost too much: its last row is sampled.
                 while part.dim() > 1:
                     part = part[-1]
             part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
         elif part.layout == torch.strided and part.untyped_storage().nbytes() > part.nbytes:
-            part = part.clone()  # It would hold all that it is a part of.
+            part = part.clone()  # The view would keep the whole tensor alive.
         return cls(shape, part, _torch.writes(part))
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the script has written into it since."""
+        """Whether the script has written into the sample since."""
         return _torch.writes(self.sample) != self.version
 
     def is_like(self, other: Fingerprint) -> bool:
-        """Tell whether another tensor has the same elements, as far as the samples tell, and what is not finite in them."""
+        """Tell whether two samples are equal; NaN equals NaN."""
         if self.shape != other.shape or self.sample.dtype != other.sample.dtype:
             return False
         return torch.equal(self.sample.nan_to_num(7.0), other.sample.nan_to_num(7.0))
@@ -63,7 +64,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class HostRandom:
-    """State of the random numbers of Python, and of those of numpy where it is in use."""
+    """Random state of Python, and of numpy if the script uses numpy."""
 
     python: tuple[Any, ...] | None = None
     numpy: Mapping[str, Any] | None = None
@@ -74,9 +75,8 @@ class HostRandom:
 
     @property
     def nbytes(self) -> int:
-        return 36 * (0 if self.python is None else len(self.python[1])) + (
-            0 if self.numpy is None else _MT19937_BYTES
-        )
+        python = 0 if self.python is None else 36 * len(self.python[1])
+        return python + (0 if self.numpy is None else _MT19937_BYTES)
 
     def set(self) -> None:
         if self.python is not None:
@@ -85,14 +85,13 @@ class HostRandom:
             numpy.set_state(self.numpy)
 
 
-# The state of numpy that was read last, with the memory that it was read from.
+# The last state of numpy, with the memory that it was read from.
 _read: tuple[bytes, Mapping[str, Any]] | None = None
-_MT19937_BYTES = 4 * 625
 
 
 def _state_of_numpy() -> Mapping[str, Any] | None:
-    """Return the state of the random numbers of numpy, read anew only where some were drawn: that takes long."""
-    global _read  # noqa: PLW0603 # as the random numbers are there once
+    """Return the random state of numpy. Reading it takes long, so it is read again only if it has changed."""
+    global _read  # noqa: PLW0603 # numpy has one state, too
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
@@ -101,14 +100,14 @@ def _state_of_numpy() -> Mapping[str, Any] | None:
         state: Mapping[str, Any] = numpy.get_state(legacy=False)
         return state
     memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    # A normal number that waits is kept elsewhere, and taking it moves nothing here.
+    # numpy keeps a second normal number elsewhere, and drawing that changes nothing here.
     if _read is None or _read[0] != memory or _read[1]["has_gauss"]:
         _read = memory, numpy.get_state(legacy=False)
     return _read[1]
 
 
 class Buffers:
-    """Copies of buffers, those alike in one tensor: a forward pass may change hundreds of small ones."""
+    """Copies of buffers. Buffers of one dtype share a tensor: a forward pass may change hundreds of small ones."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self._alone: dict[str, Tensor] = {}
@@ -122,7 +121,7 @@ class Buffers:
         self._together = [
             (
                 [(name, part.shape) for name, part in named.items()],
-                # That of a lone one would stay where it is.
+                # `flattened` would not copy a single buffer.
                 _torch.flattened(list(named.values()))
                 if len(named) > 1
                 else next(iter(named.values())).clone().view(-1),
@@ -148,26 +147,26 @@ class KeptCall:
     """One call of a model in training.
 
     Attributes:
-        module: what was called, reached weakly.
+        module: the called module, reached weakly.
         name: its name in the model of the session.
-        args: positional arguments, tensors by reference, in copies of the containers of the script.
-        kwargs: arguments by keyword, the same.
+        args: positional arguments: tensors by reference, in copies of the script's containers.
+        kwargs: keyword arguments, likewise.
         written: how often each tensor among the arguments had been written to.
-        random: state of the random numbers of torch on the host, and by device.
-        buffers: copies from before the call of those that it changes, by name in ``module``.
-        autocast: by kind of device, whether autocast was on and its dtype.
-        outputs: what came out, by path.
-        grads: the gradients that came back, by path; those of a `GradScaler` are scaled.
+        random: random state of torch by device, ``cpu`` included.
+        buffers: copies of the buffers that the call changes, from before it, by name in ``module``.
+        autocast: by kind of device, whether autocast was on, and its dtype.
+        outputs: the outputs, by path.
+        grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
         last_node: the number of the last node of the graph that led to an output.
-        number: which backward pass of the step has come back to it first, from 1; 0 before one has.
-        bytes: of all that is kept.
-        weights: those of the time, by name in ``module``, where it may have others by now.
-        training: by name, whether each module was in training, where that may have changed.
-        compiled: whether compiled code was run.
-        host: state of the random numbers of Python and numpy.
-        differentiated: whether `torch.autograd.grad` went through it and made a graph, as for a gradient penalty.
-        iterators: the types of the iterators among the arguments, which a replay would take from the script.
-        casts: by name of a module, what `fully_shard` does around its forward pass, where its hooks are off.
+        number: the first backward pass of the step that reached the call, from 1; 0 before one has.
+        bytes: the size of all that is kept.
+        weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
+        training: by name, whether each module was in training, if that may have changed.
+        compiled: whether compiled code ran.
+        host: random state of Python and numpy.
+        differentiated: whether `torch.autograd.grad` went through the call and made a graph (a gradient penalty).
+        iterators: the types of iterators among the arguments, which a replay would take from the script.
+        casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
 
     module: Callable[[], nn.Module | None]
@@ -191,14 +190,19 @@ class KeptCall:
     iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of names inside the module: empty for the root."""
+        return "" if self.name == "." else f"{self.name}."
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLoss:
-    """How a loss was made of what came out of a model, by reference.
+    """The graph from the outputs of a model to a loss, with saved tensors by reference.
 
     Attributes:
-        value: of the loss, if it is one number.
-        nodes: of its graph, the first made first.
+        value: the loss, if it is one number.
+        nodes: the nodes of its graph, in the order in which they were made.
     """
 
     value: Tensor | None
@@ -207,12 +211,12 @@ class KeptLoss:
 
     @classmethod
     def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
-        """Return that of a graph, from the nodes on that were made after the one with a number."""
+        """Return the part of a graph that was made after the node with a number."""
         nodes = graph.nodes_after(after, _MOST_NODES)
         size = 0
         for node in nodes:
             for kept in node.saved.values():
-                # Some keep several in a tuple.
+                # Some nodes keep several tensors in a tuple.
                 for tensor in kept if isinstance(kept, tuple) else (kept,):
                     size += tensor.nbytes if isinstance(tensor, Tensor) else 0
         return cls(graph.loss, nodes, size)
@@ -220,21 +224,21 @@ class KeptLoss:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedStep:
-    """A step that a trap has stopped, and what it takes to find out why.
+    """A step that a trap has stopped, with everything that a diagnosis needs.
 
     Attributes:
-        calls: those of the model that fed it, as far as they were kept.
-        dropped: how many were not.
-        problem: why not, if that was not for their size.
-        bad: the parameters whose gradients are not finite at the update, as far as a trap watches them.
-        passes: backward passes that it had.
+        calls: the kept calls of the model that fed the step.
+        dropped: how many calls were not kept.
+        problem: why not, if their size was not the reason.
+        passes: number of backward passes in the step.
         step: its number.
-        rank: of this process.
-        scale: what a `GradScaler` had multiplied the loss by.
-        modules: those whose tensors a trap found non-finite, where it watches modules.
-        rested: rules that edit what passes through modules, and rest in a replay.
-        losses: by backward pass, from 1, what its loss was made of outside of the model.
-        together: whether all ranks run it again at the same time, each its part, with whole parameters.
+        rank: the rank of this process.
+        scale: the factor of a `GradScaler`.
+        modules: the modules with non-finite tensors, if a trap watches modules.
+        rested: rules that edit tensors of modules, and do not act in a replay.
+        losses: by backward pass, from 1, the loss outside of the model.
+        bad: the watched parameters with non-finite gradients at the update.
+        together: whether all ranks run the step again at the same time, with whole parameters.
         updated: whether another optimizer has updated weights since the calls.
     """
 

@@ -1,0 +1,248 @@
+"""Reads a file of `torch.save` that may come from anywhere: everything is bounded before anything is loaded.
+
+`torch.load(weights_only=True)` runs no code of a file. But a file of a few kilobytes can still hold a compressed
+member that unpacks to gigabytes, a tensor of 10^11 elements, or a structure without end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import stat
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+# Bounds of a file, which a state or bundle of the largest model stays far below.
+MOST_MEMBERS = 100_000
+MOST_VALUES = 3_000_000
+DEEPEST = 100
+_MOST_READ_AT_ONCE = 64 * 2**20
+_MOST_OPCODES = 5_000_000
+_MOST_OF_KIND = {"REDUCE": 200_000, "TUPLE": 500_000, "EMPTY": 500_000}
+# Tensors may share memory, and have together this many times the bytes of the file, and some more.
+_SHARED, _MORE = 4, 32 * 2**20
+# `torch.save` writes these for tensors, numbers, texts, lists, tuples and dicts.
+_NAMES = (
+    "PROTO MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_DICT EMPTY_LIST "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT BINGET LONG_BINGET "
+    "GLOBAL REDUCE BINPERSID"
+)
+_OPCODES = frozenset(_NAMES.split())
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+
+class RefusedError(ValueError):
+    """The file is damaged, or goes beyond a bound."""
+
+
+def load(path: Path, most_bytes: int) -> Any:
+    """Return the content of a file of `torch.save`, with all tensors on the host.
+
+    Raises:
+        OSError: the file cannot be read.
+        RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
+    """
+    with _checked(path, most_bytes) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def check(path: Path, most_bytes: int) -> None:
+    """Refuse a file that `load` would refuse, and load nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+        RefusedError: as for `load`.
+    """
+    with _checked(path, most_bytes):
+        pass
+
+
+@contextmanager
+def _checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+    # A pipe would block without a flag.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        try:
+            _check(file, most_bytes)
+            file.seek(0)
+            yield file
+        except (OSError, RefusedError):
+            raise
+        except Exception as error:
+            # The text of torch advises to load the file as code.
+            raise RefusedError("it is damaged, no whole file of `torch.save`") from error
+
+
+def _check(file: BinaryIO, most_bytes: int) -> None:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedError("it is no file")
+    if status.st_size > most_bytes:
+        raise RefusedError(f"it has {status.st_size:,} bytes, and at most {most_bytes:,} are read")
+    with zipfile.ZipFile(_Sparing(file)) as archive:
+        raw, sizes = _members(archive, status.st_size)
+    _count_opcodes(raw)
+    _measure(_DryRun(raw, sizes, _SHARED * status.st_size + _MORE).load())
+
+
+class _Sparing:
+    """A file that refuses large reads: `zipfile` would read the whole of a huge list of members."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size if 0 <= size <= _MOST_READ_AT_ONCE else _MOST_READ_AT_ONCE + 1)
+        if len(data) > _MOST_READ_AT_ONCE:
+            raise RefusedError("its list of members or its pickle is too long")
+        return data
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]]:
+    """Return the pickle, and the bytes of each storage by its key."""
+    members = archive.infolist()
+    if len(members) > MOST_MEMBERS:
+        raise RefusedError(
+            f"it has {len(members):,} members, and at most {MOST_MEMBERS:,} are read"
+        )
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            raise RefusedError("it has compressed members, which `torch.save` never writes")
+    root = members[0].filename.partition("/")[0] if members else ""
+    names = {member.filename for member in members}
+    # `torch.load` must find the members that are checked here, and no others. It ignores case.
+    is_plain = (
+        len({name.lower() for name in names}) == len(members)
+        and all(name.startswith(f"{root}/") for name in names)
+        and min((member.header_offset for member in members), default=1) == 0
+        and sum(member.file_size for member in members) <= size
+        and not archive.comment
+    )
+    if not is_plain or f"{root}/data.pkl" not in names:
+        raise RefusedError("its members are not as `torch.save` writes them")
+    start = f"{root}/data/"
+    sizes = {
+        member.filename.removeprefix(start): member.file_size
+        for member in members
+        if member.filename.startswith(start)
+    }
+    if archive.getinfo(f"{root}/data.pkl").file_size > _MOST_READ_AT_ONCE:
+        raise RefusedError("its pickle is too long")
+    return archive.read(f"{root}/data.pkl"), sizes
+
+
+def _count_opcodes(raw: bytes) -> None:
+    """Refuse a pickle with anything but plain values, or with too many."""
+    counts: Counter[str] = Counter()
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
+        name = opcode.name
+        if name not in _OPCODES:
+            raise RefusedError(f"it holds objects that would run code (opcode {name})")
+        # A number for the memo makes the unpickler allocate a table of that size.
+        if "BINPUT" in name and int(argument or 0) > number:
+            raise RefusedError("its pickle names a place that is too far away")
+        kind = name.partition("_")[0].rstrip("123")
+        counts[kind] += 1
+        if number >= _MOST_OPCODES or counts[kind] > _MOST_OF_KIND.get(kind, number + 1):
+            raise RefusedError("its pickle has too many values")
+
+
+class _Storage(NamedTuple):
+    numel: int
+    itemsize: int
+
+
+class _DryRun(pickle.Unpickler):
+    """Reads a pickle as `torch.load` does, with ``None`` for each tensor, after its size has been checked."""
+
+    def __init__(self, raw: bytes, sizes: Mapping[str, int], most_bytes: int) -> None:
+        super().__init__(BytesIO(raw))
+        self._sizes = sizes
+        self._left = most_bytes
+        self._known = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch", "Size"): tuple,
+            ("torch.storage", "UntypedStorage"): torch.uint8,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = self._known.get((module, name))
+        if known is None and module == "torch":
+            known = _STORAGES.get(name, getattr(torch, name, None))
+            known = known if isinstance(known, torch.dtype) else None
+        if known is None:
+            raise RefusedError(f"it holds objects that would run code ({module}.{name})"[:200])
+        return known
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, numel = pid
+        if (
+            kind != "storage"
+            or type(numel) is not int
+            or self._sizes[key] != numel * dtype.itemsize
+        ):
+            raise RefusedError("a storage has not the size that is told of it")
+        return _Storage(numel, dtype.itemsize)
+
+    def _tensor(self, storage: Any, *form: Any) -> None:
+        self._tensor_in(storage.numel, storage.itemsize, *form)
+
+    def _tensor_of(self, storage: Any, *form: Any) -> None:
+        *rest, dtype = form
+        room = storage.numel * storage.itemsize // dtype.itemsize
+        self._tensor_in(room, dtype.itemsize, *rest)
+
+    def _tensor_in(self, room: int, itemsize: int, *form: Any) -> None:
+        offset, size, stride, grad, _ = form
+        numbers = (offset, *size, *stride)
+        if any(type(n) is not int or n < 0 for n in numbers) or type(grad) is not bool:
+            raise RefusedError("a tensor has sizes that are none")
+        numel = prod(size)
+        reach = sum((n - 1) * by for n, by in zip(size, stride, strict=True))
+        if numel and offset + reach >= room:
+            raise RefusedError("a tensor reaches beyond its storage")
+        self._left -= numel * itemsize
+        if self._left < 0:
+            raise RefusedError("its tensors have more elements than its size allows")
+
+
+def _measure(content: Any) -> None:
+    """Refuse a structure that is nested too deeply, contains itself, or repeats its parts too often."""
+    pending, met = [(content, 0)], 0
+    while pending:
+        value, depth = pending.pop()
+        met += 1
+        if met > MOST_VALUES or depth > DEEPEST:
+            raise RefusedError("its structure is too large, too deep, or has no end")
+        if isinstance(value, dict):
+            pending += [(part, depth + 1) for pair in value.items() for part in pair]
+        elif isinstance(value, list | tuple):
+            pending += [(part, depth + 1) for part in value]
