@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from gradsurgeon.report import plots
 from gradsurgeon.report.captures import Calls, Capture, pair, several, single
+from gradsurgeon.report.names import Name
 from gradsurgeon.report.picture import NONFINITE, Picture, plain
-from gradsurgeon.report.pictures import Name
 from gradsurgeon.tensors.saliency import grad_cam, resized
 
 if TYPE_CHECKING:

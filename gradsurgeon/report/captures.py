@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsurgeon.actions import CaptureRule, gradient_pairs
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
-from gradsurgeon.report.pictures import Name, matching
+from gradsurgeon.report.names import Name, matching
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.report.losses import Compared
+from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.picture import Picture, plain
-from gradsurgeon.report.pictures import Name, matching
 from gradsurgeon.report.signed_curve import Curve, by_step, means_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.store import RecordQueries

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from gradsurgeon import _html
+from gradsurgeon.events import Event
 from gradsurgeon.report.loss_lines import (
     PAIR_HEAD,
     PAIR_HINTS,
@@ -27,7 +27,6 @@ from gradsurgeon.report.norms import (
     NormTable,
     norm_cells,
     norm_head,
-    norm_table,
     spikiest,
 )
 from gradsurgeon.report.rules_and_events import (
@@ -36,27 +35,42 @@ from gradsurgeon.report.rules_and_events import (
     EventGroup,
     by_kind,
     event_groups,
-    rule_rows,
 )
 from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import decades, largest
-
-if TYPE_CHECKING:
-    from gradsurgeon.report.page import Report
 
 _WIDTH, _HEIGHT = 160, 18
 _PAIRS = 28  # those of eight losses
 _BAD = "#e3262d"
 
 
-def page(report: Report, header: str) -> _html.Markup:
-    of_losses = report.of_losses()
+def page(
+    header: str,
+    *,
+    norms: NormTable | None,
+    sampled: int,
+    of_losses: OfLosses,
+    rules: Sequence[Sequence[object]],
+    events: Sequence[Event],
+    observed: bool,
+) -> _html.Markup:
+    """Return a report as a notebook shows it.
+
+    Args:
+        header: the first line.
+        norms: ``None`` if only losses were recorded.
+        sampled: the median is that of one step in so many.
+        of_losses: what was recorded of several losses.
+        rules: a row for each rule, as `RULES_HEAD` names the cells.
+        events: oldest first.
+        observed: whether rules only said what they would have changed.
+    """
     return _html.page(
         _html.element("p", _html.bold(header)),
-        *_norms(report, of_losses),
-        *_losses(of_losses, observed=report.observed),
-        *_rules(report),
-        *_events(report),
+        *(() if norms is None else _norms(norms, sampled)),
+        *_losses(of_losses, observed=observed),
+        *_rules(rules),
+        *_events(events),
     )
 
 
@@ -98,11 +112,7 @@ def level_line(curve: Curve, low: float, high: float) -> _html.Markup:
     return _svg(f"{zero}{drawn}")
 
 
-def _norms(report: Report, of_losses: OfLosses) -> Iterator[_html.Markup]:
-    measurements = report.measurements
-    if of_losses.stats and not measurements.stats - of_losses.stats:
-        return
-    found = norm_table(measurements, report.params, report.rules, report.statuses)
+def _norms(found: NormTable, sampled: int) -> Iterator[_html.Markup]:
     yield _html.element("p", _html.bold(found.title))
     if not found.rows:
         return
@@ -115,10 +125,8 @@ def _norms(report: Report, of_losses: OfLosses) -> Iterator[_html.Markup]:
         notes.insert(0, f"and {len(found.rows) - len(found.shown):,} more; the worst are shown")
     if found.others:
         notes.append(f"recorded as well, not shown: {found.others}")
-    if measurements.sampled > 1:
-        notes.append(
-            f"median: that of one step in {measurements.sampled:,}; all else is of every step"
-        )
+    if sampled > 1:
+        notes.append(f"median: that of one step in {sampled:,}; all else is of every step")
     yield _html.listing(notes)
 
 
@@ -132,22 +140,21 @@ def _norm_rows(found: NormTable) -> Iterator[list[object]]:
         yield cells
 
 
-def _rules(report: Report) -> Iterator[_html.Markup]:
-    rows = list(rule_rows(report.rules, report.statuses, report.events))
+def _rules(rows: Sequence[Sequence[object]]) -> Iterator[_html.Markup]:
     if rows:
         yield _html.element("p", _html.bold(f"rules ({len(rows)})"))
         yield _html.table(RULES_HEAD, rows, right=RULE_NUMBERS)
 
 
-def _events(report: Report) -> Iterator[_html.Markup]:
-    if not report.events:
+def _events(events: Sequence[Event]) -> Iterator[_html.Markup]:
+    if not events:
         return
-    first, left_out, last = event_groups(report.events)
+    first, left_out, last = event_groups(events)
     rows = [*map(_event, first)]
     if left_out:
         rows.append(("", f"... and {left_out:,} more", "", "", "", ""))
     rows += map(_event, last)
-    yield _html.element("p", _html.bold(f"events ({by_kind(report.events).total():,})"))
+    yield _html.element("p", _html.bold(f"events ({by_kind(events).total():,})"))
     yield _html.table(("step", "event", "rule", "name", "", "message"), rows, right={0})
 
 

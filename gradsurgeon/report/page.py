@@ -13,8 +13,14 @@ from gradsurgeon.report import notebook
 from gradsurgeon.report.loss_lines import loss_lines
 from gradsurgeon.report.losses import OfLosses, of_measurements
 from gradsurgeon.report.measurements import InMemory, WholeMeasurements
-from gradsurgeon.report.norms import norm_lines
-from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
+from gradsurgeon.report.norms import norm_lines, norm_table
+from gradsurgeon.report.rules_and_events import (
+    RuleInfo,
+    by_kind,
+    event_lines,
+    rule_lines,
+    rule_rows,
+)
 from gradsurgeon.store import Records
 
 # Of a page in a notebook, and of a stream that is no terminal.
@@ -55,7 +61,19 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return notebook.page(self, self._header())
+        measurements, of_losses, norms = self.measurements, self.of_losses(), None
+        if not of_losses.stats or measurements.stats - of_losses.stats:
+            norms = norm_table(measurements, self.params, self.rules, self.statuses)
+        rules = list(rule_rows(self.rules, self.statuses, self.events))
+        return notebook.page(
+            self._header(),
+            norms=norms,
+            sampled=measurements.sampled,
+            of_losses=of_losses,
+            rules=rules,
+            events=self.events,
+            observed=self.observed,
+        )
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.

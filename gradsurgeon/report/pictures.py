@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.match import compile_pattern, select, suggest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gradsurgeon.store import RecordQueries
-
-Name = str | Sequence[str]
 
 # What each kind takes.
 _OPTIONS = {
@@ -60,22 +57,3 @@ def _functions() -> dict[str, Callable[..., Figure]]:
         "features": captured_plots.features,
         "grad-cam": captured_plots.cam,
     }
-
-
-def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the names that are wanted, by name, alias or pattern, in the order of the model.
-
-    Raises:
-        KeyError: a pattern matches nothing; the nearest names are given.
-    """
-    canonical = {name: name for name in names}
-    known = {alias: name for alias, name in aliases.items() if name in canonical} | canonical
-    found: set[str] = set()
-    for text in [wanted] if isinstance(wanted, str) else wanted:
-        # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
-        every = list(known)
-        places = [every.index(text)] if text in known else select([compile_pattern(text)], every)
-        if not places:
-            raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, every)}')
-        found.update(known[every[place]] for place in places)
-    return [name for name in canonical if name in found]

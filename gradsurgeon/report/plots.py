@@ -16,11 +16,11 @@ from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import TRIPS, is_trip
+from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.norms import norm_rows, shown_keys, worst_rows
 from gradsurgeon.report.over_time import DECADES, Columns, Largest, NormsOverTime
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
-from gradsurgeon.report.pictures import Name, matching
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.sparkline import decades

@@ -21,7 +21,9 @@ from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
 
 GUIDE = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
-KINDS = "trap, spike, skipped-step, scaler-skip, never-fired, hook-lost, hook-rearmed, notice"
+KINDS = (
+    "trap, spike, check, skipped-step, scaler-skip, never-fired, hook-lost, hook-rearmed, notice"
+)
 EVIL = "w\n::error::x\x1b[2J,\u202e:%0A"
 
 

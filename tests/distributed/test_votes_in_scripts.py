@@ -59,7 +59,7 @@ def test_trips_of_different_ranks_in_a_row_are_given_up_together(
 def test_the_rank_that_contributed_first_is_blamed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         (text,) = [text for kind, _, text in rank["accumulated"]["events"] if kind == "trap"]
-        assert "; rank 1 contributed what is not finite" in text.partition("\n")[0]
+        assert "; rank 1 contributed NaN or Inf" in text.partition("\n")[0]
 
 
 def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(

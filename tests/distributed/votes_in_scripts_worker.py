@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -94,20 +94,21 @@ def experts() -> dict[str, Any]:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     torch.manual_seed(0)
-    net = nn.ModuleDict({"trunk": nn.Linear(4, 4), "expert": nn.Linear(4, 4)})
-    trunk = DistributedDataParallel(net["trunk"])
+    layer = nn.Linear(4, 4)
+    net = nn.ModuleDict({"trunk": layer, "expert": nn.Linear(4, 4)})
+    trunk = DistributedDataParallel(layer)
     expert = DistributedDataParallel(net["expert"], process_group=groups[rank])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     moved = []
     with gradsurgeon.apply(net, trap(), optimizer=optimizer) as session:
         for step in range(4):
-            hidden = trunk(torch.ones(2, 4))
-            out = expert(hidden) if (step + rank) % 2 else hidden
+            hidden: Tensor = trunk(torch.ones(2, 4))
+            out: Tensor = expert(hidden) if (step + rank) % 2 else hidden
             (out * (NAN if step == 2 and rank == 1 else 1.0)).sum().backward()
-            before = net["trunk"].weight.detach().clone()
+            before = layer.weight.detach().clone()
             optimizer.step()
             optimizer.zero_grad()
-            moved.append(not torch.equal(before, net["trunk"].weight))
+            moved.append(not torch.equal(before, layer.weight))
         events = [(event.kind, event.step, event.message) for event in session.events]
     return {"moved": moved, "error": "", "events": events}
 
@@ -127,7 +128,7 @@ def giving_up() -> dict[str, Any]:
     """Let one rank trip after the other, each once or twice."""
     script = Script(give_up_after=3)
     for step in range(4):
-        script.local(spoilt=step and dist.get_rank() == step % 2)
+        script.local(spoilt=step > 0 and dist.get_rank() == step % 2)
         script.update()
     return script.told()
 
@@ -158,7 +159,8 @@ def begun_anew() -> dict[str, Any]:
     script.update()
     dist.barrier()
     dist.destroy_process_group()
-    store = dist.FileStore(f"{sys.argv[1]}.store", 2)
+    distributed: Any = dist
+    store = distributed.FileStore(f"{sys.argv[1]}.store", 2)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
     script.ddp = DistributedDataParallel(script.net)
     for step in range(3):
