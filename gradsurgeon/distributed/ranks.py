@@ -23,7 +23,7 @@ PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class StopReason:
     """What one rank has to say to the others about a step."""
 
     rank: int

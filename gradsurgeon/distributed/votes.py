@@ -164,6 +164,17 @@ class Voter:
                 self.close()
         return self._decisions.get(number)
 
+    def begins(self, topic: str) -> bool:
+        """Tell whether the ranks meet over a topic at this update for the first time. Alike on all that come to it."""
+        if self.is_over:
+            return False
+        try:
+            begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
+        except RuntimeError as error:
+            self._end(error)
+            return False
+        return bool(begun == str(self._passes).encode())
+
     def meet(self, value: object, limit: float) -> dict[int, Any]:
         """Return what the ranks have that come here as well within a time, the same on all of those.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed.ranks import FINE, RAISE, Cause
+from gradsurgeon.distributed.ranks import FINE, RAISE, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
@@ -97,7 +97,7 @@ class Conclusions:
         self._context.event_log.emit(
             "trap" if raised else "skipped-step", text, **where, quiet=raised
         )
-        cause = Cause(told.rank, told.rule, told.name, text, diagnosis)
+        cause = StopReason(told.rank, told.rule, told.name, text, diagnosis)
         return _decided(told.severity, cause, step)
 
     def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
@@ -106,7 +106,7 @@ class Conclusions:
 
     def _tell(
         self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
-    ) -> Cause:
+    ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` contributed NaN or Inf to an average."""
         context, report = self._context, trip.report.caused_by(ranks)
         head = self.head(step, trip, ranks)
@@ -122,7 +122,7 @@ class Conclusions:
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
-        return Cause(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
+        return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
 
 
 def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
@@ -138,7 +138,7 @@ def _is_nonfinite(decision: Decision | Spikes) -> bool:
     return isinstance(decision, Decision) and decision.statistic == NONFINITE
 
 
-def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
+def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:
     if severity < RAISE:
         return StepDecision(skip=True, cause=cause)
     return StepDecision(error=cause.error(step), cause=cause)

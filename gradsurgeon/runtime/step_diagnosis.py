@@ -60,6 +60,10 @@ class StepDiagnosis:
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
             self.pending -= asked
+            # The ranks met for some rules before, at an update that this one left out: nobody comes for those again.
+            asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
+            if not asked:
+                return {}
             diagnosis = self._among_ranks(list(reports.values()), step, scale, heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
         diagnoses = {}

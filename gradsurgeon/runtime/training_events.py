@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from gradsurgeon.distributed.ranks import Cause
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -73,7 +73,7 @@ class StepDecision:
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
     # What led to it, for ranks that have seen nothing.
-    cause: Cause | None = None
+    cause: StopReason | None = None
 
 
 # Nothing keeps the optimizer from what it is about to do.

@@ -9,6 +9,8 @@ import pytest
 from ranks import run_ranks
 
 pytestmark = pytest.mark.cover_children
+# Seconds that ranks wait for one another's diagnosis.
+LIMIT = 10
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,14 @@ def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
         assert found["moved"] == [False]
         assert [kind for kind, *_ in found["events"]] == ["skipped-step"]
         assert "rank 1 trapped, and all ranks skip the step" in found["events"][0][2]
+
+
+def test_ranks_wait_for_one_diagnosis_and_not_for_the_next(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["missed_meeting"] for rank in ranks)
+    assert (one["moved"], other["moved"]) == ([True, False, False], [True, False])
+    # Rank 0 waits for rank 1 once, and rank 1 for nobody.
+    assert one["took"] < LIMIT + 6
+    assert other["took"] < LIMIT + 6
 
 
 def test_votes_go_on_in_process_groups_that_are_made_anew(ranks: list[dict[str, Any]]) -> None:

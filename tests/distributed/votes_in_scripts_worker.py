@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -152,6 +153,19 @@ def repaired() -> dict[str, Any]:
     return script.told()
 
 
+def missed_meeting() -> dict[str, Any]:
+    """Let a trap with forensics trip twice; rank 1 leaves out the update of the first trip."""
+    script = Script(forensics=True)
+    began = time.monotonic()
+    for step in range(3):
+        script.local(spoilt=step > 0 and dist.get_rank() == 0)
+        if step == 1 and dist.get_rank() == 1:
+            script.optimizer.zero_grad()
+            continue
+        script.update()
+    return {**script.told(), "took": time.monotonic() - began}
+
+
 def begun_anew() -> dict[str, Any]:
     """Destroy the process groups and make them anew, with another store."""
     script = Script()
@@ -179,6 +193,7 @@ def main() -> dict[str, Any]:
         giving_up,
         accumulated,
         repaired,
+        missed_meeting,
         begun_anew,
     )
     return {part.__name__: part() for part in parts}
