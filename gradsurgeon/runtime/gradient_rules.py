@@ -40,7 +40,7 @@ class GradientSnapshot:
     def arrived(self) -> list[list[int]]:
         """Return all tensors that the pass reached, in the order in which their gradients came.
 
-        Tensors of unknown relative order share a list; -1 stands for a leaf that is no parameter of the model.
+        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
         """
         if self.done.graph is not None:
             by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}

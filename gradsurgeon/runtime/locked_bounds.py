@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost, RunningStatistic
 
-# With the options of the papers, healthy series also have long rows: the longest row in 2,000 updates has a median
-# length of 98 for `times`. But there the bound follows the norms, or is close to the least of them.
+# With the options of the papers, healthy series also have long rows. For `times`, the longest row in 2,000 updates
+# has a median length of 98. But there the bound follows the norms, or is close to the least of them.
 _LONG = 100
 LOOK_EVERY = 50
 # A bound that needs more further updates than this will not catch up in time.
