@@ -1,7 +1,7 @@
-"""What is called around each backward pass, without a frame on the stack while the pass runs.
+"""Calls functions around each backward pass, without a frame on the stack while the pass runs.
 
 A frame would show in tracebacks out of `backward`, and would move the line that warnings of torch name.
-Torch calls a pair of functions of its own around a pass if it logs the nodes that run. Ours take their place.
+If torch logs the nodes that run, it calls two functions of its own around a pass. Our functions replace them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gradsurgeon._patching import Patch
 
 _uncompiled = _torch.uncompiled("gradsurgeon watches backward passes")
 _graph: Any = torch.autograd.graph
-# The function that all backward passes of Python go through.
+# Every backward pass that Python starts calls this function.
 _NAME = "_engine_run_backward"
 _CODE = getattr(_graph, _NAME).__code__
-# It asks a logger whether to log. If so, it calls this before the pass, and after the pass what this has returned:
-# torch 2.1 and all that came later do so.
+# `_engine_run_backward` asks a logger whether to log. If so, it calls this function before the pass, and the
+# function that this one returned after the pass. Torch 2.1 and all later releases do so.
 _LOG_NODES = "_register_logging_hooks_on_whole_graph"
 _logs_nodes = {"log", "getEffectiveLevel", _LOG_NODES} <= {*_CODE.co_names} and {
     "args",
@@ -40,9 +40,9 @@ class BackwardCall:
 
     Attributes:
         outputs: the tensors or edges at which the pass begins.
-        makes_graph: whether its gradients get a graph of their own.
-        inputs: the only leaves that are to get gradients, empty for all.
-        accumulates: whether it is a `backward()`, and not a `torch.autograd.grad()`.
+        makes_graph: whether the gradients get a graph of their own.
+        inputs: the only leaves that get gradients, empty for all leaves.
+        accumulates: True for a `backward()`, False for a `torch.autograd.grad()`.
     """
 
     outputs: Sequence[Any]
@@ -57,29 +57,29 @@ Around = Callable[[BackwardCall], AbstractContextManager[None]]
 _before: list[Before] = []
 _around: list[Around] = []
 _installed: list[ExitStack] = []
-# The passes that run, without passes inside of another one.
+# The running passes, without passes that run inside another pass.
 _running: list[BackwardCall] = []
 
 
 def before(call: Before) -> Callable[[], None]:
-    """Call a function before each backward pass; return what ends that.
+    """Call a function before each backward pass; return a function that ends this.
 
-    A context that `around` gets from within the function is entered for the same pass.
+    If the function itself calls `around`, the new context is already entered for this pass.
     """
     return _added(_before, call)
 
 
 def around(context: Around) -> Callable[[], None]:
-    """Enter a context before each backward pass and leave it after the pass; return what ends that.
+    """Enter a context before each backward pass and leave it after the pass; return a function that ends this.
 
     Args:
-        context: returns the context of a pass, which gets the exception of a pass that fails.
+        context: returns the context for a pass. If the pass raises, the context gets the exception.
     """
     return _added(_around, context)
 
 
 def asked_for() -> list[Any] | None:
-    """Return the inputs of all `torch.autograd.grad` calls that run; ``None`` while a `backward()` runs."""
+    """Return the inputs of all running `torch.autograd.grad` calls; ``None`` if a `backward()` runs, or no pass."""
     calls = list(_running)
     if not calls or any(call.accumulates for call in calls):
         return None
@@ -106,7 +106,7 @@ def _install() -> ExitStack:
         _graph.log = _AlwaysLogs(_graph.log)
         stack.callback(_put_logger_back)
     else:
-        # Rules must act, even at the price of a frame.
+        # Rules must act, even at the cost of a frame on the stack.
         stack.callback(Patch(torch.autograd, _NAME, _with_a_frame).undo)
     return stack
 
@@ -117,7 +117,7 @@ def _put_logger_back() -> None:
 
 
 class _AlwaysLogs:
-    """The logger of torch that decides whether a pass is logged: it says yes, and stays as it is besides."""
+    """Wraps the torch logger that decides whether a pass is logged: it answers yes and is otherwise unchanged."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
@@ -144,7 +144,7 @@ def _begin(log_nodes: Callable[..., Callable[[], None]], outputs: Sequence[Any])
 
 @_uncompiled
 def _end(stack: ExitStack) -> None:
-    # Torch calls this from a `finally`: the error is of this pass if its traceback begins there.
+    # Torch calls this function from a `finally`: if the traceback of the error begins there, the pass raised it.
     error, engine = sys.exception(), sys._getframe(1)  # noqa: SLF001 # documented
     if error is None or (trace := error.__traceback__) is None or trace.tb_frame is not engine:
         stack.close()

@@ -1,7 +1,7 @@
-"""Functions of torch and Python that are replaced for a while, and how they are put back.
+"""Temporary replacements of functions of torch and Python, and their removal.
 
-A script may put a wrapper of its own over ours. Putting the original back would then take the wrapper
-off as well, so a patch that finds something else in its place stays there and only passes calls on.
+A script may wrap our replacement. Restoring the original would then also remove the wrapper of the script.
+So a patch under such a wrapper stays and only forwards calls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _ABSENT = object()
 
 
 class Patch:
-    """Calls of a function go through ``around``, which is given the function itself, until `undo`."""
+    """Routes calls of a function through ``around`` until `undo`; ``around`` gets the function itself first."""
 
     def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         self._owner = owner
         self._name = name
-        # As it is stored: a class keeps a static method as an object that `getattr` would unwrap.
+        # Read from `vars`: a class stores a static method as an object that `getattr` would unwrap.
         self._stored = vars(owner).get(name, _ABSENT)
         self.original = original = getattr(owner, name)
         self.active = True
@@ -35,9 +35,9 @@ class Patch:
         setattr(owner, name, self._ours)
 
     def undo(self) -> bool:
-        """Put the function back, or only pass calls on where ours was replaced; tell whether it is off.
+        """Restore the function and return True; if a script replaced ours, only forward calls and return False.
 
-        One that only passes calls on can be made ``active`` again.
+        Setting ``active`` turns a patch that only forwards calls on again.
         """
         self.active = False
         if inspect.getattr_static(self._owner, self._name, None) is not self._ours:

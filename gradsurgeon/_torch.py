@@ -1,7 +1,7 @@
-"""The calls of torch that are private, untyped or easily got wrong, wrapped once with types.
+"""Typed wrappers around torch calls that are private, untyped or easy to misuse.
 
-Nothing else in the package uses a private name of torch, but for `_backward_calls`. Each function says how the fact behind it
-is known; the tests hold every one of them against the installed torch.
+Only this module and `_backward_calls` use private names of torch. Each function states the fact that it relies on;
+the tests check every fact against the installed torch.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from torch.utils.hooks import RemovableHandle
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-# Returns the id of the running backward pass, -1 outside of one. As it is, without a function around
-# it: hooks ask for it at every gradient.
+# Returns the id of the running backward pass, -1 outside of a pass. Hooks call it at every gradient,
+# so no Python function wraps it.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 def keeps_graph() -> bool:
-    """Tell, inside a hook, whether another backward pass may go through the same graph."""
+    """Return, inside a hook, whether another backward pass may run through this graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
 
 
 def current_node() -> Any:
-    """Return the node of the graph that this thread is running, ``None`` outside of a backward pass."""
+    """Return the autograd node that this thread is running, ``None`` outside of a backward pass."""
     return torch._C._current_autograd_node()  # noqa: SLF001
 
 
 def node_of(root: Node | Tensor) -> Node:
-    """Return a node as it is, and of a leaf the one that accumulates its gradient."""
+    """Return ``root`` if it is a node, else the node that accumulates the gradient of the leaf ``root``."""
     return get_gradient_edge(root).node if isinstance(root, Tensor) else root
 
 
 def accumulates(param: Tensor) -> bool:
-    """Tell, inside a hook of ``param``, a `backward()` from a `torch.autograd.grad()`.
+    """Return, inside a hook of ``param``, True for a `backward()` and False for a `torch.autograd.grad()`.
 
-    The latter returns gradients and must not see edits. It captures them before the accumulation
-    node would run, and torch refuses to say of such a node whether it will.
+    `grad()` returns gradients and must not see edits. It captures gradients before their accumulation
+    nodes would run, and torch raises if asked whether such a node will run.
     """
     node = get_gradient_edge(param).node
     try:
-        # The answer itself is no use: of a leaf that `backward` was called on it is False.
+        # The answer itself is useless: it is False for a leaf on which the script called `backward`.
         torch._C._will_engine_execute_node(node)  # noqa: SLF001
     except RuntimeError:
         return False
@@ -59,13 +59,13 @@ def accumulates(param: Tensor) -> bool:
 
 
 class Accumulation:
-    """Tells a `backward()` from a `torch.autograd.grad()`, as `accumulates`, and asks once per pass."""
+    """Distinguishes `backward()` from `torch.autograd.grad()`, like `accumulates`, and asks once per pass."""
 
     def __init__(self) -> None:
         self._last = (-1, False)
 
     def runs(self, param: Tensor) -> bool:
-        # Of two threads each goes on with what it has asked itself.
+        # Two threads may run passes: each thread uses the answer that it read itself.
         task, last = graph_task(), self._last
         if last[0] != task:
             self._last = last = (task, accumulates(param))
@@ -73,18 +73,18 @@ class Accumulation:
 
 
 def is_capturing() -> bool:
-    """Tell whether the operations of this stream go into a CUDA graph instead of being run."""
-    # Builds without CUDA have the question, but no answer.
+    """Return whether a CUDA graph captures the operations of this stream, instead of running them."""
+    # Builds without CUDA have the function, but it raises.
     cuda: Any = torch.cuda  # has no types
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Tell whether a tensor is on the meta device, of a trace of `torch.export`, or a batch of `vmap`."""
+    """Return whether a tensor is on the meta device, in a trace of `torch.export`, or a batch of `vmap`."""
     if tensor.is_meta or (type(tensor) is not Tensor and _is_fake(tensor)):
         return True
     functorch = torch._C._functorch  # noqa: SLF001
-    # Transforms inside one another wrap in layers.
+    # Nested transforms wrap a tensor in several layers.
     while functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
@@ -96,14 +96,14 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def in_transform() -> bool:
-    """Tell whether a `torch.func` transform is running: see `aside`."""
+    """Return whether a `torch.func` transform is running: see `aside`."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
 def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
-    """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
+    """Yield the plain tensor under ``tensor``, for work outside of any `torch.func` transform.
 
-    Inside one, torch writes to nothing that was there before, and what is made there dies with it.
+    Inside a transform, torch refuses to write to older tensors, and new tensors die with the transform.
     """
     return _outside_transform(tensor) if in_transform() else nullcontext(tensor)
 
@@ -118,18 +118,18 @@ def _outside_transform(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Tell whether reading a value of ``tensor`` waits for nothing."""
+    """Return whether the host can read a value of ``tensor`` without waiting for a device."""
     return tensor.is_cpu
 
 
 class Stream:
-    """Orders work on memory that is used from several CUDA streams: each waits for the one before."""
+    """Orders work on memory that several CUDA streams use: each stream waits for the previous one."""
 
     def __init__(self) -> None:
         self._last: Any = None
 
     def follow(self, device: torch.device) -> None:
-        """Let the current stream of a device come after the one that was current last time."""
+        """Make the current stream of a device wait for the stream that was current at the last call."""
         if device.type != "cuda":
             return
         cuda: Any = torch.cuda  # has no types
@@ -143,13 +143,13 @@ class Arrival:
     """Copies of 1-dim tensors of one device, on their way to the host."""
 
     def __init__(self, parts: Sequence[Tensor], host: Tensor, event: Any = None) -> None:
-        # Kept until then: memory of another stream must not be given to others before it has been read.
+        # Kept until the copies are done: torch must not reuse the memory of another stream before it is read.
         self._parts = parts
         self._host = host
         self._event = event
 
     def done(self) -> bool:
-        """Tell, without waiting, whether the copies can be read."""
+        """Return, without waiting, whether the copies can be read."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> Sequence[Tensor]:
@@ -161,21 +161,23 @@ class Arrival:
 
 @lru_cache(maxsize=4096)
 def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers, such as positions or lengths, on a device, brought there without waiting."""
-    with torch.inference_mode(mode=False):  # it is used outside as well
-        # A copy from pageable memory is one that waits.
+    """Return numbers, such as positions or lengths, on a device. The host does not wait for the copy."""
+    with torch.inference_mode(
+        mode=False
+    ):  # code outside of inference mode uses the cached tensor too
+        # A copy from pageable memory would wait.
         found = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
         return found.to(device, non_blocking=True)
 
 
 def send(parts: Sequence[Tensor]) -> Arrival:
-    """Begin to copy 1-dim tensors of one device to the host: from CUDA without waiting, else at once."""
+    """Start to copy 1-dim tensors of one device to the host: asynchronously from CUDA, else at once."""
     with torch.no_grad():
         whole = torch.cat(list(parts))
     if whole.device.type != "cuda":
         return Arrival(parts, whole.cpu())
     cuda: Any = torch.cuda  # has no types
-    # A copy to pageable memory is one that waits. Torch keeps pinned memory for the next copy.
+    # A copy to pageable memory would wait. Torch keeps the pinned memory for the next copy.
     host = torch.empty(len(whole), dtype=whole.dtype, device="cpu", pin_memory=True)
     host.copy_(whole, non_blocking=True)
     event = cuda.Event()
@@ -184,41 +186,41 @@ def send(parts: Sequence[Tensor]) -> Arrival:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype and device; those of a lone one may stay where they are."""
-    # Where none needs a view, `torch.cat` takes half the time; where some do, the views take twice as long.
+    """Return the elements of tensors of one dtype and device; a single tensor may share memory with the result."""
+    # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
     if set(map(Tensor.dim, tensors)) == {1}:
         return torch.cat(list(tensors))
-    # DDP fills its buckets with it.
+    # DDP fills its buckets with this function.
     return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
 
 
 def writes(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to; what was made for inference counts none."""
+    """Return how often a tensor was written to, 0 for an inference tensor, which does not count writes."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 # no public name
 
 
 def share_storage(grads: Sequence[Tensor]) -> list[bool]:
-    """Tell of each gradient that has a storage of its own whether another live tensor uses it, too."""
-    # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
+    """Return, for each gradient, whether another live tensor uses its storage; False for a sparse gradient."""
+    # The tensor that a script passes as `backward(gradient=...)` can itself become ``.grad``.
     strided = torch.strided
     return [grad.layout is strided and _users(grad.untyped_storage()) > 2 for grad in grads]  # noqa: PLR2004
 
 
 def _users(storage: torch.UntypedStorage) -> int:
-    # One user is the tensor, one the handle, which counts in all releases only as long as it is held.
+    # The tensor is one user. The handle is another, in all releases only as long as it is held.
     return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
 
 
 def stepping(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer whose step torch shows to hooks: of a wrapper, the one inside it.
+    """Return the optimizer whose step torch shows to hooks: for a wrapper, the optimizer inside it.
 
-    Trainers wrap optimizers in objects that are torch optimizers by type. Some skip the constructor
-    and so have no table of hooks, some share the table of what they wrap; the step that moves
-    weights is that of the wrapped one either way. ``None`` where a wrapper hides it.
+    Trainers wrap optimizers in objects that are torch optimizers by type. Some wrappers skip the constructor
+    and have no table of hooks; others share the table of the wrapped optimizer. In both cases the step of the
+    wrapped optimizer moves the weights. ``None`` if a wrapper hides that optimizer.
     """
     table = vars(optimizer).get("_optimizer_step_pre_hooks")
     for inner in vars(optimizer).values():
-        # The type is asked, not the object: proxies claim to be what they stand for.
+        # `isinstance` would ask the object, and a proxy claims the class of the object that it wraps.
         if issubclass(type(inner), Optimizer) and inner is not optimizer:
             theirs = vars(inner).get("_optimizer_step_pre_hooks")
             if table is None or theirs is table:
@@ -227,14 +229,14 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
 
 
 def hooks_on(param: Tensor) -> int:
-    """Return how many hooks see the gradients that come to a parameter."""
+    """Return how many hooks see the gradients of a parameter."""
     tensor: Any = param
     early, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
     return (len(early) if early else 0) + (len(late) if late else 0)
 
 
 def hooks_of(param: Tensor) -> list[object]:
-    """Return the hooks that see the gradients that come to a parameter."""
+    """Return the hooks that see the gradients of a parameter."""
     tensor: Any = param
     tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
     return [hook for table in tables if table for hook in table.values()]
@@ -242,9 +244,9 @@ def hooks_of(param: Tensor) -> list[object]:
 
 @contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
-    """Let gradients come to parameters past all tensor hooks, which `torch.autograd.grad` would run and apply."""
-    # The table itself is emptied and filled again: in the place of another one hooks that are registered or
-    # removed meanwhile would be lost.
+    """Disable all tensor hooks of parameters, which `torch.autograd.grad` would otherwise run and apply."""
+    # The tables are emptied and refilled, not exchanged: a hook that is registered or removed meanwhile
+    # must reach the table of the parameter.
     kept = []
     for param in params:
         table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
@@ -262,10 +264,10 @@ def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Put a hook on a parameter that runs before all that are there."""
+    """Register a hook on a parameter that runs before all existing hooks."""
     handle = register_hook(param, hook)
     table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
-    # Moving an entry to the front has no effect on what torch has of the table.
+    # Torch reads the table at each call, so moving an entry to its front is enough.
     others = {number: other for number, other in table.items() if number != handle.id}
     if others:
         table.clear()
@@ -275,7 +277,7 @@ def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
 
 
 def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let writes to tensors, which put back what is there, go unnoticed by graphs that have saved them."""
+    """Hide writes that restore the content of tensors from graphs that saved these tensors."""
     if not tensors:
         return nullcontext()
     preserve: Any = cast("Any", torch.autograd)._unsafe_preserve_version_counter  # noqa: SLF001 # no public word
@@ -283,8 +285,8 @@ def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[Non
 
 
 def reinstall_hooks(param: Tensor) -> None:
-    """Bring the hooks of a parameter back to life after its content was swapped with another tensor."""
-    # The tables stay, but nothing calls them any more; assigning them makes torch install them anew.
+    """Reactivate the hooks of a parameter after its content was swapped with another tensor."""
+    # A swap keeps the tables, but torch no longer calls them; assigning a table makes torch install it again.
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(param, table, None)) is not None:
             setattr(param, table, hooks)
@@ -308,14 +310,14 @@ def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None])
 def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     """Return a decorator for functions that `torch.compile` must neither trace nor compile.
 
-    What `torch.compiler.disable` does, without the seconds that it takes to import the compiler, which
-    a script that compiles nothing must not pay for. Torch makes a text of ``reason`` when it needs one.
+    `torch.compiler.disable` does this too, but it imports the compiler, which takes seconds. A script that
+    compiles nothing must not pay for the import. Torch calls `str` on ``reason`` when it needs the text.
     """
 
     def mark(function: _Function) -> _Function:
-        # Frames of this function are run as they are, and so are all that they call.
+        # The compiler runs frames of this function unchanged, and all frames that they call.
         _skip_frames(function, callees="SKIP")
-        # Tracers that come upon a call of it stop here.
+        # A tracer that reaches a call of this function stops there.
         cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
         cast("Any", function)._torchdynamo_disable_msg = reason  # noqa: SLF001
         return function
@@ -324,7 +326,7 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
 
 
 def compile_within_caller(function: Callable[..., Any]) -> None:
-    """Let a function be part of the graph of who calls it, but never become a graph of its own."""
+    """Allow `torch.compile` to inline a function into its caller, but never to compile it alone."""
     _skip_frames(function, callees="DEFAULT")
 
 
@@ -336,10 +338,10 @@ def _skip_frames(function: Any, *, callees: str) -> None:
 
 
 def forget_compiled_code() -> bool:
-    """Let `torch.compile` compile or reject everything anew; tell whether there was compiled code.
+    """Drop all compiled code, so `torch.compile` compiles or rejects it again; return whether there was any.
 
-    Other than `torch.compiler.reset` this keeps everything that is not compiled code. The compiler is not
-    imported for it.
+    Unlike `torch.compiler.reset`, this keeps everything except compiled code, and does not import
+    the compiler.
     """
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
@@ -355,10 +357,10 @@ def forget_compiled_code() -> bool:
 
 
 class _Copied:
-    """What copies and saved files get of a table of hooks: the entries that are not ours.
+    """Reduces a table of hooks, for copies and saved files, to the entries of the script.
 
-    It stands on the table itself as ``__reduce__``, so that the table remains the very one that handles
-    of the script hold, of the type that torch and its compiler expect.
+    The object is the ``__reduce__`` attribute of the table. So handles of the script keep referring to this
+    table, and its type stays the type that torch and its compiler expect.
     """
 
     def __init__(self, table: OrderedDict[int, Any]) -> None:
@@ -385,7 +387,7 @@ def leave_behind(handle: RemovableHandle) -> None:
 
 
 def take_off(handle: RemovableHandle) -> None:
-    """Take a hook off its module, and with the last of ours what kept it out of copies."""
+    """Remove a hook from its module; the last hook of ours also removes the ``__reduce__`` of the table."""
     tables = _tables(handle)
     handle.remove()
     for table in tables:

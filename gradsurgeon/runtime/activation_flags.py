@@ -1,4 +1,4 @@
-"""What traps saw of module tensors and tags, kept on the device until the next update decides."""
+"""Flags of non-finite module tensors and tags, kept on the device until the next update decides."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.measure import read
 
-# A long validation between two updates must not pile up flags without end.
+# Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
 
 
 @dataclass(slots=True)
 class Flag:
-    """The number of non-finite elements of one tensor at the moment it existed."""
+    """The number of non-finite elements of one tensor when the tensor came into being."""
 
     rule: Rule
     name: str
     counter: Callable[[], StepCounter]
-    # A number where it could be read without waiting.
+    # An int if the host could read it without waiting.
     count: Tensor | int
-    # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
+    # Whether the tensor takes part in an update: a gradient always does, a value once a backward pass reaches it.
     fed: bool
-    # Of a value: what stays as long as a backward pass can come back to it.
+    # For a value: an object that lives as long as a backward pass can reach the value.
     graph: weakref.ref[object] | None = None
-    # A leaf, such as a batch, in a forward that is trained through: no hook waits for it, and the next pass
-    # tells.
+    # True for a leaf, such as a batch, in a forward pass with gradients. No hook is on a leaf, so the next
+    # backward pass decides.
     waits: bool = False
 
     @property
@@ -44,33 +44,33 @@ class Flag:
 
     @property
     def can_feed(self) -> bool:
-        """Whether a backward pass can still come back to the tensor."""
+        """Whether a backward pass can still reach the tensor."""
         return self.waits or (self.graph is not None and self.graph() is not None)
 
 
 class Flags:
-    """All flags since the last update, in the order in which the tensors appeared."""
+    """All flags since the last update, in the order in which their tensors appeared."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
         self._flags: list[Flag] = []
         self._most = _MOST
-        # The last of each rule and tensor that a forward pass has left.
+        # The latest flag of a forward pass, by rule and tensor.
         self._last: dict[tuple[str, str], Flag] = {}
 
     def passed(self) -> None:
-        """Take notice of a backward pass: the forward pass before it feeds an update."""
+        """Note a backward pass: the forward pass before it feeds an update."""
         for flag in self._flags:
             flag.fed |= flag.waits
 
     def is_known(self, rule: str, name: str) -> bool:
-        """Tell whether the forward pass that is now run again has left a flag that can feed an update."""
-        # Reentrant checkpointing runs it without gradients first.
+        """Return whether the original run of a recomputed forward pass left a flag that can feed an update."""
+        # Reentrant checkpointing runs the forward pass without gradients first: such flags can feed none.
         last = self._last.get((rule, name))
         return last is not None and (last.fed or last.waits or last.graph is not None)
 
     def add(self, flag: Flag, *, again: bool = False) -> None:
-        """Note a flag, ``again`` where a forward pass is run again inside a backward pass."""
+        """Add a flag; ``again`` if a forward pass is run again inside a backward pass."""
         if not again:
             self._last[flag.key] = flag
         if len(self._flags) >= self._most:
@@ -81,17 +81,17 @@ class Flags:
         kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
         self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
         self._flags = kept
-        # A model may have more modules than `_MOST`.
+        # The bound grows, because a model may have more modules than `_MOST`.
         self._most = max(_MOST, 2 * len(kept))
 
     def raised(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
-        """Return the flags that an update will have to answer for, as far as they have come, with their counts."""
+        """Return, with their counts, the flags so far that the next update must judge."""
         return _counted(f for f in self._flags if f.fed and f.counter() in (counter, common))
 
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
-        """Return the flags that an update has to answer for, with their counts. Reads the device once.
+        """Remove and return, with their counts, the flags that an update must judge. Reads the device once.
 
-        Modules that no optimizer owns go by the ``common`` counter: whichever update comes next answers.
+        Modules that no optimizer owns use the ``common`` counter: the next update of any optimizer judges them.
         """
         self._last.clear()
         if not self._flags:
@@ -114,8 +114,8 @@ class Flags:
         for flag, count in dropped:
             if count:
                 text = (
-                    f"the {flag.what} of {flag.name} was not finite (elements: {count:,}) in a forward that fed "
-                    "no update: no trap"
+                    f"the {flag.what} of {flag.name} was non-finite (elements: {count:,}) in a forward pass that fed "
+                    "no update: the trap ignored it"
                 )
                 rule, step = flag.rule.id, flag.counter().step
                 self._event_log.emit("notice", text, rule=rule, step=step, name=flag.name)

@@ -1,4 +1,4 @@
-"""What rules do to the values and gradients of activations: tensors of modules, and tagged ones."""
+"""Runs rules on the values and gradients of activations: module tensors and tagged tensors."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
-    "is_grads_batched; the meta device; torch.export at its trace): nothing was measured or edited there; "
+    "is_grads_batched; the meta device; a trace of torch.export): the rule neither measured nor edited it; "
     "compute this part in a loop, and export the model after session.remove()"
 )
 _SHARDED = (
-    "measured nothing of a tensor that is divided over ranks (a DTensor): the whole of it would take a collective "
-    "in the middle of a forward or backward pass; log another module, or let this one return its part "
-    "(`use_local_output=True`)"
+    "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "
+    "collective in the middle of a forward or backward pass; log another module, or make this module return its "
+    "shard (`use_local_output=True`)"
 )
 
 
 class NamedRule(NamedTuple):
-    """A rule, and what it calls the tensor that it acts on in records and messages."""
+    """A rule, and the name of its tensor in records and messages."""
 
     rule: Rule
     name: str
 
 
 class Due(NamedTuple):
-    """The rules that act at one moment, in file order: on the value of a tensor, then its gradient."""
+    """The rules that act in one call, in file order: on the value of a tensor, and on its gradient."""
 
     values: tuple[NamedRule, ...]
     grads: tuple[NamedRule, ...]
 
 
 class ModuleSchedule:
-    """Which of the rules at one place act in a step: asked in every call, worked out when it changes."""
+    """Returns the rules of one module or tag that act in a step, and computes them only when they change."""
 
     def __init__(
         self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
@@ -59,13 +59,13 @@ class ModuleSchedule:
         self.owner = owner
         # Whether a rule names one tensor of a structure.
         self.has_paths = any(rule.ref.path for rule in rules)
-        # What the tensor of a rule is takes longer to work out than to act on a small one.
+        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
         self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
         self._counters = counters
         self._known = _Span(counters.of(owner), counters.all.version, range(0), training=True)
 
     def now(self, *, training: bool) -> tuple[Due | None, int]:
-        """Return what is due, ``None`` for nothing, and the step. Most calls only compare two numbers."""
+        """Return the due rules, or ``None``, and the step. Most calls only compare two numbers."""
         counter, version, steps, trains, due = self._known
         step = counter.step
         if step in steps and version == self._counters.all.version and training is trains:
@@ -90,7 +90,7 @@ class ModuleSchedule:
 
 
 class _Span(NamedTuple):
-    """What is due in successive steps of a counter, as long as the counters are of this version."""
+    """The due rules in successive steps of a counter, valid for one version of the counters."""
 
     counter: StepCounter
     version: int
@@ -100,9 +100,9 @@ class _Span(NamedTuple):
 
 
 class ModuleCounters:
-    """The step counter of each module: that of the optimizer which owns its first parameter.
+    """Looks up the step counter of a module: the optimizer that owns its first parameter has this counter.
 
-    It can become known as late as after the forward pass, so that whoever needs it asks anew.
+    The owner may become known only after the forward pass, so callers ask each time.
     """
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
@@ -110,33 +110,33 @@ class ModuleCounters:
         self._first_params: dict[str, int] = {}
         for number, name in enumerate(param_names):
             while name:
-                name = name.rpartition(".")[0]  # noqa: PLW2901 # that of the module around it
+                name = name.rpartition(".")[0]  # noqa: PLW2901 # the name of the parent module
                 self._first_params.setdefault(name, number)
 
     def of(self, module: str) -> StepCounter:
         if not self._first_params:
             return self.all.common
-        # A module without parameters goes by the first one of the model.
+        # A module without parameters uses the first parameter of the model.
         return self.all[self._first_params.get(module, 0)]
 
 
 @dataclass(eq=False)
 class ActivationRules:
-    """Runs rules on activations. Each has an owner: the module whose step counter counts."""
+    """Runs rules on activations. Each activation has an owner: the module whose step counter applies."""
 
     context: Context
     passes: BackwardWatch
     counters: ModuleCounters
-    # The rules that have edited a tensor, by id.
+    # The ids of the rules that edited each tensor.
     _edited: MutableMapping[Tensor, set[str]] = field(default_factory=WeakTensorKeyDictionary)
-    # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
+    # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
     lock: RLock = field(default_factory=RLock)
 
     def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int) -> Tensor:
-        """Run rules on the value of a tensor of any shape and dtype; return the one to go on with."""
+        """Run rules on the value of a tensor of any shape and dtype; return the value that replaces it."""
         if not rules or self.is_unreadable(tensor, rules, owner):
             return tensor
-        # Checkpointing runs forward again inside backward: edits must repeat, records must not.
+        # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
         out = tensor
         with self.lock:
@@ -144,7 +144,7 @@ class ActivationRules:
                 if self._is_unfit(out, rule, name, owner):
                     continue
                 if isinstance(rule, EditRule):
-                    # Ids and masks are values too, but nothing that a bound or a factor is meant for.
+                    # Token ids and masks are values too, but bounds and factors make no sense for them.
                     if is_numeric(out) and not self.has_edited(rule, out):
                         out = self._edit(rule, out, None if again else step, None, is_grad=False)
                         self.mark_edited(rule, out)
@@ -157,11 +157,11 @@ class ActivationRules:
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
         if self.is_unreadable(grad, rules, owner):
             return grad
-        # The pass that trains comes after those that take the gradients of single losses: edits must repeat,
-        # records must not.
+        # Passes of single losses come before the training pass. Edits must act in all of these passes;
+        # records come from the training pass alone.
         again = is_taken()
         with self.lock:
-            # A session without rules on parameters learns from this that a backward pass is running.
+            # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
             out, scale = grad, self.context.scaling.scale
             step = self.counters.of(owner).step
@@ -175,17 +175,17 @@ class ActivationRules:
         return out if self.context.mode == "act" else grad
 
     def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
-        """Tell whether rules have to leave a tensor alone that has no numbers to read; say so once."""
+        """Return whether a tensor has no numbers to read, so rules leave it alone; warn once."""
         unreadable = _torch.is_unreadable(tensor)
         if unreadable:
             self.warn("unreadable", _UNREADABLE, rules, owner)
         return unreadable
 
     def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
-        """Tell whether a rule has to leave a complex tensor alone, which of parameters is known before."""
+        """Return whether a rule must leave a complex tensor alone; for parameters, binding checks this."""
         if not tensor.is_complex() or not (reason := rule.complex_problem()):
             return False
-        text = f"left {name} alone: {reason}; leave it out by `exclude`"
+        text = f"left {name} alone: {reason}; `exclude` it from the rule"
         self.warn("complex", text, [NamedRule(rule, name)], owner)
         return True
 
@@ -195,19 +195,19 @@ class ActivationRules:
             self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
-        """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
-        # A container returns the tensor of its last child; a rule that matches both acts once.
+        """Return whether a rule already edited this tensor object, or will edit its gradient."""
+        # A container returns the tensor of its last child; a rule that matches both must act once.
         return isinstance(rule, EditRule) and rule.id in self._edited.get(tensor, ())
 
     def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
-        # Weak references on parameters break the conversion of a model by swapping tensors.
+        # Weak references to parameters would break a model conversion that swaps tensors.
         if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
             self._edited.setdefault(tensor, set()).add(rule.id)
 
     def _edit(
         self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None, *, is_grad: bool
     ) -> Tensor:
-        """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
+        """Return an edited value or gradient. ``step`` is ``None`` to repeat an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
             event_log.count_fired(rule.id, step)
@@ -221,7 +221,7 @@ class ActivationRules:
             with torch.no_grad(), _torch.aside(tensor) as plain:
                 changed = changes(edit, unscaled(plain, scale))
                 event_log.count_changed(rule.id, changed)
-            # What comes out as it is need not be written; autograd has to know of an edit of a value.
+            # An unchanged gradient is returned as it is. For a value, autograd must record the edit.
             if changed is False and is_grad:
                 return tensor
         return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
@@ -229,7 +229,7 @@ class ActivationRules:
     def _observe(
         self, rule: Rule, name: str, tensor: Tensor, owner: str, step: int, *, is_grad: bool
     ) -> None:
-        if isinstance(rule, CaptureRule):  # counts by itself
+        if isinstance(rule, CaptureRule):  # `keep` counts the firing
             with _torch.aside(tensor) as plain:
                 self.context.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
@@ -237,7 +237,7 @@ class ActivationRules:
                 if _dist.is_sharded(tensor):
                     self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
                     return
-                # Asked here: to enter a context takes a third of the time of copying a small tensor.
+                # Entering a context takes a third of the time of copying a small tensor, so it is avoided.
                 if _torch.in_transform():
                     with _torch.aside(tensor) as plain:
                         self.context.recorder.observe(rule, name, step, plain.detach())
@@ -256,7 +256,7 @@ class ActivationRules:
             bad = _numbers.nonfinite(_dist.local(plain))
         flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
         if not flag.fed and torch.is_grad_enabled():
-            # On a leaf the hooks of all passes would stay.
+            # A leaf gets no hook: the hooks of all passes would pile up on it.
             if tensor.requires_grad and not tensor.is_leaf:
                 feeds = FeedsHook(flag)
                 flag.graph = weakref.ref(feeds)
@@ -267,7 +267,7 @@ class ActivationRules:
 
 
 class FeedsHook:
-    """Tensor hook that tells a trap that a value takes part in a backward pass."""
+    """Tensor hook that marks a trap's flag once the flagged value takes part in a backward pass."""
 
     __torch_unserializable__ = True
 

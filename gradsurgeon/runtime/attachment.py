@@ -1,4 +1,4 @@
-"""A plan attached to a model: what the registry and the launcher deal with, and a `Session` shows."""
+"""A plan attached to a model: the object behind a `Session`, used by the registry and the launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """Rules acting on one model, until `remove()`. It reaches the model weakly, and lives as long as its modules."""
+    """Rules that act on one model until `remove()`. It refers to the model weakly and lives as long as its modules."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Attachment:
         program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
-        # Optimizers and scaler are reached weakly once the hooks are on.
+        # Optimizers and scaler are only held weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
         matched = [len(plan.of(rule.id)) for rule in rules]
         event_log = EventLog(rules, matched, options.on_event)
@@ -68,7 +68,7 @@ class Attachment:
         self.controller = Controller(model, self.context, plan, options)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
-        # Of the modules with parameters that have outlived the model.
+        # Finalizers of the modules with parameters that outlived the model.
         self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
 
     def _state(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Attachment:
         return self.context.counters.latest
 
     def attach(self, removed: Callable[[], None]) -> None:
-        """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
+        """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
         try:
             self.controller.attach()
             compile_support.begin(self.context.program, self.context.event_log, self.step)
@@ -91,7 +91,7 @@ class Attachment:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Let no rule act, and nobody look for exchanged parameters, while a step is run again."""
+        """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
         paused, self.context.paused = self.context.paused, True
         try:
             with self.context.parameters.lock:
@@ -110,22 +110,22 @@ class Attachment:
                     text = self.controller.why_never(due, cause)
                     self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
                 for of, loss in self.controller.losses.never_given():
-                    text = f"no gradsurgeon.backward gave the loss {printable(loss)} until the end"
+                    text = f"no call of gradsurgeon.backward gave the loss {printable(loss)}"
                     self.context.event_log.emit("never-fired", text, rule=of.id, step=self.step)
-            finally:  # a warning that the script has made an error leaves nothing behind
+            finally:  # also if the script turns a warning into an error
                 self._close(at=self.step)
 
     def discard(self) -> None:
-        """Take everything off, the files of the records included: another session takes its place."""
+        """Remove everything, also the record files: another session takes the place of this session."""
         if not self.removed:
             self.context.recorder.discard()
             self._close()
 
     def model_gone(self) -> bool:
-        """Go on as long as some module with parameters lives without the model; tell whether there are such."""
+        """Continue on modules with parameters that outlive the model; return False if no such module is left."""
         if not self.removed:
-            # It still has those that go with it.
-            owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # they are looked up there
+            # `controller.modules` still lists modules that are dying with the model.
+            owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # where torch keeps them
             for owner in owners:
                 table = owner._parameters  # noqa: SLF001 # as above
                 finalizer = weakref.finalize(owner, self._owner_gone, table)
@@ -146,7 +146,7 @@ class Attachment:
         self.removed = True
         for owner in self._owners.values():
             owner.detach()
-        # From the last one to the first, each whatever happens to the others: Ctrl-C may come in any of them.
+        # An exit stack runs every callback, last to first, even if Ctrl-C interrupts one of them.
         with ExitStack() as stack:
             if self._when_removed is not None:
                 stack.callback(self._when_removed)

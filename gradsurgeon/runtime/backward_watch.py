@@ -1,6 +1,6 @@
-"""Backward passes: which gradients they have left, and what hooks saw of them on the way.
+"""Backward passes: which gradients a pass left, and which facts hooks collected during the pass.
 
-What a pass has reached is told by the gradients before and after it, so that no parameter
+Comparing the gradients before and after a pass shows which parameters the pass reached, so no parameter
 needs a hook for that.
 """
 
@@ -24,13 +24,13 @@ _SETTLED = 4  # passes; by then most optimizers have stepped
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """What hooks saw since the last pass through their model.
+    """The facts that hooks collected since the last pass through their model.
 
     Attributes:
-        order: the tensors in the order in which they got their gradients, where hooks tell it.
+        order: the tensors in the order in which they got their gradients, as far as hooks saw it.
         module: whether a gradient came to the input or output of a module, or to a tag.
         waiting: the tensors on which rules at `backward` can act together once the pass is over, or
-            somebody may use what it has left.
+            once other code may use its gradients.
     """
 
     order: list[int] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
-    """The gradients that are there when a pass begins, with the number of writes to each."""
+    """The gradients that exist when a pass begins, with the number of writes to each."""
 
     grads: dict[int, tuple[Tensor, int]]
     held: dict[int, Tensor]
 
 
 class BackwardWatch:
-    """The backward passes that reach the model of one session.
+    """Watches the backward passes that reach the model of one session.
 
     Args:
-        context: what rules may use while they act.
-        events: told of them.
+        context: the context of the session.
+        events: receives the passes.
     """
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
@@ -69,11 +69,11 @@ class BackwardWatch:
         self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
         self._is_waited_for = True
-        # How many have been looked at.
+        # The number of passes watched so far.
         self._passes = 0
 
     def is_training(self, param: Tensor) -> bool:
-        """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
+        """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
         return self._accumulation.runs(param)
 
     def begin(self, running: RunningPass) -> _Before:
@@ -81,7 +81,7 @@ class BackwardWatch:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)
             if len(training) == 1:
-                # What is left is of a pass that was not watched, as where the session began inside of it.
+                # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
             tensors, grads = self._context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
@@ -96,9 +96,9 @@ class BackwardWatch:
             )
 
     def _can_wait(self, having: Mapping[int, Tensor]) -> set[int]:
-        """Return the tensors of which a pass leaves what it contributes, seen by nobody on its way.
+        """Return the tensors whose gradients will be exactly the contribution of the pass, unseen by other hooks.
 
-        A hook of the script's on one parameter may read the gradients of all.
+        A hook of the script on one parameter may read all gradients, so one such hook rules out every tensor.
         """
         if not self._is_waited_for or self.scaling.in_use or _dist.is_used():
             return set()
@@ -114,10 +114,10 @@ class BackwardWatch:
         return waiting
 
     def act_on_waiting(self, running: RunningPass | None = None) -> None:
-        """Let the rules at `backward` act on the gradients that have come and wait for them.
+        """Run the rules at `backward` on the gradients that arrived and wait for these rules.
 
         Args:
-            running: the pass that is over; without one a pass may go on, as where a hook steps an optimizer.
+            running: the finished pass; ``None`` if a pass may still run, as when a hook steps an optimizer.
         """
         seen = self.seen
         if not seen.waiting:
@@ -125,7 +125,7 @@ class BackwardWatch:
         reached = self._reached(running) if running is not None else None
         if reached == set() or (running is None and len(threads) > 1):
             return
-        # By their hooks, in their order: a part that has not been accumulated yet goes on waiting.
+        # Hooks recorded the arrivals in order. A gradient that is not accumulated yet keeps waiting.
         came = [tensor for tensor in seen.calls if tensor in seen.waiting]
         having = set(self._context.parameters.grads(sorted(came))[0])
         seen.waiting -= having
@@ -138,23 +138,23 @@ class BackwardWatch:
             self._events.contributed(in_order, seen.logged)
 
     def _note_taken(self, tensor: int) -> None:
-        """Let rules act in their hooks from now on where something takes gradients away within the pass."""
+        """Make rules act in their hooks from now on, because other code takes gradients away within a pass."""
         self._is_waited_for = False
         name = self._context.program.names[tensor]
         text = (
-            f"something took the gradient of {name} away before the backward pass was over (a hook on a node "
-            "of its graph): rules at `backward` did not act on it in this pass; from now on they do, as it comes"
+            f"other code, such as a hook on an autograd node, took the gradient of {name} away before the backward pass "
+            "was over: rules at `backward` missed it in this pass; from now on they act as each gradient arrives"
         )
         step = self._context.counters[tensor].step
         self._context.event_log.notice_once("taken", text, step=step, warn=True)
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
-        """Tell of a pass, if it has reached the model.
+        """Report a pass to the events, if it reached the model.
 
         Args:
             running: the pass.
-            before: what `begin` has returned.
-            averaging: the `DistributedDataParallel` wrappers that have averaged in it.
+            before: the result of `begin` for this pass.
+            averaging: the `DistributedDataParallel` wrappers that averaged gradients in the pass.
         """
         with lock:
             reached = self._reached(running)
@@ -167,7 +167,7 @@ class BackwardWatch:
         seen = self._take_seen(reached)
         order = tuple(dict.fromkeys(seen.order))
         if order:
-            # Of a sharded model other parameters stand there when a pass begins: only hooks tell.
+            # A sharded model has other parameters when a pass begins: only hooks see its gradients.
             param = self._context.parameters.param
             tensors = {t for t in tensors if (p := param(t)) is None or not _dist.is_sharded(p)}
         divided = any(map(_dist.is_divided, self._context.parameters.params(order)))
@@ -190,9 +190,9 @@ class BackwardWatch:
         )
 
     def _look_for_dropped(self, running: RunningPass) -> None:
-        """Tell of gradients that hooks of the script have dropped, as optimizers do that update inside backward.
+        """Report gradients that hooks of the script dropped, as optimizers that update inside backward do.
 
-        A walk over the graph is too much for every pass: they are looked for ever more seldom.
+        A walk over the graph is too slow for every pass, so it runs with exponential back-off.
         """
         self._passes += 1
         if self._passes & (self._passes - 1):
@@ -212,9 +212,9 @@ class BackwardWatch:
     def failed(
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
-        """Let rules act on what a pass has left that has raised; forget what hooks have seen of it."""
+        """Run rules on the gradients of a pass that raised; discard the facts that hooks collected."""
         try:
-            # The script may go on with these gradients.
+            # The script may continue with these gradients.
             self.act_on_waiting(running)
         finally:
             seen = self._take_seen(self._reached(running))
@@ -225,9 +225,9 @@ class BackwardWatch:
                 self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
 
     def _reached(self, running: RunningPass) -> set[int] | None:
-        """Return the tensors that a pass reaches, where other threads run passes of their own.
+        """Return the tensors that a pass reaches, if other threads also ran passes.
 
-        ``None`` where there are none, or where the graph knows other leaves than the parameters.
+        ``None`` if only one thread ran passes, or if the leaves of the graph are not the parameters (sharding).
         """
         params = self._context.parameters
         if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
@@ -241,10 +241,10 @@ class BackwardWatch:
         return seen
 
     def end_of_grad(self) -> None:
-        """Tell of gradients that no parameter has got, where rules on modules saw them."""
+        """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
         with lock:
             if training:
-                return  # What hooks have seen may be of a pass that another thread runs.
+                return  # The facts may belong to a pass that another thread runs.
             seen, self.seen = self.seen, Seen()
         if seen.module:
             self._events.backward_finished(BackwardPass(()))
@@ -262,15 +262,15 @@ class BackwardWatch:
 
 
 def _writes(grad: Tensor) -> int:
-    """Return how often autograd has written to a gradient. Only compared across one backward pass."""
-    # Autograd puts another tensor in the place of one that was made for inference.
+    """Return how often autograd wrote to a gradient. Callers compare the number across one backward pass."""
+    # Autograd replaces a gradient that is an inference tensor, so its missing count does no harm.
     return _torch.writes(_dist.local(grad))
 
 
 def _holds_something(grad: Tensor) -> Tensor:
-    # Scripts that zero in place keep the tensor, so that its elements have to be asked.
+    # A script that zeroes gradients in place keeps the tensor, so its elements must be read.
     part = _dist.local(grad)
     with torch.no_grad():
-        # A sparse one cannot be compared, and has elements only where something was.
+        # A sparse tensor cannot be compared with 0; its stored values can.
         values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
         return (values != 0).any()

@@ -1,4 +1,4 @@
-"""Decides on an update after traps have judged it: the report of this rank, and the decision of all ranks."""
+"""Decides on an update after traps judged it: writes this rank's report and takes the decision of all ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Conclusions:
             findings: the findings of the traps of this rank.
             heard: the votes of the ranks.
             scale: the factor of a `GradScaler`.
-            known: whether all ranks have the same findings, whatever their votes were.
+            known: whether all ranks have equal findings, whatever their votes were.
         """
         context, step = self._context, counter.step
         if heard.unanimous and not any(report for _, report in findings):
-            # All have seen it, and it is repaired: by what all of them have run.
+            # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
         trips = self._count(counter, findings, heard)
         if not (trips or heard.objections):
@@ -76,7 +76,7 @@ class Conclusions:
         return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
 
     def _count(self, counter: StepCounter, findings: Sequence[Finding], heard: Heard) -> list[Trip]:
-        """Count in how many updates in a row traps tripped, on whatever rank; a trap that found nothing begins anew."""
+        """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
         trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
         judged = dict.fromkeys(rule for rule, _ in findings)
         absent = [(rule, None) for rule in sorted(elsewhere - judged.keys())]
@@ -101,13 +101,13 @@ class Conclusions:
         return _decided(told.severity, cause, step)
 
     def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
-        """Return the first line of a report; ``ranks`` contributed NaN or Inf to an average."""
+        """Return the first line of a report; ``ranks`` are the ranks that put NaN or Inf into an average."""
         return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
     def _tell(
         self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
     ) -> StopReason:
-        """Emit the report of a trap, and return it; ``ranks`` contributed NaN or Inf to an average."""
+        """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
         context, report = self._context, trip.report.caused_by(ranks)
         head = self.head(step, trip, ranks)
         lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]

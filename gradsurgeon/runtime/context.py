@@ -1,4 +1,4 @@
-"""What the rules of a session may use while they act."""
+"""The state of a session that its rules use while they act."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Mode = Literal["act", "observe"]
 
 
 class Options(NamedTuple):
-    """What `apply` was asked for, and what the launcher asks for besides."""
+    """The options of `apply`, and further options for the launcher."""
 
-    # `None` to look for them, empty where the script updates the weights by hand.
+    # `None` to search for optimizers, empty if the script updates the weights by hand.
     optimizers: Sequence[Optimizer] | None = None
     scaler: GradScaler | None = None
     mode: Mode = "act"
     # The number of the first update.
     start_step: int = 0
-    # The launcher has put the rules on: the script has no session, or one that acts before.
+    # The launcher applied the rules: the script has no session, or its session acts before this one.
     beside: bool = False
-    # Is called with each event; what it raises stops the training.
+    # Is called with each event; an exception from it stops the training.
     on_event: Callable[[Event], object] | None = None
 
 
@@ -50,14 +50,14 @@ class Context:
     event_log: EventLog
     recorder: Recorder
     scaling: Scaling
-    # All of them, those included that match nothing on this rank.
+    # All rules, also rules that match nothing on this rank.
     rules: tuple[Rule, ...]
     mode: Mode = "act"
-    # The launcher has put the rules on: the script has no session.
+    # The launcher applied the rules: the script has no session.
     outside: bool = False
-    # No rule is due until the session goes on. Only ranks that agree ask for it besides.
+    # No rule is due until the session resumes, except while ranks agree to act: see `resting`.
     paused: bool = False
-    # What the model is called, where there are several.
+    # The name of the model, if the process has several.
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -65,25 +65,25 @@ class Context:
         self.captures = self.recorder.captures
         self.flags = Flags(self.event_log)
         self._several = Ranks(self.parameters.params)
-        # As the process was when the last backward pass began.
+        # The ranks of this process when the last backward pass began.
         self.ranks = OneProcess()
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
         self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
-        # Of modules and tags only flags are kept.
+        # For modules and tags the session keeps flags alone, so other statistics are unknown.
         for rule, _ in self.program.site_rules:
             decision = self.decisions.get(rule.id)
             if isinstance(decision, Decision) and decision.statistic != NONFINITE:
                 raise BindError(
                     [
-                        f"rule {rule.id}: a trap on modules and tags can only ask for elements that are not "
-                        f"finite, this one asks for `{decision.statistic}`; use `params`"
+                        f"rule {rule.id}: a trap on modules and tags can only check for non-finite elements, "
+                        f"and this trap checks `{decision.statistic}`; use `params`"
                     ]
                 )
         self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
 
     def meet_ranks(self) -> bool:
-        """Look whether this process has others beside it; tell whether it has."""
+        """Detect whether this process is one of several ranks, and return the answer."""
         if self.ranks is not self._several and _dist.world() > 1:
             self.ranks = self._several
         return self.ranks is self._several
@@ -95,7 +95,7 @@ class Context:
         return NOTHING_DUE if self.paused else self.by_counter.due(counter)
 
     def rests(self, step: int) -> bool:
-        """Tell whether no rule can act at a step, so that what belongs to whom need not be asked anew."""
+        """Return whether no rule can act at a step, so callers can skip the search for changed parameters."""
         if self.by_counter.any_always:
             return False
         program = self.program
@@ -103,7 +103,7 @@ class Context:
 
     @contextmanager
     def resting(self, *, rests: bool) -> Iterator[None]:
-        """Let rules rest for a while, or act although they are paused, as all ranks have agreed."""
+        """Suspend the rules within the context, or run them although paused, as all ranks agreed."""
         paused, self.paused = self.paused, rests
         try:
             yield
@@ -115,25 +115,25 @@ class Context:
         return f"step {step}, rule {rule}{model}"
 
     def refuse_graph_capture(self) -> None:
-        """Refuse to be captured with rules that the replays of a CUDA graph would silence."""
+        """Raise if a CUDA graph is being captured and its replays would silence a rule."""
         if self.paused or not _torch.is_capturing():
             return
         for rule, reason in rules_lost_in_replay(self.program):
             raise GradSurgeonError(
-                f"rule {rule}: a CUDA graph is being captured, whose replays run no Python, and {reason}: "
+                f"rule {rule}: a CUDA graph is being captured, its replays run no Python, and {reason}: "
                 "capture without the rule (session.pause() or remove()), or train without the graph"
             )
         text = (
-            "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
-            "firing and no change, and tell of no norm that is not finite"
+            "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no steps, "
+            "firings or changes, and report no non-finite norms"
         )
         self.event_log.notice_once("cuda-graph", text, step=self.counters.latest)
 
 
 def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
-    """Yield the rules that act in Python, which runs in no replay of a CUDA graph, and the reason."""
+    """Yield each rule that needs Python, which a replay of a CUDA graph does not run, and the reason."""
     for rule in program.rules:
         if not isinstance(rule, EditRule | FreezeRule):
-            yield rule.id, f"`{rule.action}` has to look at each step from Python"
+            yield rule.id, f"`{rule.action}` must read each step from Python"
         elif not rule.steps.always:
-            yield rule.id, "its `steps` are decided in Python"
+            yield rule.id, "Python evaluates its `steps`"

@@ -1,4 +1,4 @@
-"""The controller of a session: what is done when a pass ends or a step begins, and in which order."""
+"""The controller of a session: runs its parts in order when a pass ends or a step begins."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _NOT_MET = (
     "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
-    "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
+    "torch.optim.Optimizer, so torch calls no hook when it steps: pass the optimizer that it wraps"
 )
 
 
@@ -84,13 +84,13 @@ class Controller:
         self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)
         self._search_on = options.optimizers is None
-        # Whether backward passes came and no update has followed yet.
+        # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
         self._steps = 0
         self._unowned = UnownedParams(context)
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
-        # One that the last pass has reached.
+        # A parameter that the last pass reached, in a tuple; empty before the first pass.
         self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
         self.attached = False
@@ -102,7 +102,7 @@ class Controller:
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
             self._kept.attach(model)
-        # From here on they are held weakly.
+        # Popped one by one: from here on the session holds the optimizers weakly.
         while self._given:
             optimizer = self._given.pop(0)
             if self.steps.meet(optimizer) is None:
@@ -116,7 +116,7 @@ class Controller:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules of the model, or those that outlived it."""
+        """The modules of the model, or the modules that outlived it."""
         return list(self._modules if (model := self._model()) is None else model.modules())
 
     def go_last(self) -> None:
@@ -137,7 +137,7 @@ class Controller:
         self.context.paused = True
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
-        """Let gradients be seen that a step has hidden which has raised."""
+        """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self._meet_ranks()
         self.steps.end_failed()
         if reached is None or reached:
@@ -161,7 +161,7 @@ class Controller:
                 with self.manual.in_step(accumulated=accumulated):
                     objections = self.traps.objections(done)
         finally:
-            # In any case: the others may wait for it.
+            # Always cast the vote: other ranks may wait for it.
             self._agreement.cast(done, objections)
         if by_hand:
             try:
@@ -174,7 +174,7 @@ class Controller:
         self._agreement.cast(done, ())
 
     def _see(self, done: BackwardPass) -> tuple[bool, bool]:
-        """Let rules see what a pass has left; tell whether it is a step by hand, and whether it goes on with one."""
+        """Run rules on the gradients of a pass; return whether it is a manual step, and whether it continues one."""
         context = self.context
         if context.ranks.shard_groups(done.tensors):
             context.recorder.shared.passes += 1
@@ -186,7 +186,7 @@ class Controller:
         self.model.arrived.update(done.tensors)
         self._edits.arrived(done.tensors)
         context.flags.passed()
-        # Whose step this pass feeds decides which counter its records go by.
+        # The records of a pass use the counter of the step that the pass feeds.
         by_hand = self._feeds_a_parameter(done) and (
             self.manual.active or not self.expects_update()
         )
@@ -200,11 +200,11 @@ class Controller:
         return by_hand, accumulated
 
     def step_starting(self, step: Step) -> StepDecision:
-        """Do what is due right before an update: the trap decides, then rules at the step edit."""
+        """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
-        # Another rank may have counted more updates, or fewer, so that its rules are due.
+        # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if not (step.inside or due.bound_rules or heard.severity > FINE) and self._is_idle(counter):
             return GOES_ON
         rests = self._agreement.rests(heard)
@@ -227,11 +227,11 @@ class Controller:
             self.spikes.take_back(counter)
         gradients = Gradients(context, due.final, step.scale)
         update = StepContext(counter, due, gradients, heard, step.overflow)
-        # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
+        # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
         stopped = decision.skip or decision.error is not None
         suspicious = self._edits.run(update, acting=not stopped)
-        # By the rules alone, which are those of all ranks: they decide together.
+        # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not stopped:
             decision = self.traps.decide_edited(update, suspicious)
         if decision.skip or decision.error is not None:
@@ -248,7 +248,9 @@ class Controller:
             if context.spikes:
                 self.spikes.update(counter)
             self._count_due_rules(counter)
-            if not step.inside:  # the hooks on this very gradient may still be running
+            if (
+                not step.inside
+            ):  # a step inside backward: hooks on this gradient may still be running
                 self.model.after_step(counter)
         if context.spikes:
             self.spikes.forget(counter)
@@ -259,7 +261,7 @@ class Controller:
         self._kept.updated(lambda: step.inside or self._is_awaited())
         self._steps += 1
         self._lead_common(counter)
-        # Once per pass, however many optimizers step.
+        # Once per pass, even if several optimizers step.
         if self._unstepped and self.model.arrived and self.steps.owned:
             self._tell_of_unowned()
         self._unstepped = False
@@ -270,7 +272,7 @@ class Controller:
             self.traps.skipped_by_scaler(counter, scale)
         finally:
             self.context.flags.forget(counter)
-            # No rule at the step point could fire in a step that did not take place.
+            # The step did not take place, so no rule at `step` could fire.
             self.step_finished(Step(counter), took_place=False)
 
     def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
@@ -279,10 +281,10 @@ class Controller:
         note_dropped_gradients(self.context, unseen, warn=certain)
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
-        """Return the gradients by which a micro-batch is told from a step, and a sum from its addends."""
+        """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = awaits_sum(self.context, held)
         if not (self.steps.owned or self.manual.declared):
-            # Without edits one is enough.
+            # If no rule edits at `step`, one tensor is enough.
             matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
         return matter
 
@@ -297,12 +299,12 @@ class Controller:
         return not self._search_on
 
     def optimizer_found(self) -> None:
-        """Let the first optimizer count: the last pass may have been taken for a step by hand."""
+        """Hand the step count to the first optimizer: the last pass may have counted as a manual step."""
         self._edits.spare(self.manual.withdraw())
 
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
-        """Find out whether a scaler that is to step an optimizer skips the step for overflow."""
+        """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
         begun = self.steps.begun(optimizer)
         with self.context.scaling.steps(scaler, optimizer) as news:
             yield
@@ -313,7 +315,7 @@ class Controller:
         self.context.event_log.raise_raised()
 
     def why_never(self, due: int, cause: str) -> str:
-        """Return what to say in the end of a rule that never fired."""
+        """Return the reason that the summary gives for a rule that never fired."""
         return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
 
     def _count_due_rules(self, counter: StepCounter) -> None:
@@ -323,59 +325,59 @@ class Controller:
         count_due_rules(self.context, counter, of, owned=owned, arrived=self.model.arrived)
 
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
-        """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
+        """Return whether an update can follow a pass; if not, and updates are manual, emit a notice once."""
         if done.tensors:
             return True
         params = self.context.parameters.params()
         if not any(param is not None and param.requires_grad for param in params):
             return True
         event_log = self.context.event_log
-        # Asked once: to look for optimizers after each of many passes would be slow.
+        # Checked once: searching for optimizers after each of many passes would be slow.
         if not (self.manual.declared or event_log.is_noticed("no parameter")) and (
             self.manual.active or not self.expects_update()
         ):
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
-                f"with other tensors, inputs=): it counts as no step; {how_to_tick(self.context)} right before "
-                "each update if the script updates other tensors in their place"
+                "with other tensors, inputs=), so it does not count as a step; if the script updates other tensors "
+                f"instead of the parameters, {how_to_tick(self.context)} right before each update"
             )
             event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
 
     def _is_awaited(self) -> bool:
-        """Tell whether the passes of this step feed another optimizer, which has not stepped yet."""
+        """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
         counters = self.context.counters
         everything = range(len(self.context.program.names))
         return any(
             counter.passes
             for counter in counters.among(everything)
-            # What no optimizer has claimed by now is updated by none.
+            # After `SETTLED` steps, no optimizer updates the parameters of the common counter.
             if counter is not counters.common or self._steps < SETTLED
         )
 
     def _is_idle(self, counter: StepCounter) -> bool:
-        """Tell whether a counter without due rules has nothing else to answer for."""
+        """Return whether a counter without due rules has no flags of modules or tags to judge either."""
         program = self.context.program
         return not (program.modules or program.tags or counter is self.context.counters.common)
 
     def _catch_up(self, step: Step) -> None:
-        """Look at gradients that came before the hooks; say so if none came through them."""
-        # Sharding a model after `apply` replaces all of its parameters; and a session can begin between a
-        # backward pass and the update that it feeds.
+        """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
+        # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
+        # backward pass and the update that the pass feeds.
         counter = step.counter
         if step.inside:
-            # By the end of the pass the script has cleared this gradient.
+            # Measured now: the script clears this gradient before the pass ends.
             having, _ = self.context.parameters.grads(counter.tensors)
             after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
             return
         if counter.passes or self.manual.active:
             return
         having, _ = self.context.parameters.grads(counter.tensors)
-        # The parameters of other optimizers wait for the updates of these.
+        # Early gradients of other optimizers wait for the updates of these optimizers.
         early = self._early.intersection(having)
         self._early -= early
         if early:
-            # A fused optimizer gets them with the scale, any other without.
+            # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self.context, done).items():
                 self.traps.add_snapshot(owner, snapshot)
@@ -383,11 +385,11 @@ class Controller:
             warn_of_missing_pass(self.context, counter, having)
 
     def _lead_common(self, counter: StepCounter) -> None:
-        """Let what no optimizer owns go by the optimizer that is furthest."""
+        """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
         counters = self.context.counters
         common = counters.common
         if counter is common:
-            # An optimizer that takes over from a hand-written update goes on with its count.
+            # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
             self._count_due_rules(common)
@@ -395,7 +397,7 @@ class Controller:
             common.step = counter.step
 
     def _tell_of_unowned(self) -> None:
-        """Say what no optimizer updates, after a last search for one that has not stepped yet."""
+        """Report parameters without an optimizer, after a last search for optimizers that have not stepped yet."""
         if settled := self._unowned.add(self.model.unowned()):
             params = self.context.parameters.params(settled)
             self.steps.search(param for param in params if param is not None)

@@ -1,4 +1,4 @@
-"""The backward passes that run in this process now, and what each of them is for."""
+"""The backward passes that run in this process now, and the purpose of each pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class RunningPass:
     """A backward pass that is running.
 
     Attributes:
-        graph: the graph that it runs through.
+        graph: the graph that the pass runs through.
         makes_graph: whether its gradients get a graph of their own.
-        inputs: the only tensors that it gives gradients; empty for all leaves.
-        tasks: the number that autograd has given it, once that is known.
-        thread: the thread that has begun it.
+        inputs: the only tensors that get gradients; empty for all leaves.
+        tasks: the number that autograd gave the pass, once it is known.
+        thread: the thread that started the pass.
     """
 
     graph: BackwardGraph
@@ -31,27 +31,27 @@ class RunningPass:
     thread: int = field(default_factory=threading.get_ident)
 
     def reaches(self, leaves: Collection[int]) -> bool:
-        """Tell whether it gives a gradient to one of some leaves, by their ids."""
+        """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
         if self.inputs:
             return any(id(tensor) in leaves for tensor in self.inputs)
         return self.graph.reaches(leaves)
 
 
-# The passes of `backward()`, and the passes of `torch.autograd.grad()`.
+# The running passes of `backward()`, and the running passes of `torch.autograd.grad()`.
 training: list[RunningPass] = []
 returning: list[RunningPass] = []
-# The threads that have run backward passes. Autograd writes gradients without holding Python's lock: a thread must not
-# even read what another one is training.
+# The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
+# even read the gradients that another thread is training.
 threads: set[int] = set()
-# Held while gradients are read as long as there is one thread, so that a second thread begins after that.
+# Held while the only thread reads gradients, so a pass in a second thread begins after the read.
 lock = threading.RLock()
-# By thread, the numbers of the passes that take the gradients of single losses there.
+# By thread, the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}
 
 
 @contextmanager
 def taking() -> Iterator[list[int]]:
-    """Let no pass that this thread begins train: each takes the gradients of one loss. Yield their numbers."""
+    """Mark all passes that this thread starts as gradients of one loss, not training; yield their numbers."""
     me = threading.get_ident()
     _taking[me] = tasks = list[int]()
     try:
@@ -61,14 +61,14 @@ def taking() -> Iterator[list[int]]:
 
 
 def tasks_taken() -> list[int] | None:
-    """Return the numbers of the passes that take gradients in this thread, ``None`` where its passes train."""
+    """Return the numbers of the passes that take gradients in this thread, ``None`` if its passes train."""
     return _taking.get(threading.get_ident())
 
 
 def is_taken() -> bool:
-    """Tell, inside a backward pass, whether it only takes the gradients of one loss.
+    """Return, inside a backward pass, whether the pass only takes the gradients of one loss.
 
-    The pass that trains will see its tensors again. Autograd calls hooks in the threads of its devices.
+    The training pass will see the tensors again. All threads are searched: autograd calls hooks in device threads.
     """
     if not _taking:
         return False
@@ -77,9 +77,9 @@ def is_taken() -> bool:
 
 
 def returns_gradients() -> bool:
-    """Tell, inside a backward pass, whether it is one of `torch.autograd.grad()`.
+    """Return, inside a backward pass, whether `torch.autograd.grad()` started the pass.
 
-    The answer is known where a session has rules on tensors that several modules take.
+    The answer is only valid if a session has rules on tensors that several modules share.
     """
     task = _torch.graph_task()
     return any(task in running.tasks for running in list(returning))

@@ -1,4 +1,4 @@
-"""The rules that are due for one step counter in one step: sorted once, and kept until other rules are due."""
+"""The rules that are due for one step counter in one step, sorted once and cached."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Key
 
-# The statistic of `nan-trap`, which norms that are taken anyway tell of.
+# The statistic of `nan-trap`. It costs nothing extra: norms that are measured anyway show NaN and Inf.
 NONFINITE = "nonfinite"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRule:
-    """The tensors of one rule that go by one counter, the series it fills, and what it decides by, if it does."""
+    """The tensors of one rule that share one counter, its record keys, and the statistic that it decides by."""
 
     rule: Rule
     counter: StepCounter
     tensors: tuple[int, ...]
     keys: dict[str, Key]
     decides_by: str
-    # The properties of the rule that are asked in every step.
+    # Properties of the rule, copied because every step reads them.
     edits: bool
     keeps_zero: bool
     may_overflow: bool
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
-        """Return the columns of a record that some of the tensors have, which come in its order."""
+        """Return the columns of some of the tensors in a record; ``tensors`` are in the order of the record."""
         if len(tensors) == len(self.tensors):
             return range(len(tensors))
         column = {tensor: number for number, tensor in enumerate(self.tensors)}
@@ -58,20 +58,20 @@ class DueRules:
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
         self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
-        # Those whose spikes are reported, and not cut.
+        # Spike traps that report spikes instead of cutting them.
         self.reported = [bound for bound in self.spike_traps if not bound.rule.edits]
         self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
-        # Those whose norm after backward somebody reads.
+        # Tensors whose norm after backward a trap or a record reads.
         self.normed = _tensors([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
-        # Those that are judged at the update, or acted on.
+        # Tensors that rules judge or edit at the update.
         self.final = _tensors([*deciding, *at_step])
         self.edited = frozenset(_tensors(b for b in at_step if b.rule.edits))
         self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
         self.bound_rules = (*in_backward, *after, *at_step)
-        # A trap judges the gradients once more after rules that can make finite gradients non-finite.
+        # A trap judges the gradients again after rules that can make finite gradients non-finite.
         self.judged_again = bool(self.traps) and any(b.rule.may_overflow for b in at_step)
-        # Rules for which the host has to know whether an update takes place.
+        # Whether a rule needs the host to know if the update takes place.
         self.ask_host = any(
             isinstance(b.rule, ObserverRule | CaptureRule | TrapRule) and not b.rule.edits
             for b in at_step
@@ -86,7 +86,7 @@ NOTHING_DUE = DueRules((), (), ())
 
 
 class RulesByCounter:
-    """The rules on parameters, divided by the step counter that each parameter goes by."""
+    """The rules on parameters, grouped by the step counter of each parameter."""
 
     def __init__(
         self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision | Spikes]
@@ -104,12 +104,12 @@ class RulesByCounter:
             program.at_step,
         )
         stages = [stage for stages in self._moments for stage in stages]
-        # Most rules act in every step, and need not be asked.
+        # Only the other schedules are evaluated: most rules act in every step.
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
         self.any_always = len(self._schedules) < len(stages)
         self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
         self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
-        self._division = -1  # as of which division among counters
+        self._division = -1  # the version of the counters that the caches are valid for
 
     def due(self, counter: StepCounter) -> DueRules:
         moments, step = self._of(counter), counter.step
@@ -121,7 +121,7 @@ class RulesByCounter:
         return self._due[key]
 
     def any_due(self, step: int) -> bool:
-        """Tell whether a rule is due at a step, on whatever tensors."""
+        """Return whether any rule is due at a step, on any tensor."""
         return self.any_always or any(schedule.due(step) for schedule in self._schedules)
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:

@@ -1,7 +1,7 @@
-"""What an edit comes to on one tensor, found out where looking is free: on the host.
+"""Predicts whether an edit changes a tensor, if the tensor is on the host, where reading it is free.
 
-Most bounds do not bite in most steps. What would come out as it is need not be written, nor be looked
-for other holders of its memory. On a device the answer would be a wait: there every edit runs.
+Most bounds change nothing in most steps. An unchanged tensor need not be written, nor checked for other
+holders of its memory. On a device the prediction would wait for the device, so every edit runs there.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
 def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
-    """Tell whether an edit would change an element; on a device as a 0-dim bool tensor, unread."""
+    """Return whether an edit would change an element; on a device, as an unread 0-dim bool tensor."""
     elements = _numbers.values(grad)
     if edit.decided is None or not _torch.is_host(grad) or grad.is_complex():
         return edit.alters(elements)
     if not elements.numel():
-        # It has no range, and bounds that exclude 0 would bite on one that is made up.
+        # An empty tensor has no range, and bounds that exclude 0 would trigger on an invented range.
         return False
     answer = edit.decided(*_numbers.ends(elements), grad.dtype)
     return bool(edit.alters(elements)) if answer is None else answer
 
 
 def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
-    """Tell the same of several gradients, in fewer calls."""
-    # That which is decided by a range works on each element by itself, and so on all of them in one tensor.
-    # What changes a large gradient at all mostly changes one of its first elements.
+    """Return the result of `changes` for several gradients, in fewer calls."""
+    # An edit with `decided` works elementwise, so it can run on the elements of all gradients in one tensor.
+    # An edit that changes a large gradient mostly changes one of its first elements.
     together = edit.decided is not None and all(map(_torch.is_host, grads))
-    # What changes in the widest dtype need not do so in another one.
+    # An element that changes in the widest dtype need not change in a narrower dtype.
     together = together and len({grad.dtype for grad in grads}) == 1
     first = _numbers.first_elements(grads) if together else grads
     joined = _numbers.small(first) if together else None
@@ -56,22 +56,22 @@ def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
-    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
+    """Refuse an edit that would fill a sparse gradient, which binding could not foresee."""
     if grad.layout != torch.strided and not rule.keeps_zero:
         raise GradSurgeonError(
             f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
-            "would be dense; include 0 in the bounds, or exclude the parameter"
+            "would be dense; include 0 in the bounds, or `exclude` the parameter"
         )
 
 
 class NormClip:
-    """What a norm says of one tensor of any layout, which autograd may hand to others as well."""
+    """Clips one tensor of any layout by its norm, out of place: autograd may share the tensor."""
 
     def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None) -> None:
         with torch.no_grad():
             self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
             factor = by_norm.factor(self._norm)
-        # On a device it stays unread.
+        # On a device the factor stays unread.
         self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class NormClip:
     def _times(self, values: Tensor) -> Tensor:
         if isinstance(self._factor, float):
             return values * self._factor
-        # Half precision would round the factor, and two 0-dim tensors take the wider dtype.
+        # Half precision would round the factor. Two 0-dim tensors promote to the wider dtype, so the result is cast.
         wide = _numbers.in_float32(values)
         return (wide * self._factor).to(values.dtype)
 

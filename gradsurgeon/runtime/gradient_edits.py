@@ -1,4 +1,4 @@
-"""Edits of gradients that lie where parameters keep them: many at once, in place where nobody else holds them."""
+"""Edits of the gradients in ``.grad``: many in one call, and in place if nothing else holds their memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def edit_gradients(
     """Edit some of the gradients that a rule matched, and count how many changed.
 
     Args:
-        context: of the session.
+        context: the context of the session.
         bound_rule: the rule.
-        gradients: in true units.
+        gradients: the gradients in true units.
         tensors: the tensors to edit.
-        frozen: tensors that the optimizer does not get, so a norm over the rule leaves them out.
+        frozen: tensors that are hidden from the optimizer, so a norm over the rule leaves them out.
     """
     rule = bound_rule.rule
     edit = context.edits[rule.id]
@@ -55,8 +55,8 @@ def _elementwise(
     for answer in answers:
         if isinstance(answer, Tensor):
             event_log.count_changed(rule.id, answer)
-    # Whether a gradient has changed must be the same on all ranks that share it: one that measured
-    # it again would wait for the others. So all write, be it for nothing.
+    # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
+    # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
     written = [
         tensor
         for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
@@ -85,7 +85,7 @@ def _by_norm(
             shorter = edit.factor(norms).expand(len(tensors)) < 1.0
             event_log.count_changed(rule.id, shorter.sum())
 
-    # What is to be said of them is worked out on the host, of a device once they have arrived.
+    # Events and counts are computed on the host; norms of a device arrive there later.
     event_log.when_read(norms, tell)
     shorten(context, rule.id, gradients, tensors, factors)
 
@@ -93,9 +93,9 @@ def _by_norm(
 def shorten(
     context: Context, rule: str, gradients: Gradients, tensors: Sequence[int], factors: Tensor
 ) -> None:
-    """Multiply gradients by factors, one for all or one for each, that are 1 where nothing is to change.
+    """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
 
-    How many have changed is counted where that is known without waiting: on the host.
+    On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
     """
     if not _torch.is_host(factors):
         _shorten(gradients.writable(tensors), factors)
@@ -124,5 +124,5 @@ def _apply(edit: Edit, grads: list[Tensor]) -> None:
     if len(dense) < len(grads):
         for grad in grads:
             if grad.layout is not torch.strided:
-                # In place for the outside: the optimizer and the script keep seeing the same tensor.
+                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
                 grad.copy_(_numbers.on_values(edit.apply, grad))

@@ -1,4 +1,4 @@
-"""The rules on gradients that a backward pass has left: what is recorded, and what is edited in it."""
+"""Runs the rules on gradients that a backward pass left: records, copies, and edits at `backward`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GradientSnapshot:
     parameters: Parameters
     tensors: Sequence[int]
     norms: Norms
-    # Whether some rule reports spikes by the order in which the gradients came.
+    # Whether a rule reports spikes in the order in which the gradients came.
     reported: bool = False
 
     @property
@@ -38,24 +38,24 @@ class GradientSnapshot:
 
     @property
     def arrived(self) -> list[list[int]]:
-        """Return all tensors that the pass has reached, in the order in which their gradients came.
+        """Return all tensors that the pass reached, in the order in which their gradients came.
 
-        Those between which the order is not known come together; -1 is what belongs to no parameter of the model.
+        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
         """
         if self.done.graph is not None:
             by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
             groups = self.done.graph.groups()
             return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
-        # Only parameters that rules match have hooks that tell of it: others may have come before them.
+        # Only matched parameters have hooks that see the order: other parameters may have come before them.
         told = set(self.done.tensors)
         params = enumerate(self.parameters.params())
         others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
         return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
 
     def without_graph(self) -> GradientSnapshot:
-        """Return the same without the graph, which keeps alive all that its nodes hold.
+        """Return a copy without the graph, because the graph keeps all tensors of its nodes alive.
 
-        Of gradients that are finite no report needs the order.
+        The copy keeps the order of the gradients, unless all norms are known to be finite: then no report needs it.
         """
         finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
         first = () if finite else self.order
@@ -64,13 +64,13 @@ class GradientSnapshot:
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
-    """Record what the rules at `accumulated` ask for; return what was seen, per step counter."""
+    """Write the records of the rules at `accumulated`; return a snapshot per step counter."""
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.watched, done.scale)
-        # The report of a spike asks in which order they came.
+        # A snapshot without gradients still serves a spike report, which needs the order of the pass.
         if not gradients and not due_rules.reported:
             continue
         normed = gradients.having(due_rules.normed)
@@ -84,7 +84,7 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
 
 
 def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:
-    """Record statistics of the gradients that a rule matched, or keep copies, in true units."""
+    """Record statistics, or keep copies, of the gradients that a rule matched, in true units."""
     rule, step = bound_rule.rule, bound_rule.counter.step
     tensors = gradients.having(bound_rule.tensors)
     if isinstance(rule, CaptureRule):
@@ -107,17 +107,17 @@ def _keep(
 ) -> None:
     rule, step = bound_rule.rule, bound_rule.counter.step
     for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
-        # It counts by itself.
+        # `keep` counts the firing.
         context.captures.keep(rule, context.program.names[tensor], step, true)
 
 
 def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logged) -> None:
-    """Run the rules at `backward` on gradients that hold nothing but what the running pass has contributed.
+    """Run the rules at `backward` on gradients that hold only the contribution of the running pass.
 
     Args:
-        context: of the session.
-        tensors: in the order in which their gradients came.
-        logged: takes what is measured, beside what hooks have seen.
+        context: the context of the session.
+        tensors: the tensors in the order in which their gradients came.
+        logged: receives the measurements, next to the measurements of hooks.
     """
     for counter in context.counters.among(tensors):
         fed = [tensor for tensor in tensors if context.counters[tensor] is counter]
@@ -127,7 +127,7 @@ def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logge
             if not contributed:
                 continue
             if isinstance(rule, CaptureRule):
-                # The oldest copies make room: those of the gradients that came first.
+                # The copies must be in the order of arrival: when memory runs out, the oldest copies go first.
                 matched = set(contributed)
                 in_order = [tensor for tensor in fed if tensor in matched]
                 _keep(context, bound_rule, gradients, in_order)
@@ -154,7 +154,7 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
 
 
 def _stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack 0-dim statistics, on the host where they come from several devices."""
+    """Stack 0-dim statistics, on the host if they come from several devices."""
     if len({value.device for value in values}) > 1:
         values = [value.cpu() for value in values]
     return torch.stack(list(values))

@@ -1,4 +1,4 @@
-"""Gradients as they are at one moment, in true units, for all rules that look at them or edit them."""
+"""The gradients at one moment, in true units, for all rules that read or edit them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gradsurgeon.tensors.measure import Norms
 
 
 class Gradients:
-    """The gradients that a backward pass has left, or that an update is about to consume.
+    """The gradients that a backward pass left, or that an update is about to consume.
 
-    ``scale`` is what a `GradScaler` has multiplied them by.
+    ``scale`` is the factor by which a `GradScaler` multiplied the gradients.
     """
 
     def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
         self._context = context
         self._now = dict(zip(*context.parameters.grads(tensors), strict=True))
         self._scale = scale
-        # The norms that have been taken, and where that of each tensor stands.
+        # The measured norms, and the position of each tensor among them.
         self._norms: Norms = ()
         self._measured: dict[int, int] = {}
-        # Those that belong to this parameter alone, so that they may be written.
+        # Tensors whose gradient belongs to this parameter alone, so rules may write to it.
         self._ours: set[int] = set()
         self._twice: set[int] | None = None
 
@@ -49,13 +49,13 @@ class Gradients:
         return list(map(self._now.__getitem__, tensors))
 
     def unscaled(self, tensors: Iterable[int]) -> list[Tensor]:
-        """Return gradients in true units, to be read."""
+        """Return gradients in true units, for reading only."""
         return [unscaled(grad, self._scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
-        """Take the 2-norms of what this rank holds of gradients that no rule has edited yet.
+        """Measure the 2-norms of this rank's parts of gradients that no rule has edited yet.
 
-        Of what is not divided over ranks, later rules need not do so again.
+        If no gradient is sharded over ranks, later rules reuse the norms.
         """
         grads = self.of(tensors)
         norms = measure.norms_here(tensors, grads, scale=self._scale)
@@ -65,7 +65,7 @@ class Gradients:
         return norms
 
     def norms(self, tensors: Sequence[int], order: float) -> Tensor:
-        """Return the norms of some gradients as they are by now, float32."""
+        """Return the current norms of some gradients, float32."""
         known = self._norms
         if (
             order != 2.0  # noqa: PLR2004 # l2
@@ -74,7 +74,7 @@ class Gradients:
         ):
             known = measure.norms(tensors, self.of(tensors), order, scale=self._scale)
         if len(known) != 1:
-            # Several devices: one record needs one place, and that is the host.
+            # Norms of several devices: one record needs them on one device, and that is the host.
             by_tensor = measure.as_dict(known)
             return torch.tensor([by_tensor[tensor] for tensor in tensors])
         ((measured, values),) = known
@@ -90,12 +90,12 @@ class Gradients:
             return measure.statistics(stat, self.unscaled(tensors))
 
     def parts(self, stat: str, tensors: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return gradients, and what merging a statistic over ranks needs of the shards that this rank holds.
+        """Return gradients, and the numbers from this rank's shards from which ranks merge a statistic.
 
-        A collective only for gradients that await a sum over ranks.
+        Runs a collective only for gradients that await a sum over ranks.
 
         Returns:
-            The gradients with these sums carried out, and numbers of shape ``[len(tensors), k]``.
+            The gradients after such sums, and numbers of shape ``[len(tensors), k]``.
         """
         with torch.no_grad():
             grads = list(map(_dist.settled, self.unscaled(tensors)))
@@ -103,13 +103,13 @@ class Gradients:
 
     @contextmanager
     def in_true_units(self, edited: Iterable[int]) -> Iterator[None]:
-        """Take the scale of a `GradScaler` off while rules edit, which a fused optimizer divides by."""
+        """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
         if (scale := self._scale) is None:
             yield
             return
         written = self.having(edited) if self._context.mode == "act" else []
         scaled = dict(zip(written, self.writable(written), strict=True))
-        # In float32: half precision cannot hold the scale, nor what is small without it.
+        # In float32: half precision cannot hold the scale, nor small unscaled gradients.
         self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
         self._scale = None
         try:
@@ -119,29 +119,29 @@ class Gradients:
                 grad.copy_(self._now[tensor] * scale.to(grad.device))
 
     def writable(self, tensors: Collection[int]) -> list[Tensor]:
-        """Return gradients that may be written: those that the optimizer gets, and nobody else.
+        """Return gradients that rules may write to: the optimizer gets them, and nothing else shares them.
 
-        Where rules only observe, copies that nobody gets at all.
+        Under ``mode="observe"``, these are copies that only the rules see.
         """
         fresh = [tensor for tensor in tensors if tensor not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
-        # The memory of the part of a shard is always that of another tensor.
+        # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
             if observing:
                 editable = grad.detach().clone()
             elif grad.requires_grad:
-                # With a graph (`create_graph=True`) it is a value that the graph still needs. Optimizers of second
-                # order differentiate it: the copy keeps the graph, so they get the Hessian of the loss.
+                # Under `create_graph=True` the graph still needs the value of the gradient. A second-order optimizer
+                # differentiates the gradient: the copy keeps the graph, so it gets the Hessian of the loss.
                 with torch.enable_grad():
                     editable = grad.clone()
             elif is_shared or tensor in twice:
                 editable = grad.clone()
             if sharded:
-                # A bound on addends is no bound on their sum.
+                # Gradients that await a sum over ranks are summed first: a bound on addends does not bound their sum.
                 editable = _dist.settled(editable)
             if editable is not grad:
                 self._now[tensor] = editable
@@ -151,7 +151,7 @@ class Gradients:
         return self.of(tensors)
 
     def _held_twice(self) -> set[int]:
-        """Return the tensors whose gradient is that of another parameter as well."""
+        """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
             parameters = self._context.parameters
             everything, grads = parameters.grads()

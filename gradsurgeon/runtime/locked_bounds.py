@@ -1,7 +1,7 @@
-"""Tells of running bounds that the norms have left for good: they cut every update, and cannot follow.
+"""Warns when a running bound can no longer catch up with the norms: it cuts every update.
 
-Both bounds learn from what they let through. One whose variance has come down to 0 lets nothing else through any
-more, and one that has begun at a tiny norm grows by a thousandth in an update: the papers have no word on it.
+Both kinds of bound learn only from the norms that they let through. A bound whose variance reached 0 lets no other
+norm through. A bound that started at a tiny norm grows by 0.1% per update. The papers do not mention this.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost, RunningStatistic
 
-# In healthy series, with the options of the papers, rows are long as well: the median of the longest of 2,000
-# updates is 98 for `times`. But there the bound comes after the norms, or is close to the least of them.
+# With the options of the papers, healthy series also have long rows. For `times`, the longest row in 2,000 updates
+# has a median length of 98. But there the bound follows the norms, or is close to the least of them.
 _LONG = 100
 LOOK_EVERY = 50
-# A bound that needs so many more updates will not get there in time.
+# A bound that needs more further updates than this will not catch up in time.
 _FAR = 1000
-# Norms of which the slack of a bound is so many times the usual are not bounded by it.
+# If the slack of a bound is more than this many times the usual norm, the bound does not limit the norms.
 _SLACK = 10
 _HINTS = {
     "sigmas": "raise `sigmas` or lower `beta`",
@@ -30,12 +30,12 @@ _HINTS = {
 
 @dataclass(slots=True)
 class _Row:
-    """Updates in a row whose norm was above the bound.
+    """Consecutive updates whose norm was above the bound.
 
     Attributes:
-        length: how many.
+        length: the number of updates.
         least: the least of their norms.
-        bound: what the bound was when it was looked at last.
+        bound: the bound at the last check.
     """
 
     length: int = 0
@@ -44,7 +44,7 @@ class _Row:
 
 
 class LockedBounds:
-    """Counts, for each bound, the updates in a row that were above it."""
+    """Counts, for each bound, the consecutive updates above it."""
 
     def __init__(self) -> None:
         self._rows: defaultdict[RunningStatistic, dict[int, _Row]] = defaultdict(dict)
@@ -52,7 +52,7 @@ class LockedBounds:
     def follow(
         self, names: Sequence[str], judged: JudgedNorms, known: NormsOnHost
     ) -> Iterator[str]:
-        """Take in the norms of an update; yield what is to be said of a bound that cannot follow."""
+        """Add the norms of an update; yield a message for each bound that can no longer catch up."""
         rows, owners = self._rows[judged.statistic], _owners(judged)
         cut = {owners[place]: place for place in known.cut}
         for owner in rows.keys() & set(owners) - cut.keys() if rows else ():
@@ -66,27 +66,31 @@ class LockedBounds:
             earlier, row.bound = row.bound, math.nan if bound is None else bound[0]
             if row.length >= _LONG and (missing := _missing(earlier, row)) > _FAR:
                 of = "" if judged.spikes.over_rule else f" of {printable(names[owner])}"
-                way = f"needs {missing:,.0f} more" if missing < math.inf else "does not rise"
+                way = (
+                    f"catches up in {missing:,.0f} updates"
+                    if missing < math.inf
+                    else "does not rise"
+                )
                 yield (
-                    f"the norm{of} was above the bound in the last {row.length} updates; the bound is {row.bound:.3g} "
-                    f"by now, and {way} to get to {row.least:.3g}, the least of these norms. What it lets through is all "
-                    f"that it learns from: {_HINTS[judged.spikes.bound.name]}, or let it begin anew, as in a new session"
+                    f"the norm{of} was above the bound in the last {row.length} updates: the least of these norms is "
+                    f"{row.least:.3g}, the bound is now {row.bound:.3g} and {way}. The bound learns only from norms that "
+                    f"it lets through: {_HINTS[judged.spikes.bound.name]}, or restart the bound in a new session"
                 )
 
     def end(self, judged: JudgedNorms) -> None:
-        """Take in the norms of an update of which none was above its bound."""
+        """Add an update in which no norm was above its bound."""
         if rows := self._rows.get(judged.statistic):
             for owner in rows.keys() & set(_owners(judged)):
                 del rows[owner]
 
 
 def _owners(judged: JudgedNorms) -> Sequence[int]:
-    """Return a tensor for each norm: where one is on all of them, the first of those it is on."""
+    """Return one tensor for each norm: for a single norm over all tensors, the first tensor."""
     return judged.statistic.tensors[:1] if judged.spikes.over_rule else judged.tensors
 
 
 def _missing(earlier: float, row: _Row) -> float:
-    """Return how many more updates a bound needs to get to the least of the norms, at the pace of the last ones."""
+    """Return how many more updates a bound needs to reach the least norm, at the pace of the last updates."""
     if row.least <= row.bound:
         return 0.0
     if not 0 < earlier < row.bound:
@@ -97,7 +101,10 @@ def _missing(earlier: float, row: _Row) -> float:
 def told_of_size(
     names: Sequence[str], judged: JudgedNorms, numbers: Sequence[float], means: Sequence[float]
 ) -> str:
-    """Return what is to be said of norms that are too small for their bound, by what has entered of each; else nothing."""
+    """Return a message on norms that are too small for their bound, "" if there are none.
+
+    ``numbers`` and ``means`` describe the norms that entered the running statistic of each bound.
+    """
     bound = judged.spikes.bound
     known = zip(_owners(judged), numbers, means, strict=True)
     small = [
@@ -111,6 +118,6 @@ def told_of_size(
     of = "" if judged.spikes.over_rule else f" of {printable(names[owner])}"
     more = f" (and {len(small) - 1} more)" if len(small) > 1 else ""
     return (
-        f"the usual norm{of} is {mean:.3g}{more}: nothing is a spike that is not {bound.slack:.3g} above it, which ZClip "
-        "has so that a deviation of 0 can be divided by; use `times`"
+        f"the usual norm{of} is {mean:.3g}{more}: only a norm {bound.slack:.3g} above it is a spike, because ZClip adds "
+        "this slack to avoid dividing by a deviation of 0; use `times`"
     )

@@ -1,4 +1,4 @@
-"""What rules make of the gradients of several losses or modules: the weights of their sum, and records of pairs."""
+"""Applies rules to the gradients of several losses or modules: weights for their sum, and records of pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.store import Key
 from gradsurgeon.tensors.inner_products import Contributions, InnerProducts, pairs
 
-_PLAIN = "their plain sum arrives, as without the rule"
+_PLAIN = "the parameters get the plain sum, as without the rule"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +30,12 @@ class DueLossRule:
     Attributes:
         effects: the effects of the rules of its session.
         rule: the rule.
-        step: the number of the update that it feeds.
-        senders: the losses or modules whose gradients it takes.
+        step: the number of the update that the pass feeds.
+        senders: the losses or modules whose gradients the rule uses.
         params: the tensors that get these gradients, parameters by their numbers.
-        groups: the ranks that average the pass; none where this rank acts alone.
-        averaged: the ids of the parameters that they average.
-        losses: the losses that some of these ranks have, all losses of no rule as `REST`.
+        groups: the ranks that average the pass; empty if this rank acts alone.
+        averaged: the ids of the parameters that these ranks average.
+        losses: the losses that some of these ranks have, with `REST` for all losses that no rule names.
     """
 
     effects: LossEffects
@@ -59,27 +59,27 @@ class LossEffects:
         self._effects = {
             rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
         }
-        # The rules in whose graphs the gradients of single losses have added up to the gradient of their sum.
+        # Ids of rules whose single-loss gradients were verified to add up to the gradient of the sum.
         self.verified: set[str] = set()
-        # Rules on modules combine in the pass that trains alone, so its sum is another one.
+        # Rules on modules combine in the training pass alone, so its gradients differ from the plain sum.
         self._combines_inputs = any(
             rule.edits for module in context.program.modules for rule in module.on_shared
         )
-        # The step and the number in it of the last call that has combined, by rule.
+        # By rule, the step of the last call that combined, and the number of the call within this step.
         self._calls: dict[str, tuple[int, int]] = {}
-        # Sinks tell rows apart by the identity of their keys.
+        # Cached, because sinks distinguish rows by the identity of their keys.
         self._keys: dict[Key, Key] = {}
 
     def acts(self, rule: str) -> bool:
-        """Tell whether a rule changes gradients."""
+        """Return whether a rule changes gradients."""
         return self.context.mode == "act" and isinstance(self._effects[rule], Combination)
 
     def is_unverified(self, rule: str) -> bool:
-        """Tell whether it is still to be checked that the gradients of single losses add up."""
+        """Return whether a rule still must check that the gradients of single losses add up."""
         return rule not in self.verified and not self._combines_inputs
 
     def run(self, due: DueLossRule, given: Contributions) -> dict[str, float] | None:
-        """Compare or weigh; return the weight of each sender, ``None`` where the plain sum is to arrive."""
+        """Compare or combine; return the weight of each sender, ``None`` if parameters get the plain sum."""
         effect = self._effects[due.rule.id]
         if isinstance(effect, Comparison):
             self._compare(due, effect.per, given)
@@ -88,7 +88,7 @@ class LossEffects:
         return weights if self.acts(due.rule.id) else None
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        """Record cosine, ratio and opposed share of each pair."""
+        """Record cosine, norm ratio and opposed share of each pair."""
         parts: dict[str, list[Tensor]] = {}
         for number, param in due.params.items():
             name = "" if per == "rule" else self.context.program.names[number]
@@ -106,32 +106,32 @@ class LossEffects:
     def _weights(
         self, due: DueLossRule, effect: Combination, given: Contributions
     ) -> dict[str, float] | None:
-        """Return the weight of each sender and record it; ``None`` where the plain sum is to arrive."""
+        """Return the weight of each sender and record it; ``None`` if parameters get the plain sum."""
         rule, step, event_log = due.rule.id, due.step, self.context.event_log
         self._tell_of_own(due)
         products = _products(due, list(due.params.values()), given).products
         event_log.count_fired(rule, step)
         finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
         if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
-            # A loss that meets other ranks in its pass (`SyncBatchNorm`) is in the gradients of all losses.
+            # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
             text = (
-                f"the gradient of {some} is not finite: {_PLAIN}, so a trap or a scaler can see it"
+                f"the gradient of {some} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
             )
             event_log.notice_once(f"loss {some}", text, rule=rule, step=step)
             return None
-        problem = "they are not finite"
+        problem = "the weights are non-finite"
         try:
             with _Drawing(f"{rule}/{step}/{self._call(rule, step)}"):
                 weights = effect.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
         if due.groups:
-            # All ranks have the same products, but on another processor a solver may find other weights, or none.
+            # All ranks have equal products, but on another processor a solver may find other weights, or none.
             first = _dist.rank() == min(_dist.members(due.groups[0]))
             weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
         if not weights.isfinite().all():
             names = ", ".join(map(printable, due.senders))
-            text = f"no weights were found for {names}: {problem}; {_PLAIN}"
+            text = f"the solver found no weights for {names}: {problem}; {_PLAIN}"
             event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
             return None
         self._record(due, "weight", due.senders, weights)
@@ -146,17 +146,17 @@ class LossEffects:
         return dict(zip(due.senders, map(float, weights), strict=True))
 
     def _tell_of_own(self, due: DueLossRule) -> None:
-        """Say once that the ranks do not average all parameters of a rule that combines."""
+        """Emit a notice, once, if the ranks do not average all parameters of a rule that combines."""
         own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
         if own:
             text = (
-                f"DistributedDataParallel does not average {due.name(own[0])}: the weights follow from the other parameters "
-                "alone, and it gets its losses with these weights"
+                f"DistributedDataParallel does not average {due.name(own[0])}: the loss weights are computed from the other "
+                "parameters alone, and also apply to this parameter"
             )
             self.context.event_log.notice_once("own", text, rule=due.rule.id, step=due.step)
 
     def _call(self, rule: str, step: int) -> int:
-        """Return how many times a rule has combined in a step before."""
+        """Return how many times a rule already combined in a step, and count this call."""
         last, call = self._calls.get(rule, (step, -1))
         call = call + 1 if last == step else 0
         self._calls[rule] = step, call
@@ -178,8 +178,8 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
 def _products(
     due: DueLossRule, params: Sequence[Tensor], given: Contributions, *, compare: bool = False
 ) -> InnerProducts:
-    """Return the inner products of gradients, and of their averages where ranks average some of them."""
-    # Other ranks have other gradients of the parameters that are not averaged.
+    """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
+    # If ranks average some parameters, the others are left out: their gradients differ between ranks.
     averaged = [param for param in params if id(param) in due.averaged]
     if not averaged:
         return given.products(due.senders, params, compare=compare)
@@ -195,17 +195,17 @@ _DRAWN = {torch.rand, torch.randn, torch.randint, torch.randperm}
 
 
 class _Drawing(TorchFunctionMode):
-    """Gives functions of torch that draw on the host a generator of its own, in this thread.
+    """Gives torch functions that draw random numbers on the host a separate generator, in this thread.
 
-    The script's generator is left alone: other threads may draw from it now, and its numbers must not depend on the
-    rules. The seed follows from the script's seed, the rule, the step and the call, so a resumed training draws the
-    numbers of an uninterrupted one.
+    The generator of the script stays untouched: other threads may draw from it now, and its numbers must not depend
+    on the rules. The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the
+    numbers of an uninterrupted run.
     """
 
     def __init__(self, call: str) -> None:
         super().__init__()
         digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
-        # 63 bits, which no release of torch takes for a negative number.
+        # 63 bits, because no release of torch reads such a seed as a negative number.
         seed = int.from_bytes(digest[:8], "big") >> 1
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -219,6 +219,6 @@ class _Drawing(TorchFunctionMode):
         del types
         options = dict(kwargs or {})
         if func in _DRAWN:
-            # The script may have made another device the default.
+            # The script may have set another default device.
             options = {"generator": self._generator, "device": "cpu"} | options
         return func(*args, **options)

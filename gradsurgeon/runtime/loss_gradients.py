@@ -1,7 +1,7 @@
-"""The gradients of single losses, taken from the graph of one forward pass before the pass that trains.
+"""The gradients of single losses, taken from the graph of one forward pass before the training pass.
 
-Each loss takes a backward pass of its own. It gives no parameter a gradient, fires no hook on a parameter, adds to no
-`retain_grad()`, moves no buffer and leaves no record.
+Each loss gets a backward pass of its own. Such a pass writes to no ``.grad`` of a parameter and fires no hook on a
+parameter. It adds to no `retain_grad()`, changes no buffer and leaves no record.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 _COMPILED = (
-    "the gradients of single losses cannot be taken: torch.compile has compiled the model to free each saved tensor as "
-    "soon as it is used. Set torch._functorch.config.donated_buffer = False before the first call of the model"
+    "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
+    "after its use. Set torch._functorch.config.donated_buffer = False before the first call of the model"
 )
 _REENTRANT = (
-    "the gradients of the loss {name} cannot be taken alone: they go through a checkpoint with use_reentrant=True; use "
+    "the gradients of the loss {name} cannot be taken alone: its graph has a checkpoint with use_reentrant=True; use "
     "use_reentrant=False"
 )
 _SPARSE = (
-    "the loss {name} has a sparse gradient, which cannot be combined: leave the parameter out by `exclude`, or make its "
-    "layer with sparse=False"
+    "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
+    "its layer with sparse=False"
 )
 
 
@@ -44,10 +44,10 @@ def gradients(
     """Return the gradients by the ids of the parameters and then by loss, and the numbers of the passes.
 
     Args:
-        losses: scalars of a graph that is kept.
+        losses: scalars; the passes retain their graph.
         params: leaves that require gradients.
-        modules: the modules whose buffers may move, because checkpointing runs their forward pass again.
-        wrappers: the `DistributedDataParallel` of the models.
+        modules: the modules whose buffers may change, because checkpointing runs their forward pass again.
+        wrappers: the `DistributedDataParallel` wrappers of the models.
 
     Raises:
         GradSurgeonError: the graph cannot be run twice, or a gradient is sparse.
@@ -74,7 +74,7 @@ def _gradients_of(
     except RuntimeError as error:
         if "donated buffer" in str(error):
             raise GradSurgeonError(_COMPILED) from error
-        # Releases of torch word it differently.
+        # The wording differs between releases of torch.
         if "use_reentrant=False" in str(error) and ".grad()" in str(error):
             raise GradSurgeonError(_REENTRANT.format(name=printable(name))) from error
         raise
@@ -86,7 +86,7 @@ def _gradients_of(
 
 
 class _Buffers:
-    """The buffers of some modules, which a forward pass that is run again may move."""
+    """Copies of the buffers of some modules, which a repeated forward pass may change."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
@@ -103,7 +103,7 @@ class _Buffers:
             try:
                 yield
             finally:
-                # All of them: batch norm writes without counting it, so no version tells which one was written to.
+                # All buffers are restored: batch norm writes without counting, so versions do not show which changed.
                 with torch.no_grad():
                     for table, name, buffer, content in self._kept:
                         table[name] = buffer
@@ -111,22 +111,22 @@ class _Buffers:
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    # An expanded buffer has several elements in one place, and nothing writes to such a tensor.
+    # Several elements of an expanded buffer share one place, so no operation can write to it.
     plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
     sizes = zip(buffer.stride(), buffer.shape, strict=True)
     return plain and all(stride or size == 1 for stride, size in sizes)
 
 
-# Activations on which the script has called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
+# Activations on which the script called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
 _retained: Any = WeakTensorKeyDictionary()
 _noting: list[ExitStack] = []
 
 
 def note_retained(*, wanted: bool) -> None:
-    """Begin or end to note calls of `retain_grad()`: only sessions with rules on losses need them."""
+    """Start or stop noting calls of `retain_grad()`: only sessions with rules on losses need the notes."""
     if wanted and not _noting:
         stack = ExitStack()
-        # The patch goes first: nothing is noted after the notes are thrown away.
+        # On exit, the patch is undone first: no call may be noted after the notes are cleared.
         stack.callback(_retained.clear)
         stack.callback(Patch(torch.Tensor, "retain_grad", _note).undo)
         _noting.append(stack)
@@ -134,7 +134,7 @@ def note_retained(*, wanted: bool) -> None:
         _noting.pop().close()
 
 
-# Compiled code would call the function on a tensor that stands for this one.
+# Uncompiled, because compiled code would call the function on a stand-in for the tensor.
 @uncompiled
 def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
     original(tensor, *args, **kwargs)
@@ -143,8 +143,8 @@ def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: A
 
 @contextmanager
 def _retained_put_back(loss: Tensor) -> Iterator[None]:
-    """Leave the gradients that activations of one graph keep as they were before a pass through it."""
-    # A copy of the references: another thread may note a tensor meanwhile.
+    """Restore the retained gradients of activations of one graph after a pass through the graph."""
+    # The list is a copy: another thread may note a tensor meanwhile.
     alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
     # Other threads may run passes through the graphs of other tensors.
     nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()

@@ -1,4 +1,4 @@
-"""The rules of a session on the gradients of single losses: which of them act in a pass, on all ranks that average it."""
+"""The rules of a session on the gradients of single losses, and which rules act in a pass, on all ranks that average it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 
-# The losses that no rule names, taken together. No loss has this name: names of losses are not empty.
+# The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
 REST = ""
 
-# What one rank tells the others, so that all of them take the plain sum: it is paused, or its pass is plain.
+# Two reasons of one rank that make all ranks use the plain sum: the rank is paused, or its pass is plain.
 RESTS = (
-    "rank {rank} is paused: the plain sum of the losses arrives on all ranks",
-    "rank {rank} runs a plain `.backward()` where this rank passes named losses: their plain sum arrives on all ranks",
+    "rank {rank} is paused: all ranks use the plain sum of the losses",
+    "rank {rank} runs a plain `.backward()` while this rank passes named losses: all ranks use the plain sum",
 )
 _ALONE = (
     "DistributedDataParallel does not average this pass (`no_sync`, or a pass of the model inside the wrapper): each rank "
-    "decides by its own losses"
+    "uses its own losses alone"
 )
 _UNKNOWN = (
-    "a backward pass reached {name} without the losses being known: write "
-    'gradsurgeon.backward({{"seg": seg_loss, ...}}) instead of the `.backward()` of their sum'
+    "a backward pass reached {name} without the losses being known: call "
+    'gradsurgeon.backward({{"seg": seg_loss, ...}}) instead of `.backward()` on the sum of the losses'
 )
 _ASTRAY = (
-    "rule {rule}: {name} has got a gradient that no single loss gives it: part of the graph cannot be run for one loss "
+    "rule {rule}: {name} got a gradient that no single loss gives it: part of the graph cannot be run for one loss "
     "alone, as with checkpoint(use_reentrant=True); use use_reentrant=False"
 )
 _DIVIDED = (
@@ -48,7 +48,7 @@ class NamedPass:
     """A backward pass of named losses.
 
     Attributes:
-        astray: the ids of the parameters that got a gradient in it, but none from a single loss.
+        astray: the ids of the parameters that got a gradient in this pass, but none from a single loss.
         problem: why the pass cannot train with the rules, if it cannot.
     """
 
@@ -58,7 +58,7 @@ class NamedPass:
         self.problem = ""
 
     def reached(self, effects: LossEffects, rule: LossRule, tensors: Sequence[int]) -> None:
-        """Compare the parameters that have got gradients with those that rules have seen before."""
+        """Compare the parameters that got gradients with the parameters that rules expected; set `problem`."""
         seen, context = self._seen.get((effects, rule.id), ()), effects.context
         for tensor in tensors:
             param = context.parameters.param(tensor)
@@ -78,8 +78,7 @@ class LossRules:
 
     Attributes:
         effects: the effects of these rules.
-        order: the key by which ranks sort their sessions: the same on all ranks, in whichever order they were applied.
-        verified: the ids of the rules in whose graphs the gradients of single losses have added up.
+        order: the key by which ranks sort their sessions; equal on all ranks, in whatever order they were applied.
     """
 
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
@@ -90,15 +89,15 @@ class LossRules:
         ]
         rules = [rule.model_dump_json() for rule, _ in self._stages]
         self.order = (*rules, *context.program.names)
-        # How often calls have given each loss while a rule was due, by its id.
+        # By rule id, how often calls passed each loss while the rule was due.
         self._given: dict[str, Counter[str]] = {}
-        # The rules that rested in the last pass, because some rank was paused or ran a plain pass.
+        # Ids of the rules that rested in the last pass, because some rank was paused or ran a plain pass.
         self._resting: set[str] = set()
 
     def due(self, leaves: Sequence[Tensor], given: Collection[str] | None) -> list[DueLossRule]:
-        """Return the rules that act in a pass. A collective where ranks average the pass.
+        """Return the rules that act in a pass. Runs a collective if ranks average the pass.
 
-        Where ranks average gradients, a rule acts on all parameters that it matches: all ranks must measure the same.
+        If ranks average gradients, a rule acts on all parameters that it matches: ranks must measure equal tensors.
 
         Args:
             leaves: the leaves that the pass reaches.
@@ -109,7 +108,7 @@ class LossRules:
         """
         context = self.context
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
-        # Paused or not: other ranks may wait.
+        # A paused session does this too: other ranks may wait for it.
         scheduled = [
             (rule, matched, tensors)
             for rule, matched in self._stages
@@ -141,21 +140,21 @@ class LossRules:
         return acting
 
     def _params(self, tensors: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
-        """Return the parameters that get a gradient in a pass, if it is known which ones it reaches."""
+        """Return the matched parameters that get a gradient in a pass; ``reached`` is ``None`` if it is unknown."""
         params = zip(tensors, self.context.parameters.params(tensors), strict=True)
         return {
             tensor: param
             for tensor, param in params
             if param is not None and param.requires_grad
             if reached is None or tensor in reached
-            # Refused once the pass has reached it: its leaves do not tell.
+            # A sharded parameter is refused once the pass reached it: the leaves of the graph do not show it.
             if not _dist.is_divided(param)
         }
 
     def _on_any(
         self, rule: LossRule, step: int, groups: _dist.Groups, facts: Sequence[bool]
     ) -> list[bool]:
-        """Return which facts hold on some rank. If another rank is paused or runs a plain pass, say so once."""
+        """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
         if not groups:
             return list(facts)
         self._agreement.find_sessions_for_losses(groups)
@@ -169,7 +168,7 @@ class LossRules:
         return list(map(bool, largest))
 
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
-        """Say once that no call gives a loss that a rule names, but other losses instead."""
+        """Warn once if a rule names a loss that no call passes, and calls pass other losses instead."""
         given = self._given.setdefault(rule.id, Counter())
         given.update(losses)
         unnamed = [name for name in losses if name not in (rule.losses or ())]
@@ -177,23 +176,23 @@ class LossRules:
         if not (lacking and unnamed):
             return
         hint = did_you_mean(lacking[0], unnamed)
-        # The losses of another model, such as a generator, may come through this one first.
+        # Losses of another model, such as a generator, may pass through this model first.
         if hint or any(given[name] > 1 for name in unnamed):
             text = (
-                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward was given "
+                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward got "
                 f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
             )
             topic = f"unknown {lacking[0]}"
             self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
-        """Yield the losses that no call has given, with each rule that names them and has been due."""
+        """Yield each rule that was due, with each loss that it names and that no call passed."""
         for rule, _ in self._stages:
             given = self._given.get(rule.id, ())
             yield from ((rule, name) for name in rule.losses or () if given and name not in given)
 
     def passed(self, tensors: Sequence[int]) -> None:
-        """Look at the gradients that a pass has left: the rules may have seen no single loss of it."""
+        """Check the gradients that a pass left: warn if the losses were unknown, else compare the parameters."""
         context, named = self.context, current.get()
         for rule, matched in self._stages:
             among = set(matched)
@@ -209,5 +208,5 @@ class LossRules:
 
 
 def in_order(sessions: Collection[LossRules]) -> list[LossRules]:
-    """Return sessions in the order in which all ranks go through them."""
+    """Return sessions in the order that all ranks share."""
     return sorted(sessions, key=lambda one: one.order)

@@ -16,30 +16,30 @@ from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
 from gradsurgeon.tensors import measure
 
 _NOTICE = (
-    "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
-    "counts as the step; {tick} right before each update to mark the steps yourself"
+    "no torch optimizer owns the parameters: each backward pass that began on empty gradients (None or zero) "
+    "counts as a step; to mark the steps yourself, {tick} right before each update"
 )
 _NO_SKIP = (
-    "`then: skip-step` cannot hide gradients from an update written by hand, and raises: {tick}, and update "
-    "only where that is true"
+    "`then: skip-step` cannot hide gradients from a manual update, so it raises instead: {tick}, and update "
+    "only if tick() returns True"
 )
 _COMPOUNDS = (
-    "a second backward pass reached {name} while its gradient of the pass before, which a rule at `step` has "
-    "already edited, was still there: the edit would compound. No torch optimizer owns the parameters, so "
+    "a second backward pass reached {name} while it still held the gradient of the previous pass, which a rule "
+    "at `step` already edited: the edit would compound. No torch optimizer owns the parameters, so "
     "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
     "does not, clear the gradients after the update"
 )
 _TAKEN_OVER = (
-    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, "
-    "which stay counted; make it before the first backward pass, or name it: apply(..., optimizer=)"
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, and "
+    "the count continues from there; create it before the first backward pass, or pass apply(..., optimizer=)"
 )
 
 
 def how_to_tick(context: Context) -> str:
     if context.outside:
         return (
-            "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
-            "tick() of that session"
+            "apply the rules in the script by gradsurgeon.apply(model, rules, optimizer=[]) and call tick() "
+            "of that session"
         )
     return "pass optimizer=[] to apply() and call session.tick()"
 
@@ -50,10 +50,10 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
-        # The last pass has been counted as a step, and judged so.
+        # Whether a pass was counted and judged as a step, and the decision of its traps.
         self._counted = False
         self._last = StepDecision()
-        # The gradients that were edited at its end.
+        # The gradients that rules edited at the end of this pass.
         self._edited: dict[int, weakref.ref[Tensor]] = {}
         self._began = context.counters.common.step
 
@@ -66,7 +66,7 @@ class ManualSteps:
         return self._counts == "ticks"
 
     def accumulates(self, done: BackwardPass) -> bool:
-        """Tell whether a pass is one more micro-batch of the step that has been counted; refuse edits twice."""
+        """Return whether a pass is a further micro-batch of the counted step; raise if edits would compound."""
         if self.declared:
             return False
         held = measure.read(list(done.held.values()))
@@ -81,7 +81,7 @@ class ManualSteps:
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
     def _begin(self) -> None:
-        """Say that passes count as steps from now on; refuse what cannot act on such updates."""
+        """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
@@ -95,14 +95,14 @@ class ManualSteps:
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
             text = (
-                "weights are updated by hand, so that there is no optimizer to hide a gradient from; set "
-                "requires_grad to false, or use `zero`"
+                "weights are updated by hand, so there is no optimizer to hide a gradient from; set "
+                "requires_grad to False, or use `zero`"
             )
             raise BindError([f"rule {rule}: {text}" for rule in refused])
 
     @contextmanager
     def in_step(self, *, accumulated: bool) -> Iterator[None]:
-        """Let a pass that went on with an earlier one belong to the step that has been counted."""
+        """Attribute an accumulating pass to the step that was already counted."""
         counter = self._context.counters.common
         back = int(accumulated and self._counted)
         counter.step -= back
@@ -133,9 +133,9 @@ class ManualSteps:
             raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
     def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
-        """Leave the counting to an optimizer; return the gradients that were edited already for it.
+        """Hand the counting to an optimizer; return the gradients that rules already edited for its first step.
 
-        What was counted stays counted: who has steps of both kinds must find no number twice.
+        The counted steps stay counted: step numbers stay unique if a run has steps of both kinds.
         """
         counter = self._context.counters.common
         if self._counts == "passes" and self._counted:
@@ -149,7 +149,7 @@ class ManualSteps:
         self._refuse_freezes()
         first, self._counts = not self.declared, "ticks"
         if first and self._counted:
-            # The pass before this first tick has been counted and judged; from now on only ticks are.
+            # The pass before this first tick was already counted and judged; from now on only ticks count.
             decision = self._last
         else:
             step = Step(self._context.counters.common)

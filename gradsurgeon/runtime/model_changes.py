@@ -1,7 +1,7 @@
-"""What has become of the model since the rules were bound: names that moved, left or came.
+"""Detects how a model changed since the rules were bound: names that moved, left or came.
 
-The rules stay bound to the names that the plan has. Whatever else the model has by now is said, with
-the remedy: a session that bound itself anew would do what nobody has read in a plan.
+The rules stay bound to the names in the plan. The session reports all other changes, with a remedy. It does not
+bind again by itself, because its rules would then act in ways that no reviewed plan shows.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.runtime.step_counter import StepCounter
 
-# A walk over the model is too much for every step. The first one comes when a rule that has not fired
-# is mentioned as well; later ones ever more seldom, so that they cost nothing in the long run.
+# A walk over the model is too slow for every step. The first walk happens when the session also reports rules that
+# have not fired; later walks use exponential back-off, so their cost vanishes in a long run.
 _FIRST_LOOK = 3
 
 _SWAPPED = (
-    "got another content by a conversion, which takes no hooks along: they were installed anew"
+    "got new content by a conversion, which drops hooks: gradsurgeon installed its hooks again"
 )
-_TAKEN_OFF = "has lost its hooks, which somebody has taken off: they were put on anew"
+_TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
 _SHARDED = (
-    "its modules were sharded after it was applied (fully_shard), and what they have sent back so far was summed as without "
-    "it; it acts from the next pass on. Apply the rules after fully_shard"
+    "its modules were sharded (fully_shard) after the rule was applied, so their gradients so far were summed as without "
+    "the rule; it acts from the next pass on. Apply the rules after fully_shard"
 )
 _CONTAINER = (
-    "the module that the rules were applied to is gone, and parts of it live on: the rules go on acting on these, but a layer "
-    "that is put into one of them later gets none. Keep what you pass to apply, such as a container of several models"
+    "the module that the rules were applied to is gone, but parts of it live on: the rules keep acting on these parts, "
+    "but not on layers added to them later. Keep a reference to the object passed to apply, such as a container of models"
 )
 _GONE = (
-    "is gone from its module, or is one with another parameter now: its rules no longer act; apply them "
-    "again after the model has its final form"
+    "is gone from its module, or is now tied to another parameter: its rules no longer act; apply the rules "
+    "again once the model has its final form"
 )
 _RENAMED = (
-    "has a new name ({names}): its rules go on acting, under the old name; one step may have passed "
-    "without them. Call gradsurgeon.apply(..., replace=True) to bind them by the names of now"
+    "has a new name ({names}): its rules keep acting, under the old name; they may have missed one step. "
+    "Call gradsurgeon.apply(..., replace=True) to bind the rules to the new names"
 )
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one"
-_LATE = " from now on, and may have missed the steps since it was put there"
-_NO_MODULE = "is gone from the model, or torch.jit runs it now, which calls no hook: rules on it no longer act"
-_UNNOTICED = "was replaced or taken out: no rule has acted on it since"
+_LATE = " from now on, and may have missed the steps since the replacement"
+_NO_MODULE = (
+    "is gone from the model, or torch.jit now runs it without hooks: rules on it no longer act"
+)
+_UNNOTICED = "was replaced or removed: no rule acted on it since then"
 
 
 class ModelChanges:
-    """Compares the model with the plan, for a reason and now and then; rules go on where they can."""
+    """Compares the model with the plan, at known changes and now and then; moves the rules if possible."""
 
     def __init__(
         self,
@@ -75,19 +77,19 @@ class ModelChanges:
             "params": {name for param in manifest.params for name in param.names},
             "modules": {name for module in manifest.modules for name in module.names},
         }
-        # Names that stand for the parameter of another name.
+        # Aliases, by the canonical name of their parameter.
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
         self._modules = weakref.WeakSet(model.modules())
-        # The tensors that have got gradients since their last update.
+        # The tensors that got gradients since their last update.
         self.arrived: set[int] = set()
         self._swapped: set[int] = set()
         self._lock = context.parameters.lock
         self._over = False
 
     def let_go(self) -> None:
-        """Leave the model alone from now on: its rules are about to be taken off."""
+        """Stop all checks: the session is about to remove its rules from the model."""
         with self._lock:
             self._over = True
 
@@ -96,7 +98,7 @@ class ModelChanges:
             bind(self._plan.rules, from_model(model), alone=False)
 
     def unowned(self) -> list[int]:
-        """Return the tensors that get gradients and that no optimizer owns which has stepped."""
+        """Return the tensors that got gradients, and that belong to no optimizer that has stepped."""
         counters = self._context.counters
         return sorted(t for t in self.arrived if counters[t] is counters.common)
 
@@ -118,7 +120,7 @@ class ModelChanges:
         by_counter = self._context.by_counter
         if not by_counter.any_always and self._context.rests(counter.step + 1):
             return
-        # An optimizer that is about to step asks by itself, unless its rules rest.
+        # `OptimizerWatch` calls `rearm` before each step of an optimizer, unless its rules rest.
         common = counter is self._context.counters.common
         if common or (not by_counter.any_always and self._context.rests(counter.step)):
             self.rearm()
@@ -127,7 +129,7 @@ class ModelChanges:
 
     def before_forward(self) -> None:
         params = self._context.parameters.params()
-        # Between its passes a sharded model has other parameters than when it steps.
+        # Between passes, a sharded model has other parameters than at a step.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
             self.compare(at_once=True)
             self.rearm()
@@ -140,7 +142,7 @@ class ModelChanges:
         return module in self._modules
 
     def rearm(self) -> list[int]:
-        """Let rules act on parameters that took the place of others; return what was replaced or is gone."""
+        """Move rules to parameters that replaced others; return the tensors that were replaced or are gone."""
         with self._lock:
             return [] if self._over else self._rearm()
 
@@ -149,14 +151,14 @@ class ModelChanges:
         self._tell_params("hook-rearmed", swapped, _SWAPPED)
         if not self._param_hooks.replaced():
             return []
-        self.compare()  # they may have moved
+        self.compare()  # the parameters may only have moved
         replaced = self._param_hooks.replaced()
         params = [self._context.parameters.param(tensor) for tensor in replaced]
         if any(param is not None and _dist.is_sharded(param) for param in params):
             self.check()
             self._context.ranks.look_again()
             if (model := self._model()) is not None:
-                # Those of `fully_shard` give each module a tensor of its own.
+                # Hooks of `fully_shard` give each module a tensor of its own, so ours must run before them.
                 rules = self._module_hooks.put_first(named_modules(model))
                 self._tell_of_sharding(rules)
         there = [tensor for tensor in replaced if self._param_hooks.rearm(tensor)]
@@ -165,17 +167,17 @@ class ModelChanges:
         return replaced
 
     def _tell_of_sharding(self, rules: Collection[str]) -> None:
-        """Say of which rules on modules the first pass has gone by, whose modules were sharded one by one."""
+        """Warn of rules on modules that missed the first pass, because their modules were sharded one by one."""
         event_log, step = self._context.event_log, self._context.counters.latest
         for rule, *_ in event_log.never_fired():
             if rule in rules:
                 event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
 
     def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
-        """Find the parameters and modules of the plan in the model as it is now.
+        """Find the parameters and modules of the plan in the current model, and report the changes.
 
-        ``at_once``: no forward pass has gone through what has come. ``closing``: say what went unnoticed,
-        but warn of nothing any more.
+        ``at_once``: no forward pass has run through the new parts yet. ``closing``: report changes that went
+        unnoticed as events, without warnings.
         """
         with self._lock:
             if (model := self._model()) is not None and not self._over:
@@ -197,7 +199,7 @@ class ModelChanges:
             self._tell("hook-rearmed", others, text, noun="module ")
             self._tell("hook-lost", gone, _NO_MODULE, noun="module ")
         if not at_once:
-            # The script, or the launcher in its place, may yet bind what has come.
+            # Not reported at once: the script or the launcher may still apply rules to the new parts.
             self._mention_new(model, warn=not closing)
 
     def _follow_params(self, model: nn.Module) -> Mapping[int, str]:
@@ -207,14 +209,14 @@ class ModelChanges:
         for slot in slots(model):
             place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
             param = place[0][place[1]]
-            # One that is known has been there before, maybe elsewhere.
+            # A known parameter was in the model before, maybe in another place.
             carried = self._context.parameters.tensor_of(param)
             tensor = tensors.get(slot.name)
             if tensor is not None and carried in (None, tensor):
                 places.setdefault(tensor, place)
             elif (first := self._alias_of.get(slot.name)) is not None:
                 owner, key = places.get(tensors.get(first, -1), ({}, ""))
-                if key and owner[key] is not param:  # tied no longer, and so a new one
+                if key and owner[key] is not param:  # no longer tied, so it is a new parameter
                     del self._alias_of[slot.name]
                     self._known["params"].discard(slot.name)
             elif tensor is None and carried is not None:
@@ -240,8 +242,8 @@ class ModelChanges:
             if gained:
                 text = (
                     f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "
-                    f"rules were applied{examples(gained)}, and does not act there: call "
-                    "gradsurgeon.apply(..., replace=True) once the model has its form"
+                    f"rules were applied{examples(gained)}, but does not act there: call "
+                    "gradsurgeon.apply(..., replace=True) once the model has its final form"
                 )
                 self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
         for kind, names in new.items():
@@ -255,7 +257,7 @@ class ModelChanges:
     def _tell(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True
     ) -> None:
-        """Note an event for every name, and warn once for all: a conversion concerns many."""
+        """Emit an event for every name, and one warning for all names: a conversion changes many parameters."""
         if not names:
             return
         event_log, step = self._context.event_log, self._context.counters.latest

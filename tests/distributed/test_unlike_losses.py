@@ -54,7 +54,7 @@ def test_what_ddp_leaves_alone_has_no_part_in_the_weights(
     for rank in ranks:
         assert rank["own"][how]["off"] < 1e-12
         (said,) = rank["own"][how]["said"]
-        assert "the weights follow from the other parameters alone" in said
+        assert "the loss weights are computed from the other parameters alone" in said
 
 
 def test_ranks_may_apply_rules_to_several_models_in_any_order(ranks: list[dict[str, Any]]) -> None:

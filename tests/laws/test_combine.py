@@ -297,7 +297,7 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
     )
     with pytest.warns(
         gradsurgeon.GradSurgeonWarning,
-        match=r"no loss is called dept; .* given seg, depth.*`depth`",
+        match=r"no loss is called dept; .* got seg, depth.*`depth`",
     ):
         gradsurgeon.backward(two(model, x))
 
@@ -342,7 +342,7 @@ def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     gradsurgeon.backward({"seg": two(model, x)["seg"]})
     session.remove()
     told = [event.message for event in session.events if event.kind == "never-fired"]
-    assert told == ["no gradsurgeon.backward gave the loss depth until the end"]
+    assert told == ["no call of gradsurgeon.backward gave the loss depth"]
 
 
 def test_a_plain_backward_pass_is_said_at_once() -> None:
@@ -377,7 +377,7 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     said = [event.message for event in session.events if event.rule == "combine"]
     assert len(said) == 1
-    assert said[0].startswith(f"the gradient of {culprit} is not finite")
+    assert said[0].startswith(f"the gradient of {culprit} is non-finite")
     assert [event.kind for event in session.events if event.rule == "trap"][:1] == ["trap"]
 
 
@@ -720,7 +720,7 @@ def test_losses_are_given_by_name_and_are_one_number_each() -> None:
         ({1: seg}, TypeError, "by name"),
         ({"": seg}, TypeError, "by name"),
         ({}, ValueError, "at least one"),
-        ({"seg": 1.0}, TypeError, "the loss seg is no tensor, but of the type float"),
+        ({"seg": 1.0}, TypeError, "the loss seg is not a tensor, but of type float"),
         ({"seg": model(x)[0]}, ValueError, r"the loss seg has the shape \(5, 3\)"),
     ):
         with pytest.raises(error, match=text):

@@ -444,7 +444,7 @@ def test_a_nan_of_one_head_is_named_and_left_to_the_trap() -> None:
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     (said,) = [event.message for event in session.events if event.rule == "combine"]
-    assert said.startswith("the gradient of seg is not finite")
+    assert said.startswith("the gradient of seg is non-finite")
 
 
 def test_both_forms_on_one_model() -> None:

@@ -483,7 +483,7 @@ def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Sess
     return gradsurgeon.apply(nn.ModuleDict(parts), rules(given), **options)
 
 
-GONE = pytest.mark.filterwarnings("ignore:.*is gone, and parts of it live on")
+GONE = pytest.mark.filterwarnings("ignore:.*is gone, but parts of it live on")
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -495,7 +495,9 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
         if not kept:
             del session
         before = [param.detach().clone() for param in first.parameters()]
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="Keep what you pass to apply"):
+        with pytest.warns(
+            gradsurgeon.GradSurgeonWarning, match="Keep a reference to the object passed to apply"
+        ):
             train(first)
         train(second)
         assert all(map(torch.equal, before, first.parameters()))

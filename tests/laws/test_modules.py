@@ -761,7 +761,7 @@ def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
         model(data(0, 5, 4)).sum().backward()
         optimizer.step()
     assert [(e.kind, e.name) for e in session.events] == [("notice", "0"), ("notice", "0")]
-    assert "in a forward that fed no update: no trap" in session.events[0].message
+    assert "in a forward pass that fed no update: the trap ignored it" in session.events[0].message
 
 
 def test_a_trap_on_output_gradients_skips_the_step() -> None:

@@ -295,7 +295,7 @@ def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) ->
         trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         session = gradsurgeon.apply(model, rules(logging("output"), trap), optimizer=optimizer)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="divided over ranks"):
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="sharded over ranks"):
             model(data(0, 2, 3)).to_local().sum().backward()
         optimizer.step()
         assert len(session.history("0")) == 1

@@ -397,7 +397,7 @@ def test_a_wrapper_that_hides_its_optimizer_does_not_stand_in_the_way() -> None:
         optimizer.step()
     assert (session.events, -model.w.item()) == ([], 2.0)
     with (
-        pytest.warns(GradSurgeonWarning, match="name the optimizer that it wraps"),
+        pytest.warns(GradSurgeonWarning, match="pass the optimizer that it wraps"),
         gradsurgeon.apply(model, rules(HALF), optimizer=optimizer),
     ):
         pass
