@@ -332,7 +332,7 @@ def test_things_that_are_not_models_optimizers_or_rules() -> None:
     model, _ = make()
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not dict"):
         gradsurgeon.apply({}, rules(NORMS))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"takes torch optimizers, not int"):
+    with pytest.raises(TypeError, match=r"must be torch optimizers, not int"):
         gradsurgeon.apply(model, rules(NORMS), optimizer=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rules are a path, a text, .*, not int"):
         gradsurgeon.apply(model, 3)  # type: ignore[arg-type]
@@ -340,5 +340,5 @@ def test_things_that_are_not_models_optimizers_or_rules() -> None:
 
 def test_a_scaler_that_is_none() -> None:
     model, _ = make()
-    with pytest.raises(TypeError, match=r"scaler= takes a torch.amp.GradScaler, not object"):
+    with pytest.raises(TypeError, match=r"scaler= must be a torch.amp.GradScaler, not object"):
         gradsurgeon.apply(model, rules(NORMS), scaler=object())  # type: ignore[arg-type]
