@@ -1,8 +1,8 @@
 """Sharded tensors and the ranks that share them, wrapped once with types.
 
-A sharded parameter is a `DTensor`: every rank holds a part of it. Reductions of one give this rank's
-number without a word, so that nothing else in the package reduces a `DTensor`: it works on `local`
-parts and merges the results of the ranks.
+A sharded parameter is a `DTensor`: every rank holds a part of it. A reduction of a `DTensor` silently gives
+this rank's number, so no other code in the package reduces one. The functions here work on `local`
+parts and merge the results of the ranks.
 """
 
 import os
@@ -25,7 +25,7 @@ Groups = tuple[Any, ...]
 def rank() -> int:
     if is_used():
         return int(torch.distributed.get_rank())
-    # torchrun sets it before there is a process group, or without one.
+    # torchrun sets this variable before there is a process group, or without one.
     variable = os.environ.get("RANK", "")
     return int(variable) if variable.isdecimal() else 0
 
@@ -53,9 +53,9 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    if type(tensor) in _PLAIN:  # asked of every gradient in every step
+    if type(tensor) in _PLAIN:  # this runs for every gradient in every step
         return False
-    # Whoever has made one has imported this; importing it costs time that others need not pay.
+    # Code that has made a DTensor has imported this; other code need not pay for the import.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
@@ -65,30 +65,30 @@ def any_sharded(tensors: Sequence[Tensor]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the elements that this rank holds, sharing their memory; they may be none at all."""
+    """Return the elements that this rank holds, possibly none, sharing their memory."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
-    with torch.no_grad():  # without, it would be a view that takes part in a graph
+    with torch.no_grad():  # otherwise the part would be a view in a graph
         part: Tensor = sharded.to_local()
     return part
 
 
 def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `local` of each."""
+    """Return `local` of each tensor."""
     return list(map(local, tensors)) if any_sharded(tensors) else list(tensors)
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
+    """Tell whether a tensor still awaits a sum over ranks, as sequence parallel layers leave it."""
     return is_sharded(tensor) and any(kind.is_partial() for kind in cast("Any", tensor).placements)
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """Return a tensor with pending sums carried out. A collective where there are any."""
+    """Return a tensor with all pending sums carried out. A collective if there are any."""
     if not is_partial(tensor):
         return tensor
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415 # there is a DTensor, so it is paid
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 # a DTensor exists, so torch has imported it
 
     sharded: Any = tensor
     placements = [Replicate() if kind.is_partial() else kind for kind in sharded.placements]
@@ -135,7 +135,7 @@ _sharing: weakref.WeakKeyDictionary[Any, dict[Any, tuple[int, ...]]] = weakref.W
 
 
 def sharing(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ranks that together hold each element of a tensor once, ascending; nothing if this one holds all."""
+    """Return the ranks that together hold each element of a tensor once, ascending; nothing if this rank holds all."""
     if not is_sharded(tensor):
         return ()
     sharded: Any = tensor
@@ -149,7 +149,7 @@ def sharing(tensor: Tensor) -> tuple[int, ...]:
 
 def _ranks_sharing(mesh: Any, placements: Any) -> tuple[int, ...]:
     kinds = zip(mesh.get_coordinate(), placements, strict=True)
-    # Along the other dimensions all ranks hold the same.
+    # Along the other dimensions all ranks hold the same elements.
     index = tuple(slice(None) if kind.is_shard() else own for own, kind in kinds)
     ranks = sorted(mesh.mesh[index].flatten().tolist())
     return tuple(ranks) if len(ranks) > 1 else ()
@@ -162,8 +162,8 @@ def mesh_groups(tensor: Tensor) -> Groups:
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group.
 
-    A group serves the devices of its backends and no others: NCCL cannot reduce a tensor on the host. The
-    result comes back to the device of ``values``.
+    A group serves only the devices of its backends: NCCL cannot reduce a tensor on the host. The
+    result returns to the device of ``values``.
     """
     reduced = values.clone()
     kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
@@ -185,12 +185,12 @@ def gather(values: Tensor, groups: Groups) -> Tensor:
 
 
 def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return one number per gradient, made of what all ranks measured of their parts. A collective.
+    """Return one number per gradient, merged from the numbers of all ranks for their parts. A collective.
 
     All ranks must call it with the same gradients in the same order.
 
     Args:
-        grads: the gradients; a plain one has one part, that of this rank.
+        grads: the gradients; a plain gradient has one part, on this rank.
         parts: shape ``[len(grads), k]``.
         merge: maps numbers of shape ``[ranks, n, k]`` to shape ``[n]``.
     """
@@ -205,9 +205,9 @@ def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor],
 
 
 def _reducible_on(group: Any, wanted: torch.device) -> torch.device:
-    """Return a device whose tensors a group can reduce: the one that is wanted, where it can."""
-    # There is no public word for it. Empty means that the backend has yet to be made, for any device.
-    types = [device.type for device in group._device_types]  # noqa: SLF001 # as said
+    """Return a device whose tensors a group can reduce: the wanted device if possible."""
+    # There is no public name. An empty list means that the group has yet to make a backend, for any device.
+    types = [device.type for device in group._device_types]  # noqa: SLF001 # see above
     if not types or wanted.type in types:
         return wanted
     if "cpu" in types:
@@ -216,7 +216,7 @@ def _reducible_on(group: Any, wanted: torch.device) -> torch.device:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until an accelerator has done, and a group has reduced, what it was given."""
+    """Wait until an accelerator has finished all work that it was given, reductions included."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
 
@@ -229,33 +229,33 @@ def timeout(group: Any) -> timedelta:
     """Return how long the collectives of a group wait for a rank."""
     device = torch.device(_reducible_on(group, torch.device("cpu")))
     try:
-        # There is no public word for it.
-        found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # as said
-    except (AttributeError, RuntimeError):  # a backend of somebody else's
+        # There is no public name.
+        found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # see above
+    except (AttributeError, RuntimeError):  # a third-party backend
         return timedelta(minutes=10)
     return found
 
 
 def store() -> Any:
-    """Return the key-value store of the job: that of its default group."""
-    # There is no public word for it.
-    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
+    """Return the key-value store of the job, which its default group uses."""
+    # There is no public name.
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # see above
 
 
 def attempt() -> str:
-    """Return what tells this attempt of a job from others: an agent that starts the ranks again keeps its store."""
+    """Return a key for this attempt of a job: an agent that restarts the ranks keeps its store."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return "/".join(["gradsurgeon", *(os.environ.get(name, "") for name in names)])
 
 
 def own_store(prefix: str) -> Any:
-    """Return the store of the job with a connection and keys of one's own: a request that waits holds up no other."""
+    """Return the job's store with a separate connection and prefix: a waiting request blocks no other code."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(f"{prefix}/", store().clone())
 
 
 def server(port: int | None, limit: timedelta) -> Any:
-    """Return a key-value store of this host: a server of this process, or that of another one on a port."""
+    """Return a key-value store of this host: a new server in this process, or a client of one on a port."""
     distributed: Any = torch.distributed
     return distributed.TCPStore(
         "127.0.0.1", port or 0, None, port is None, limit, wait_for_workers=False
@@ -265,8 +265,8 @@ def server(port: int | None, limit: timedelta) -> Any:
 def data_parallel(params: Iterable[Tensor]) -> list[Any]:
     """Return the `DistributedDataParallel` wrappers that reduce gradients of some parameters.
 
-    They are looked for among all live objects: a wrapper may have come after the session, and nothing
-    on a parameter tells of it.
+    The search covers all live objects: a wrapper may have come after the session, and nothing
+    on a parameter refers to it.
     """
     if world() == 1 or "torch.nn.parallel.distributed" not in sys.modules:
         return []
@@ -280,34 +280,34 @@ def data_parallel(params: Iterable[Tensor]) -> list[Any]:
 
 def is_joining(wrapper: Any) -> bool:
     """Tell whether a wrapper runs under `Join`, where ranks may take different numbers of steps."""
-    return bool(wrapper._join_config.enable)  # noqa: SLF001 # there is no public word for it
+    return bool(wrapper._join_config.enable)  # noqa: SLF001 # there is no public name
 
 
 def reduces(wrapper: Any) -> bool:
-    """Tell whether a wrapper reduces the gradients of its next backward pass, as without `no_sync`."""
+    """Tell whether a wrapper reduces the gradients of its next backward pass; `no_sync` turns this off."""
     return bool(wrapper.require_backward_grad_sync)
 
 
 def is_reduced(wrapper: Any) -> bool:
-    """Tell whether a wrapper waits for none of the gradients of a backward pass that has begun."""
+    """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
     try:
-        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public word for it
+        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
     except RuntimeError:
         return False
     return True
 
 
 def averaged_by(wrapper: Any) -> list[Tensor]:
-    """Return the parameters whose gradients a wrapper averages; it can be told to leave some alone."""
-    # There is no public word for them. Those of the second list are reduced together, early or late.
+    """Return the parameters whose gradients a wrapper averages; a script can exclude some."""
+    # There are no public names. The reducer averages the second list in one go, early or late.
     return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
 
 
 @contextmanager
 def extra_pass(wrappers: Sequence[Any]) -> Iterator[None]:
-    """Let backward passes run that give no parameter a gradient, without wrappers taking them for their own."""
-    # With a static graph the first pass of all, whichever it is, sets up the reduction, and one that reaches no
-    # parameter would leave it undone for good.
+    """Run backward passes that give no parameter a gradient, hidden from the wrappers."""
+    # With a static graph the very first pass sets up the reduction. A first pass that reaches no parameter
+    # would leave the reduction without a set-up for good.
     name = "_static_graph_delay_allreduce_enqueued"
     waiting = [wrapper for wrapper in wrappers if getattr(wrapper, name, None) is False]
     for wrapper in waiting:
@@ -324,5 +324,5 @@ def is_flattened(param: Tensor) -> bool:
 
 
 def is_divided(param: Tensor | None) -> bool:
-    """Tell whether ranks have parts of a parameter each, so that autograd works on other tensors."""
+    """Tell whether each rank has a part of a parameter, so autograd works on other tensors."""
     return param is not None and (is_sharded(param) or is_flattened(param))

@@ -1,7 +1,7 @@
-"""Numbers taken of gradients of any layout and dtype: norms, ranges, counts.
+"""Numbers measured on gradients of any layout and dtype: norms, ranges, counts.
 
-They work on plain tensors, strided or sparse. What statistics are taken of in parts stands at the end: many
-gradients in one tensor, or one over many ranks.
+The functions work on plain tensors, strided or sparse. Helpers for statistics in parts stand at the end: many
+gradients in one tensor, or one gradient over many ranks.
 """
 
 import cmath
@@ -19,8 +19,8 @@ from gradsurgeon import _torch
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     """Apply ``edit`` to a gradient of any layout, out of place.
 
-    A sparse gradient is coalesced first: its duplicates are addends, and a bound on addends is no
-    bound on their sum.
+    A sparse gradient is coalesced first: its duplicates are addends, and bounding the addends does not
+    bound their sum.
     """
     if grad.layout == torch.strided:
         return edit(grad)
@@ -35,25 +35,25 @@ def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
 
 
 def values(grad: Tensor) -> Tensor:
-    """Return the elements of a gradient of any layout; those a sparse one leaves out are zero."""
+    """Return the stored elements of a gradient of any layout; a sparse gradient leaves out zeros."""
     grad = grad.detach()
     return grad if grad.layout == torch.strided else grad.coalesce().values()
 
 
-# On a CPU a call for each tensor takes about 2 microseconds, however few elements it has. Up to so
-# many elements it is quicker to copy all tensors into one, if several calls are saved for each.
+# On a CPU each call takes about 2 microseconds per tensor, however few elements it has. Up to this
+# many elements, copying all tensors into one is faster if that saves several calls per tensor.
 _FEW = 1024
-# A norm is one call: 185 instead of 480 microseconds for 200 tensors of 64 elements, the same for 200 of 300.
+# A norm is one call: joining takes 185 instead of 480 microseconds for 200 tensors of 64 elements, the same for 200 of 300.
 _FEW_FOR_NORM = 256
-# From so many elements on a sum in float32 loses digits: `dot` has a third of the error, and takes a tenth longer.
+# From this many elements on, a float32 sum loses digits: `dot` has a third of the error, and takes a tenth longer.
 _MANY = 2**18
 
 
 def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
-    The tensors share a device. A norm is non-finite where an element is, above the largest float32, and, on
-    other devices than the host, where the sum of squares is. An empty gradient has norm 0.
+    The tensors share a device. A norm is non-finite if an element is, or if it exceeds the largest float32. On
+    devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
         if order == 2.0 and (joined := small(grads, _FEW_FOR_NORM)) is not None:  # noqa: PLR2004 # l2
@@ -67,7 +67,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             alike = [dense[position] for position in positions]
             measured = map(_dot, alike) if dotted else _each(alike, order)
             by_position.update(zip(positions, measured, strict=True))
-        # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
+        # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
         found = torch.stack([by_position[position] for position in range(len(grads))]).float()
         if _may_be_out_of_range(found, order):
             for position, measured in enumerate(found.tolist()):
@@ -77,7 +77,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 def over(norms: Tensor, order: float) -> Tensor:
-    """Return the norm over several tensors of which these are the norms. Shape ``[1]``."""
+    """Return the norm over several tensors, given the norm of each. Shape ``[1]``."""
     found: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
     if _may_be_out_of_range(found, order):
         found = _scaled_norm(norms, order).reshape(1)
@@ -90,7 +90,7 @@ _TINY = 1e-17
 
 def _may_be_out_of_range(norms: Tensor, order: float) -> bool:
     """Tell whether the powers of elements may have overflowed or vanished. Shape of ``norms``: any."""
-    # On a device the question would be a wait, and wider sums a second pass, or slow.
+    # On a device this check would be a wait, and wider sums a second pass, or slow.
     if not _torch.is_host(norms) or order == math.inf or not norms.numel():
         return False
     if norms.numel() == 1:
@@ -100,13 +100,13 @@ def _may_be_out_of_range(norms: Tensor, order: float) -> bool:
 
 
 def _scaled_norm(grad: Tensor, order: float) -> Tensor:
-    """Return the norm of a dense tensor, whose powers do not fit into its dtype, by its largest element."""
+    """Return the norm of a dense tensor whose powers do not fit its dtype, scaled by its largest element."""
     if not grad.numel():
         return torch.zeros(())
     largest: Tensor = torch.linalg.vector_norm(grad, math.inf).double()
     if not (largest.isfinite() and largest > 0):
         return largest.float()
-    # In parts: a copy of all of it in float64 could be too large.
+    # In parts: a complete float64 copy could be too large.
     dtype = torch.promote_types(grad.dtype, torch.float64)
     parts: Sequence[Tensor] = torch.split(grad.reshape(-1), _MANY)
     scaled = [torch.linalg.vector_norm(part.to(dtype) / largest, order) for part in parts]
@@ -117,7 +117,7 @@ def _scaled_norm(grad: Tensor, order: float) -> Tensor:
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
     if grad.layout == torch.strided and grad.numel():
-        # One call, without the lists. `detach` takes a third of the time of `torch.no_grad`.
+        # One call without lists. `detach` takes a third of the time of `torch.no_grad`.
         dense = grad.detach()
         alone: Tensor
         if _is_dotted(dense, order):
@@ -130,7 +130,7 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Tell whether a copy of a tensor, measured with copies of others by `small`, costs less than its norm."""
+    """Tell whether copying a tensor and measuring it together with others by `small` costs less than its norm."""
     return (
         tensor.is_cpu
         and tensor.dtype in _DOTTED
@@ -141,27 +141,27 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def small(grads: Sequence[Tensor], few: int = _FEW) -> tuple[Tensor, Tensor] | None:
-    """Return small tensors on the host as one, of the widest of their dtypes, and their lengths; else ``None``.
+    """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors.
 
-    Asking each of them what it is takes as long as measuring it. So they are copied together first,
-    and what came of it is asked.
+    Checking each tensor takes as long as measuring it. So the tensors are first copied together, and the checks
+    look at the result.
     """
     sizes = tuple([grad.numel() for grad in grads])
     if max(sizes) > few or not grads[0].is_cpu:
         return None
     try:
         flat = _torch.flattened(grads)
-    except (RuntimeError, NotImplementedError):  # sparse ones among them, or several devices
+    except (RuntimeError, NotImplementedError):  # some are sparse, or on other devices
         return None
     if type(flat) is not Tensor or flat.dtype not in _DOTTED or len(flat) != sum(sizes):
         return None
-    if flat.layout != torch.strided:  # a lone sparse one
+    if flat.layout != torch.strided:  # a single sparse tensor
         return None
     return flat, _torch.integers(sizes, flat.device)
 
 
 def first_elements(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the first elements of gradients, flat, as many as a small one has; small ones as they are."""
+    """Return the first elements of each gradient, flat, at most as many as a small one has; small ones unchanged."""
     if max(map(Tensor.numel, grads), default=0) <= _FEW:
         return grads
     return [
@@ -177,7 +177,7 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 def _is_dotted(grad: Tensor, order: float) -> bool:
-    # By measurement, and only on the host.
+    # Measured to be faster only on the host.
     return (
         order == 2.0  # noqa: PLR2004 # l2
         and grad.numel() >= _MANY
@@ -194,24 +194,24 @@ def _dot(grad: Tensor) -> Tensor:
 
 def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
-    # The maximum norm of nothing is an error to torch.
+    # torch refuses the maximum norm of an empty tensor.
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
-    # One call over the list, as `clip_grad_norm_` does it; it has no public name.
+    # One call over the list, as in `clip_grad_norm_`; it has no public name.
     return torch._foreach_norm(filled, order, dtype=_widened(grads[0]))  # noqa: SLF001
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """Return a tensor of half precision in float32, which holds what is small, and any other as it is."""
+    """Return a half-precision tensor in float32, which holds small values; return other tensors unchanged."""
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _widened(grad: Tensor) -> torch.dtype | None:
-    # float16 overflows at 65504, so a norm of it must not be taken in float16.
+    # float16 overflows at 65504, so its norm must be computed in float32.
     return torch.float32 if grad.dtype in _HALF else None
 
 
 def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
-    # A plain sum, one after another, would lose digits in float32.
+    # A sequential float32 sum would lose digits.
     return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
 
 
@@ -223,18 +223,18 @@ def ends(grad: Tensor) -> tuple[float, float]:
     elements = grad if grad.layout == torch.strided else values(grad)
     if not elements.numel():
         return 0.0, 0.0
-    # On a CPU two passes are quicker than `aminmax`.
+    # On a CPU two passes are faster than `aminmax`.
     return elements.amin().item(), elements.amax().item()
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """Multiply strided tensors in place by a number each, in float32 at least."""
+    """Multiply each strided tensor in place by its own number, in float32 at least."""
     if not _HALF.isdisjoint([grad.dtype for grad in grads]) and any(grad.is_cpu for grad in grads):
         for grad, factor in zip(grads, factors, strict=True):
-            # A call for many tensors rounds the factor to half precision there: 1e5 would be infinite.
+            # A multi-tensor call rounds the factor to half precision on the host: 1e5 would become infinite.
             grad.mul_(factor)
         return
-    # It has no public name. One factor for all is quicker.
+    # The calls have no public name. One common factor is faster.
     if len(set(factors)) == 1:
         torch._foreach_mul_(list(grads), factors[0])
     else:
@@ -244,8 +244,8 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least.
 
-    A 0-dim factor would be rounded to half precision before it is used, where CUDA multiplies: one
-    below the smallest half would become 0, and one above the largest infinite.
+    CUDA would round a 0-dim factor to half precision first: a factor below the smallest half would
+    become 0, and a factor above the largest half infinite.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
@@ -253,18 +253,18 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     for (device, dtype), group in kinds.items():
         there = factor.to(device)
         if dtype in _HALF:
-            # What `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
+            # The kernel that `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
             ignored = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
         else:
-            torch._foreach_mul_(group, there.reshape(()))  # it has no public name
+            torch._foreach_mul_(group, there.reshape(()))  # there is no public name
 
 
 def nonfinite(grad: Tensor) -> Tensor | int:
-    """Return how many elements are not finite: on the host as a number, else as a 0-dim tensor, unread."""
+    """Return the number of non-finite elements: a number on the host, else an unread 0-dim tensor."""
     elements = values(grad)
     if _torch.is_host(elements):
-        # Nearly always all are finite, and their sum says so in one pass.
+        # Nearly always all elements are finite, and one pass for their sum proves it.
         if cmath.isfinite(elements.sum().item()):
             return 0
         return int(elements.isfinite().logical_not_().sum())
@@ -280,7 +280,7 @@ def first_nonfinite(grad: Tensor) -> tuple[str, int]:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not need."""
+    """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not require."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
@@ -288,10 +288,10 @@ class Segments(NamedTuple):
     """Small gradients that lie one after another in one tensor."""
 
     flat: Tensor
-    lengths: Tensor  # how many elements each of them has, at least 1
+    lengths: Tensor  # the number of elements of each gradient, at least 1
 
     def sum(self, values: Tensor) -> Tensor:
-        # A plain sum, one after another, would lose digits in float32.
+        # A sequential float32 sum would lose digits.
         return by_segments(values.double(), "sum", self.lengths)
 
     def min(self, values: Tensor) -> Tensor:

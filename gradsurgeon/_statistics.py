@@ -1,4 +1,4 @@
-"""Statistics of gradients of any layout and dtype, sharded ones included."""
+"""Statistics of gradients of any layout and dtype, including sharded gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from gradsurgeon import _dist, _numbers
 from gradsurgeon._numbers import Segments
 from gradsurgeon.statistics import STATISTICS
 
-# The number of a shard without elements, where a statistic has no function for shards.
+# The number of an empty shard, for a statistic without a `part` function.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 _MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: parts[..., 0].sum(0),
@@ -22,7 +22,7 @@ _MERGES: dict[str, Callable[[Tensor], Tensor]] = {
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return one statistic of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
-    For sharded gradients this is a collective and measures the whole gradient: all ranks must call it with the same
+    For sharded gradients this is a collective and measures whole gradients: all ranks must call it with the same
     gradients in the same order.
     """
     with torch.no_grad():
@@ -30,7 +30,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
             return _of_shards(stat, grads).float()
         if stat == "l2":
             return _numbers.norms(grads)
-        # What an empty gradient has is not what a reduction of no elements says.
+        # A reduction of no elements would not give the `empty` number of a statistic.
         segments = STATISTICS[stat].segments
         if segments is not None and all(map(Tensor.numel, grads)):
             small = _numbers.small(grads)
@@ -40,7 +40,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
 
 
 def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
-    """Return statistics of tensors that are small and alike in dtype. Shape ``[len(stats), len(tensors)]``."""
+    """Return statistics of small tensors of one dtype. Shape ``[len(stats), len(tensors)]``."""
     with torch.no_grad():
         joined = _numbers.small(tensors)
         rows = []
@@ -57,7 +57,7 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device.
 
     Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
-    has norm 0, and NaN for what needs an element.
+    has norm 0, and NaN for statistics that need an element.
     """
     if stat == "l2":
         return _numbers.norm(grad)
@@ -65,7 +65,7 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     if grad.numel() == 0:
         return torch.full((), how.empty, device=grad.device)
     elements = _numbers.values(grad)
-    if elements.numel() == 0:  # of a sparse gradient in which all are zero
+    if elements.numel() == 0:  # a sparse gradient without stored elements is all zero
         elements = elements.new_zeros(1)
     elements = _numbers.in_float32(elements)
     return how.measure(elements, grad.numel() - elements.numel()).to(torch.float32)
@@ -78,7 +78,7 @@ def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
 
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
-    """Return what `merge_of` needs of the shard that this rank holds of each gradient. Shape ``[len(grads), k]``, float64."""
+    """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
     return torch.stack([_part(stat, _dist.local(grad)) for grad in grads])
 
 

@@ -1,4 +1,4 @@
-"""The public functions: the only place that joins the stages from text to session."""
+"""The public functions: only this module joins the stages from rule text to session."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def load(rules: Rules) -> RuleSet:
     """Read and validate rules. Needs no torch.
 
     Args:
-        rules: the path of a rule file; its text, recognised by its line breaks; the same as a dict; a
-            list of rules built in Python; or a `RuleSet`, which is returned as it is.
+        rules: the path of a rule file; the text of one, recognised by its line breaks; the same content as a dict; a
+            list of rules built in Python; or a `RuleSet`, which is returned unchanged.
 
     Raises:
         RuleFileError: the rules are not valid; the error lists every problem with its place.
@@ -58,7 +58,7 @@ def load(rules: Rules) -> RuleSet:
             if not other:
                 return schema.from_rules(given)
             raise TypeError(
-                f"a list of rules holds rules built in Python, this one holds a {other}: give the "
+                f"a list of rules must contain rules built in Python, but this one contains a {other}: give the "
                 'whole file as a dict, {"version": 1, "rules": [...]}'
             )
     raise TypeError(
@@ -70,12 +70,12 @@ def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
     """Bind rules to the names of a model without touching it.
 
     Args:
-        model_or_manifest: a module on any device, also on ``meta``, or the manifest of one.
-        rules: whatever `load` takes.
+        model_or_manifest: a module on any device, including ``meta``, or the manifest of one.
+        rules: any input of `load`.
 
     Raises:
         RuleFileError: the rules are not valid.
-        BindError: rules match nothing or cannot act on what they match; the error lists all of them.
+        BindError: rules match nothing or cannot act on their matches; the error lists all of them.
     """
     found = load(rules)
     if isinstance(model_or_manifest, Manifest):
@@ -98,49 +98,49 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
-    The rules stay bound to what the plan shows. If a parameter or module is replaced or renamed, it
-    keeps its rules, and a warning says so. If something is added that a rule would match, a warning
-    says so, too; apply the rules again with ``replace=True`` to bind it. Lazy modules must have seen an
-    input before. Copies of the model carry no rules, and neither do saved models.
+    The rules stay bound to the tensors that the plan shows. If a parameter or module is replaced or renamed, it
+    keeps its rules, and a warning names it. A warning also names new parameters and modules that a rule would
+    match; apply the rules again with ``replace=True`` to bind them. Lazy modules must have seen an input before.
+    Copies of the model and saved models carry no rules.
 
     Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
-    and `torch.func`. Rules on modules act wherever the modules run, except on the tensors of
-    `torch.func.vmap`, which they leave alone with a warning.
+    and `torch.func`. Rules on modules act wherever the modules run. They skip the tensors of
+    `torch.func.vmap`, with a warning.
 
     Args:
         model: the module whose parameters the rules name.
-        rules: whatever `load` takes.
-        optimizer: the optimizer or optimizers that update the model. Without it gradsurgeon finds them.
-            An empty list says that the script updates the weights by hand, with `Session.tick`.
-        scaler: the gradient scaler in use. Without it gradsurgeon finds it. A loss that the script
-            multiplies by hand cannot be known: rules at `backward` and `accumulated` take it as it is.
-        record: the run directory to write records to. Without it they stay in memory: up to 64 MiB, of
-            which a step takes 160 bytes per rule and statistic, and 4 more per tensor. Then the oldest
-            make room, which an event says.
-        mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
-            would have changed.
-        start_step: the number of the first update, when training resumes.
-        replace: whether to replace a session that the model already has.
-        sinks: trackers that get aggregates and all events while training goes on, such as
-            `sinks.TensorBoard("runs/today")`: those of each step, or in a fast training the worst of every few;
-            see `gradsurgeon.sinks`. Of several ranks the first one sends.
-        on_event: is called with each event as it is noted, on the thread that has seen it. What it raises is
-            raised where the training can be stopped with nothing half done: before the weights move for what is
-            seen before an update, else at the end of that update, of `Session.tick` or of the session. Ranks do
-            not agree on it: of a rank that raises alone the others wait.
+        rules: any input of `load`.
+        optimizer: the optimizer or optimizers that update the model. By default gradsurgeon finds them.
+            An empty list declares that the script updates the weights by hand, with `Session.tick`.
+        scaler: the gradient scaler in use. By default gradsurgeon finds it. It cannot know a loss that the
+            script multiplies by hand: rules at `backward` and `accumulated` see its gradients as they are.
+        record: the run directory for the records. By default they stay in memory, up to 64 MiB: a step uses
+            160 bytes per rule and statistic, and 4 more per tensor. At the limit new records replace the oldest,
+            and an event reports it.
+        mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count the changes that each rule
+            would have made.
+        start_step: the number of the first update, if training resumes.
+        replace: whether to replace the model's existing session, if any.
+        sinks: trackers that receive aggregates and all events during training, such as
+            `sinks.TensorBoard("runs/today")`. They receive the aggregates of each step, or in fast training the worst
+            of every few steps; see `gradsurgeon.sinks`. If there are several ranks, rank 0 sends.
+        on_event: called with each event as it occurs, on the thread that has seen it. Its exception is raised at the
+            next place where training can stop with nothing half done. For an event before an update that is before
+            the weights move, else at the end of that update, of `Session.tick` or of the session. Ranks do not
+            agree on it: if one rank raises alone, the others wait for it.
 
     Returns:
-        The session. It is a context manager that takes the rules off at its end.
+        The session. It is a context manager that removes the rules at its end.
 
     Raises:
         RuleFileError: the rules are not valid.
-        BindError: rules match nothing or cannot act on what they match.
+        BindError: rules match nothing or cannot act on their matches.
         RecordError: the run directory cannot be written, or holds a run already.
         GradSurgeonError: the model already has a session, or PyTorch is missing.
     """
     _check_options(scaler, mode, start_step)
     if on_event is not None and not callable(on_event):
-        raise TypeError(f"on_event= takes a function of one event, not {type(on_event).__name__}")
+        raise TypeError(f"on_event= must be a function of one event, not {type(on_event).__name__}")
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
     options = _runtime().Options(optimizers, scaler, mode, start_step, on_event=on_event)
@@ -151,8 +151,8 @@ def apply(
 
 
 def _bound(model: nn.Module, rules: Rules) -> Plan:
-    """Bind rules to the model of this rank; what they match may be on another one."""
-    _runtime()  # without torch there is nothing to bind to
+    """Bind rules to the model of this rank; a rule may match only on another rank."""
+    _runtime()  # binding needs torch
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch
     from gradsurgeon.distributed import session_discovery  # noqa: PLC0415 # the same
 
@@ -177,11 +177,11 @@ def attach(
     title: str = "",
     replace: bool = False,
 ) -> Attachment:
-    """Attach a plan to the model it was made for, as `apply` does once it has bound the rules."""
+    """Attach a plan to its model, as `apply` does once it has bound the rules."""
     runtime = _runtime()
     if not (options.beside or replace) and runtime.applied_to(model):
         raise GradSurgeonError(
-            "rules are already applied to this model, or were to a container of parts of it: call gradsurgeon.remove(model) "
+            "rules are already applied to this model, or to a container of some of its modules: call gradsurgeon.remove(model) "
             "first, or pass replace=True"
         )
     with ExitStack() as undo:
@@ -208,18 +208,18 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run directory for reading, even while it is being written. Needs no torch.
 
     Args:
-        path: the directory that ``record=`` named.
+        path: the directory given as ``record=``.
 
     Raises:
-        RecordError: the directory holds no run, or its files are damaged or not of this format.
+        RecordError: the directory holds no run, or its files are damaged or have another format.
     """
-    from gradsurgeon.store import run  # noqa: PLC0415 # a Python without SQLite can do the rest
+    from gradsurgeon.store import run  # noqa: PLC0415 # other functions work without SQLite
 
     return run.open_run(path)
 
 
 def remove(model: nn.Module) -> None:
-    """Take the rules off a model without a trace; those of a container that is gone, too. If it has none, nothing happens."""
+    """Remove the rules from a model without a trace; also rules from a container that is gone. No rules: no effect."""
     for attachment in _runtime().applied_to(model):
         attachment.remove()
         attachment.context.event_log.raise_raised()
@@ -228,72 +228,72 @@ def remove(model: nn.Module) -> None:
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Give a tensor in the middle of a forward pass a name that rules can match.
 
-    The call costs nothing as long as no session is attached.
+    The call costs nothing while no session is attached.
 
     Args:
         tensor: any tensor, of any shape and dtype.
         name: the name that `tensors:` in a rule is matched against.
 
     Returns:
-        The same tensor; one with another value where a rule edits it, and a view of a leaf whose gradient
-        a rule acts on.
+        The same tensor. If a rule edits it, a tensor with another value; if a rule acts on the gradient of a leaf, a
+        view of it.
     """
     registry = sys.modules.get("gradsurgeon.runtime.registry")
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
 
 
 def backward(losses: Mapping[str, Tensor], *, scaler: GradScaler | None = None) -> None:
-    """Run one backward pass of several named losses, in the place of ``(seg + depth).backward()``.
+    """Run one backward pass of several named losses, instead of ``(seg + depth).backward()``.
 
-    Without a rule on losses it is that, bit for bit. The actions `conflict` and `combine` see the gradient of each loss by
-    itself, in all models that have a session. Gradients accumulate as usual; each call combines by itself.
+    Without a rule on losses the two calls are identical, bit for bit. The actions `conflict` and `combine` see the gradient of
+    each loss separately, in all models that have a session. Gradients accumulate as usual; each call combines separately.
 
     Args:
-        losses: the losses by name, each with one element, with weights of the script's own (``{"seg": 0.3 * seg}``).
-            One that reaches no parameter, or needs no gradient, takes part as in a sum.
+        losses: the losses by name, each with one element. The script applies its own weights (``{"seg": 0.3 * seg}``).
+            A loss that reaches no parameter, or needs no gradient, takes part as in a sum.
         scaler: the scaler of the script, which then multiplies the losses, as in ``scaler.scale(seg + depth).backward()``.
 
     Raises:
-        TypeError: the losses are no mapping of names to tensors.
-        ValueError: there is none, or one has several elements.
-        GradSurgeonError: the gradients of single losses cannot be had; the text says why, and what to do.
+        TypeError: the losses are not a mapping of names to tensors.
+        ValueError: there is no loss, or one has several elements.
+        GradSurgeonError: the gradients of single losses are not available; the text says why, and what to do.
     """
     _check_scaler(scaler)
     _runtime().backward(losses, scaler)
 
 
-# Code that is compiled before the first session must not trace what is imported then. Without torch no public word.
+# Code compiled before the first session must not trace the import. Without torch there is no public name.
 backward._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def replay(
     bundle: str | os.PathLike[str], model: nn.Module, *, debugger: bool = False
 ) -> Diagnosis:
-    """Run a step again that a trap has stopped, from what it has left, and tell where it went wrong.
+    """Run a step again that a trap has stopped, from its bundle, and report where it went wrong.
 
     Args:
         bundle: the directory that the report of the trap names.
-        model: the same model, built anew; weights and buffers are taken from the bundle, and the model is left
-            as it is. It may be on another device.
-        debugger: stand in `pdb` where what is not finite was born, with the tensors in scope.
+        model: the same model, built anew. The replay uses the weights and buffers of the bundle, and leaves the model
+            unchanged. It may be on another device.
+        debugger: stop in `pdb` where the first non-finite value arose, with the tensors in scope.
 
     Returns:
-        What the replay has shown, as in the report of the trap.
+        The result of the replay, as in the report of the trap.
 
     Raises:
-        GradSurgeonError: the directory is no bundle, or not one of this model.
+        GradSurgeonError: the directory is not a bundle, or not a bundle of this model.
     """
     runtime = _runtime()
     from gradsurgeon import forensics  # noqa: PLC0415 # needs torch
 
-    _manifest_of(model)  # what is no module is told as such
+    _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
     with nullcontext() if session is None else session.resting():
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:
-            # A bundle from elsewhere may hold anything.
+            # A bundle from elsewhere may contain anything.
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             place = printable(str(bundle))
             raise GradSurgeonError(f"{place} cannot be diagnosed: {printable(why)}") from error
@@ -311,7 +311,7 @@ def _runtime() -> Any:
         ) from error
     from gradsurgeon import _torch  # noqa: PLC0415 # as above
 
-    # A graph that breaks at a rule on tags must not break once more in here.
+    # A graph that breaks at a rule on tags must not break a second time inside this call.
     _torch.compile_within_caller(tag)
     _torch.uncompiled("gradsurgeon.backward runs a backward pass")(backward)
     return runtime
@@ -327,14 +327,14 @@ def _check_options(scaler: object, mode: object, start_step: object) -> None:
 
 def _check_scaler(scaler: object) -> None:
     if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+        raise TypeError(f"scaler= must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> RunWriter:
-    import torch  # noqa: PLC0415 # only its version, and only where it is there
+    import torch  # noqa: PLC0415 # a session exists, so torch is installed
 
     from gradsurgeon import _dist  # noqa: PLC0415 # the same
-    from gradsurgeon.store import writer  # noqa: PLC0415 # a Python without SQLite can do the rest
+    from gradsurgeon.store import writer  # noqa: PLC0415 # other functions work without SQLite
 
     version = str(torch.__version__)
     meta = describe(bound, mode=options.mode, start_step=options.start_step, torch=version)
@@ -342,12 +342,12 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
 
 
 def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
-    from gradsurgeon.sinks.sink import check_sinks  # noqa: PLC0415 # only where rules are applied
+    from gradsurgeon.sinks.sink import check_sinks  # noqa: PLC0415 # only `apply` needs it
 
     check_sinks(sinks)
     if not sinks:
         return []
-    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is there by now
+    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
     from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
     from gradsurgeon.sinks.open_sinks import close_at_end  # noqa: PLC0415 # the same
 
@@ -372,7 +372,7 @@ def _optimizers(given: Any) -> list[Any] | None:
     for one in found:
         if not hasattr(one, "register_step_pre_hook"):
             raise TypeError(
-                f"optimizer= takes torch optimizers, not {type(one).__name__}; an empty list declares "
-                "that weights are updated by hand"
+                f"optimizer= must be torch optimizers, not {type(one).__name__}; an empty list declares "
+                "that the script updates weights by hand"
             )
     return found

@@ -1,4 +1,4 @@
-"""What a person has in hand of the rules on a model: control, records, events, and how it looks."""
+"""The session that `apply` returns: control, records and events of the rules on a model, and its display."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _EVENTS_SHOWN = 5
 class Session(RecordQueries):
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
-    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, or some module of it that has
-    parameters, even if nobody keeps the session. If a session is an attribute of its model, copies of the model and models loaded
-    from a file have ``None`` in its place.
+    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model, or some module of it that has parameters,
+    lives, even if the caller drops the session. If a session is an attribute of its model, copies of the model and models
+    loaded from a file have ``None`` instead.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -39,7 +39,7 @@ class Session(RecordQueries):
 
     @property
     def plan(self) -> Plan:
-        """What each rule is bound to: ``print(session.plan)`` is a table."""
+        """The bindings of each rule: ``print(session.plan)`` shows a table."""
         return self._attachment.plan
 
     def remove(self) -> None:
@@ -51,22 +51,22 @@ class Session(RecordQueries):
         self._attachment.context.event_log.raise_raised()
 
     def pause(self) -> None:
-        """Let no rule act until `resume()`. Steps are still counted.
+        """Stop all rules until `resume()`. Steps are still counted.
 
-        On several ranks pause all of them. Under DDP a paused rank leaves its gradients as they are while the others
-        edit theirs, so that the weights drift apart. Of sharded parameters all ranks leave them if one is paused; the
-        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that. Sharded
+        On several ranks, pause all of them. Under DDP a paused rank leaves its gradients unedited while the others edit
+        theirs, so the weights drift apart. For sharded parameters all ranks leave gradients unedited if one rank is paused. The
+        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that update. Sharded
         parameters have no records of passes in which one rank is paused.
         """
         self._attachment.context.paused = True
 
     def resume(self) -> None:
-        """Let the rules act again."""
+        """Resume the rules after `pause()`."""
         self._attachment.context.paused = self._attachment.removed
 
     @property
     def step(self) -> int:
-        """The number of the next update, counted from ``start_step``, skipped updates included.
+        """The number of the next update. It starts at ``start_step`` and includes skipped updates.
 
         If several optimizers update the model, this is the largest of their numbers.
         """
@@ -85,16 +85,16 @@ class Session(RecordQueries):
         controller = self._attachment.controller
         if controller.steps.owned:
             raise GradSurgeonError(
-                "tick() marks updates that are written by hand, but a torch optimizer owns the "
-                "parameters and its steps are counted by themselves: remove the call"
+                "tick() marks manual updates, but a torch optimizer owns the parameters, so its "
+                "steps are counted automatically: remove the call"
             )
         return self._attachment.removed or controller.manual.tick()
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first.
+        """The events so far, oldest first.
 
-        Waits for nothing: what a device has not told yet comes later. `status()` waits for it.
+        Does not wait for the device: events that a device has not reported yet come later. `status()` waits for them.
         """
         return self._attachment.events
 
@@ -103,36 +103,36 @@ class Session(RecordQueries):
         return self._attachment.status()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the clocks and what rules have learnt, to be kept in a checkpoint. Waits for the device.
+        """Return the clocks and the learnt state of rules, for a checkpoint. Waits for the device.
 
         Returns:
-            Plain tensors on the host, numbers and texts, which ``torch.load(weights_only=True)`` reads. Of
-            sharded models each rank returns the same.
+            Plain tensors on the host, numbers and texts, which ``torch.load(weights_only=True)`` reads. For sharded
+            models each rank returns the same.
         """
         return session_state.state_dict(self._attachment.controller)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another session ended: a run that is stopped and resumed does what an unbroken one does.
+        """Resume from another session's state: a run that is stopped and resumed behaves as an uninterrupted run.
 
-        Call it before the first step, as soon as the rules are on. What the state does not say, or says of rules
-        and parameters that are others by now, is a `GradSurgeonWarning` each; those begin anew.
+        Call it before the first step, as soon as the rules are applied. A `GradSurgeonWarning` names each rule or parameter
+        that the state lacks, or that has changed since; rules restart what they learn there.
 
         Args:
-            state: what `state_dict` has returned.
+            state: the result of `state_dict`.
 
         Raises:
-            GradSurgeonError: it is no such state, or a damaged one; nothing has changed then.
+            GradSurgeonError: the state is not of a session, or is damaged; nothing has changed then.
         """
         session_state.load_state_dict(self._attachment.controller, state)
 
     def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
-        """Return what a `capture` rule has kept, oldest first.
+        """Return the tensors that a `capture` rule has kept, oldest first.
 
         Args:
-            rule: id of the rule.
+            rule: the id of the rule.
 
         Returns:
-            Detached copies, each of the shape and dtype of its tensor, by ``(name, step, call)``;
+            Detached copies, each with the shape and dtype of its tensor, by ``(name, step, call)``;
             ``call`` counts from 0 within a step.
 
         Raises:
@@ -155,44 +155,44 @@ class Session(RecordQueries):
         sample: int = 0,
         image: Tensor | None = None,
     ) -> Figure:
-        """Draw what was recorded or captured. Needs matplotlib, opens no window, and waits for the device.
+        """Draw recorded or captured data. Needs matplotlib, opens no window, and waits for the device.
 
-        * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name` the norm of all parameters
-          together and the ten layers that went wrong: not finite first, then the largest spikes. A gap is a step
-          without a gradient, a cross at the top a norm that is not finite, a triangle at the bottom one
-          of 0. Traps, skipped steps and lost hooks are lines across.
+        * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
+          together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
+          gradient, a cross at the top a non-finite norm, a triangle at the bottom a norm of 0. Vertical lines mark
+          traps, skipped steps and lost hooks.
         * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
-        * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses, and the weights with
-          which they were combined, over the steps. Without `name` the ten pairs that conflict most.
-        * ``"histogram"`` (`name`, `rule`, `step`, `call`): how the l2 norms of each step are distributed over the
-          tensors; with the `rule` of a `capture`, how the elements of what it kept are distributed.
-        * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of what a `capture` has
-          kept of a module, each scaled from its least to its largest element.
-        * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of a module of which one `capture` keeps the
-          output and another one ``output.grad``, of one sample.
+        * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses over the steps, and the
+          weights with which a rule combined them. Without `name`, the ten pairs that conflict most.
+        * ``"histogram"`` (`name`, `rule`, `step`, `call`): the distribution of the l2 norms of each step over the
+          tensors; with the `rule` of a `capture`, the distribution of the elements that it kept.
+        * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
+          `capture` has kept, each scaled from its smallest to its largest element.
+        * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of one sample, for a module of which one `capture` keeps
+          the output and another ``output.grad``.
 
-        Of more than 800 steps several share a column: by the largest norm, and marked if one is not finite.
+        If there are more than 800 steps, several share a column: the largest norm counts, and non-finite steps are marked.
 
         Args:
             kind: the picture.
-            name: a name, or a pattern as in a rule file, or several; for tensors that were captured, of one.
-            rule: id of the rule; for ``"grad-cam"`` a pair, that of the outputs and that of the gradients.
-            step: number of the update; the last one of which a tensor was kept if not given.
-            call: which call of the module in that step, from 0. Without it ``"histogram"`` draws all of them and
-                ``"features"`` the last one; for ``"grad-cam"`` it must be given where there are several,
-                as a pair where the gradient has another number.
-            sample: which one of the batch, from 0.
-            image: what the model was given, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
-                laid over it.
+            name: a name, a pattern as in a rule file, or several of them; for captured tensors, exactly one tensor.
+            rule: the id of the rule; for ``"grad-cam"`` a pair: the rule of the outputs and the rule of the gradients.
+            step: the number of the update; by default the last update of which a tensor was kept.
+            call: the call of the module in that step, from 0. By default ``"histogram"`` draws all calls and
+                ``"features"`` the last call; ``"grad-cam"`` needs it if there are several calls, as a pair if the
+                gradient has another number.
+            sample: the place in the batch, from 0.
+            image: the input of the model, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
+                drawn over it.
 
         Returns:
-            A figure that a notebook shows as it is; ``figure.savefig("norms.png")`` writes it to a file.
+            A figure, which a notebook shows directly; ``figure.savefig("norms.png")`` writes it to a file.
 
         Raises:
-            ValueError: no such picture, an option that it does not take, a tensor of another shape than
-                (N, C, H, W), or several to choose from.
-            KeyError: a name or pattern matches nothing, or no such `capture` rule.
-            RecordError: nothing to draw: the text says which rule to add.
+            ValueError: there is no such picture, an option does not apply to it, a tensor does not have the shape
+                (N, C, H, W), or there are several to choose from.
+            KeyError: a name or pattern matches nothing, or there is no such `capture` rule.
+            RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
         options = {"step": step, "call": call, "sample": sample or None, "image": image}
@@ -201,39 +201,39 @@ class Session(RecordQueries):
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first; nothing if no gradient has arrived.
+        """Return ``(step, value)`` pairs of one tensor, oldest first; nothing if no gradient has arrived.
 
-        Waits for the device. For a parameter that ranks share (FSDP2, tensor parallel) it is a collective while the
-        session is on: all ranks that share the parameter must call it. After that the lowest of them answers.
+        Waits for the device. For a parameter that ranks share (FSDP2, tensor parallel) the call is a collective while the
+        session is on: all ranks that share the parameter must call it. Afterwards the lowest of these ranks answers.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed if several rules record the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
 
         Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: recorded by no rule, or by several; or another rank did not call it within 10 s.
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
         return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest value of what `history` returns, under the same conditions.
+        """Return the newest value of `history`, under the same conditions.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed if several rules record the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
 
         Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: recorded by no rule, or by several; nothing recorded yet, or nothing in the last three steps in
-                which the rule was due; or another rank did not call it within 10 s.
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; nothing is recorded yet, or nothing in the last three steps
+                in which the rule was due; or another rank did not call within 10 s.
         """
         return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
 
     def _asked(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
-        # All that this rank has measured is on its way before it asks.
+        # The lookup sends all measurements of this rank on their way before it asks.
         canonical = self._lookup().aliases.get(name, name)
         return self._attachment.context.recorder.shared.ask(canonical, stat, answer)
 
@@ -245,7 +245,7 @@ class Session(RecordQueries):
         logged = {
             rule.id: Logged(
                 getattr(rule, "stats", ()),
-                # A module can return several tensors, which have names of their own.
+                # A module can return several tensors, each with a name of its own.
                 frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
             )
             for rule in self.plan.rules.rules
@@ -260,7 +260,7 @@ class Session(RecordQueries):
         return Lookup(known, aliases, logged, records.series, self._due_since)
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:
-        """Return in how many finished steps of a parameter after one a rule was due, up to some."""
+        """Count the finished steps of a parameter after a step in which a rule was due, up to three."""
         context = self._attachment.context
         tensors = context.program.names
         if name not in tensors:
@@ -279,11 +279,11 @@ class Session(RecordQueries):
         event_log = self._attachment.context.event_log
         if kind is None:
             event_log.raise_raised()
-        else:  # that goes on
+        else:  # the script's own exception goes on
             event_log.log_raised()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Copies and files get `None` in the place of the session, without our name in it.
+        # Copies and files get `None` instead of the session, without a name of this package.
         return type(None), ()
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class Session(RecordQueries):
         )
 
     def _statuses(self) -> dict[str, RuleStatus]:
-        # A debugger that shows a session must not make the training wait for it.
+        # A debugger that displays a session must not make the training wait.
         return self._attachment.status(wait=False)
 
     def _condition(self) -> str:
@@ -350,7 +350,7 @@ class Session(RecordQueries):
         return ", ".join(words)
 
     def _last_trap(self) -> str:
-        # What a trap cuts is no trip.
+        # A cut by a trap is no trip.
         cutting = {rule.id for rule in self.plan.rules.rules if rule.edits}
         traps = [event for event in self._attachment.events if is_trip(event, cutting)]
         if not traps:

@@ -1,7 +1,7 @@
-"""The table of statistics: how each is measured, batched over many gradients, and merged over shards.
+"""The table of statistics: measuring one gradient, measuring many in a batch, and merging shards.
 
-A new statistic is one more entry: here, or by `add_statistic` for a user's own. Nothing here imports torch
-before it measures, because linting a rule file must not need torch.
+A new statistic is one more entry: here, or through `add_statistic` for a user's own. The module imports torch
+only to measure, because linting a rule file must not need torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A number that can be taken of a gradient.
+    """A number that can be measured on a gradient.
 
     Attributes:
         measure: maps the elements of one gradient to a 0-dim tensor on their device, without waiting
-            for it. It also gets the number of zeros that a sparse gradient leaves out. Half-precision
-            elements come as float32.
-        merge: how the numbers of the shards of a gradient become the number of the whole: ``"sum"``, ``"max"``,
+            for the device. Its second argument is the number of zeros that a sparse gradient leaves out.
+            Half-precision elements come as float32.
+        merge: merges the numbers of the shards of a gradient into the number of the whole: ``"sum"``, ``"max"``,
             ``"min"``, or a function that maps the numbers in ``part`` of all ranks, float64 of shape
             ``[ranks, gradients, numbers]``, to shape ``[gradients]``.
         empty: the number of a gradient without elements.
-        part: maps the elements of a shard, which may be none, to the numbers that ``merge`` needs, as 0-dim tensors
+        part: maps the elements of a shard, possibly none, to the numbers that ``merge`` needs, as 0-dim tensors
             or plain numbers; without it the one number of ``measure``.
-        segments: the same as ``measure`` for many small gradients in one call, where that is faster;
+        segments: does the work of ``measure`` for many small gradients in one call, if that is faster;
             returns one number per gradient.
-        real: there is no such number of complex gradients.
+        real: whether the statistic exists for real gradients only, not for complex ones.
     """
 
     measure: Callable[[Tensor, int], Tensor]
@@ -45,17 +45,17 @@ class Statistic:
 
 
 def add_statistic(name: str, statistic: Statistic) -> None:
-    """Add a statistic of your own, to be named in `stats` of a rule.
+    """Add your own statistic, for use in `stats` of a rule.
 
     Args:
-        name: of letters, digits and ``_``.
-        statistic: how to take it.
+        name: letters, digits and ``_``.
+        statistic: how to measure it.
 
     Raises:
-        ValueError: the name is taken, or is none.
+        ValueError: the name is taken, or is not a valid name.
     """
     if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of a statistic: write letters, digits and `_`")
+        raise ValueError(f"{name!r} is not a name for a statistic: use letters, digits and `_`")
     if STATISTICS.get(name, statistic) != statistic:
         raise ValueError(f"there is a statistic {name!r} already")
     STATISTICS[name] = statistic
@@ -69,7 +69,7 @@ def _l2(elements: Tensor, _missing: int) -> Tensor:
 
 def _linf(elements: Tensor, _missing: int) -> Tensor:
     if elements.is_cpu and not elements.is_complex():
-        # Two passes that write nothing take less time than one that does.
+        # Two passes that write nothing are faster than one pass that writes.
         return elements.amax().maximum(-elements.amin())
     return elements.abs().amax()
 
@@ -77,7 +77,7 @@ def _linf(elements: Tensor, _missing: int) -> Tensor:
 def _std(elements: Tensor, missing: int) -> Tensor:
     count = elements.numel() + missing
     mean = elements.sum() / count
-    # Two passes: the difference of the mean square and the squared mean cancels.
+    # Two passes, because the mean square minus the squared mean cancels.
     deviations = elements - mean
     if deviations.is_complex():
         deviations = deviations.abs()
@@ -85,7 +85,7 @@ def _std(elements: Tensor, missing: int) -> Tensor:
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
-    import torch  # noqa: PLC0415 # linting must not need it
+    import torch  # noqa: PLC0415 # linting must not need torch
 
     from gradsurgeon import _numbers  # noqa: PLC0415 # the same
 
@@ -128,7 +128,7 @@ STATISTICS: dict[str, Statistic] = {
         empty=0.0,
         segments=lambda segments: segments.sum(segments.flat.abs()),
     ),
-    # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
+    # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
     "l2": Statistic(
         _l2,
         merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),

@@ -1,8 +1,8 @@
 """The `DistributedDataParallel` wrappers of this process, and which of them average the next backward pass.
 
-A wrapper averages in the backward pass that follows a forward pass of its own outside of `no_sync`: not in one of
-the model that it wraps, and not in a second one. In no other pass do ranks wait for each other, so that in no other
-they may be made to. Its reducer is told to await that pass, and nothing else says so: trainers tell it by themselves.
+A wrapper averages in the backward pass after its own forward pass outside of `no_sync`. It does not average in a pass of
+its inner model, or in a second pass. Ranks wait for each other in no other pass, so no other pass may make them wait.
+Only the reducer knows the pass that it awaits: trainers set it up themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gradsurgeon._patching import Patch
 
 @dataclass(slots=True)
 class _Reduction:
-    """The reducer of a wrapper, as far as it is known.
+    """The known state of a wrapper's reducer.
 
     Attributes:
-        params: the ids of the parameters that it averages: those that it had when it was first seen.
+        params: the ids of the parameters that it averages: the wrapper's parameters when it was first seen.
         awaits: whether the next pass that reaches one of them averages them.
     """
 
@@ -39,7 +39,7 @@ _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = (
 
 
 def watch() -> Callable[[], object]:
-    """Take notice of wrappers as they are used; return what ends that."""
+    """Watch wrappers as the script uses them; return the function that ends the watch."""
     forget()
     distributed: Any = torch.distributed
     if not distributed.is_available():
@@ -48,7 +48,7 @@ def watch() -> Callable[[], object]:
 
 
 def forget() -> None:
-    """Take no wrapper for one that awaits a pass: nobody knows which have run since."""
+    """Treat no wrapper as awaiting a pass: some may have run unwatched since."""
     for reduction in list(_reductions.values()):
         reduction.awaits = False
 
@@ -67,20 +67,20 @@ _torch.compile_within_caller(_prepared)
 
 
 def find(params: Iterable[Tensor]) -> None:
-    """Look for wrappers of some parameters that were used before anybody took notice, or never."""
+    """Search for wrappers of some parameters that the script used before the watch, or never."""
     _note(_dist.data_parallel(params))
 
 
 def _note(wrappers: Iterable[Any]) -> None:
     for wrapper in wrappers:
         if wrapper not in _reductions:
-            # One that is frozen now is none of the reducer's, whatever becomes of it.
+            # A reducer never averages a parameter that is frozen now, even if the script unfreezes it later.
             params = [param for param in _dist.averaged_by(wrapper) if param.requires_grad]
             _reductions[wrapper] = _Reduction(frozenset(map(id, params)))
 
 
 def known() -> list[Any]:
-    """Return the wrappers that were used or looked for, in no order that ranks share."""
+    """Return the wrappers found so far, in no order that ranks share."""
     return list(_reductions)
 
 
@@ -89,11 +89,11 @@ def is_any_awaiting() -> bool:
 
 
 def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
-    """Return the ids of the parameters that a wrapper averages in a pass that begins now: none where it does not.
+    """Return the ids of the parameters that a wrapper averages in a pass that begins now, if it averages.
 
     Args:
-        wrapper: one that is known.
-        leaves: the ids of what the pass reaches.
+        wrapper: a known wrapper.
+        leaves: the ids of the leaves that the pass reaches.
     """
     reduction = _reductions[wrapper]
     awaits = reduction.awaits and not reduction.params.isdisjoint(leaves)
@@ -101,15 +101,15 @@ def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
 
 
 def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) -> list[Any]:
-    """Return the wrappers that have averaged in a pass that has ended; they await no other one.
+    """Return the wrappers that averaged in a finished pass; they await no other pass.
 
     Args:
         reaches: tells whether the pass reaches any of some leaves, by their ids.
-        failed: whether it has raised here. The others can have ended theirs.
+        failed: whether the pass raised on this rank. Other ranks may have finished it.
     """
     over = []
     for wrapper, reduction in list(_reductions.items()):
-        # A wrapper can get its gradients in several passes, and averages with the last of them.
+        # A wrapper can get its gradients in several passes, and averages in the last of them.
         if not reduction.awaits or not (failed or _dist.is_reduced(wrapper)):
             continue
         if reaches(reduction.params):

@@ -1,4 +1,4 @@
-"""Models that `torch.distributed.fsdp.fully_shard` has divided over ranks, for a while with whole parameters."""
+"""Models that `torch.distributed.fsdp.fully_shard` has sharded, temporarily with whole parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OF_TORCH = "torch.distributed.fsdp"
 
 
 class Cast(NamedTuple):
-    """What `fully_shard` does around the forward pass of a module, beside bringing parameters together.
+    """The actions of `fully_shard` around the forward pass of a module, besides gathering parameters.
 
     Attributes:
-        inputs: the dtype that floating point tensors among the arguments get, if any.
-        outputs: the same for what comes out.
-        moves: whether tensors among the arguments are brought to the device of the parameters.
+        inputs: the dtype for floating point tensors among the arguments, if any.
+        outputs: the dtype for floating point tensors in the output, if any.
+        moves: whether tensors among the arguments move to the device of the parameters.
     """
 
     inputs: torch.dtype | None
@@ -50,13 +50,13 @@ def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | Non
 
 
 def fits(model: nn.Module) -> bool:
-    """Tell whether the device has room for whole parameters and gradients. How much a host has is not asked."""
+    """Tell whether the device has room for whole parameters and gradients. Host memory is not checked."""
     sizes: dict[int, int] = {}
     device: Any = None
     for module in _managed(model):
         dtype = _policy(module).param_dtype
         for param in filter(_dist.is_sharded, module.parameters()):
-            # What the innermost module says, which comes last, counts.
+            # The innermost module comes last, and its policy counts.
             sizes[id(param)] = param.numel() * (dtype or param.dtype).itemsize
             mesh: Any = param
             device = torch.get_device_module(mesh.device_mesh.device_type)
@@ -68,9 +68,9 @@ def fits(model: nn.Module) -> bool:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Have whole parameters, and let `fully_shard` do nothing but cast, for a while. A collective.
+    """Gather whole parameters for a while, and reduce `fully_shard` to its casts. A collective.
 
-    Whole parameters have the dtype of the mixed precision.
+    Whole parameters have the dtype of the mixed precision policy.
     """
     divided = []
     with ExitStack() as stack:
@@ -90,28 +90,28 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 def _quieten(module: Any, cast: Cast, stack: ExitStack) -> None:
-    """Let a module that `fully_shard` manages cast, and neither gather parameters nor let go of them."""
+    """Make a module that `fully_shard` manages only cast: it neither gathers nor frees parameters."""
     for table, instead in (
-        (module._forward_pre_hooks, cast.before),  # noqa: SLF001 # no public word
+        (module._forward_pre_hooks, cast.before),  # noqa: SLF001 # there is no public name
         (module._forward_hooks, cast.after),  # noqa: SLF001 # the same
     ):
         for key, hook in list(table.items()):
             if str(getattr(hook, "__module__", "")).startswith(_OF_TORCH):
-                # In its place: hooks of the script stand before it and after it.
+                # The replacement keeps the place of the hook: script hooks come before and after it.
                 table[key] = instead
                 stack.callback(table.__setitem__, key, hook)
     state = module._get_fsdp_state()  # noqa: SLF001 # the same
-    # It calls them by itself around methods that are registered as further ways into the module.
+    # The state calls these methods itself around methods registered as further forward methods.
     stack.enter_context(_attribute(state, "_pre_forward", cast.before))
     stack.enter_context(_attribute(state, "_post_forward", cast.after))
-    # A forward pass may call them.
+    # A forward pass of the script may call them.
     for name in ("unshard", "reshard"):
         stack.enter_context(_attribute(module, name, _does_nothing))
 
 
 @contextmanager
 def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Hide a method by an attribute; modules of one group share their state, which is left as it was."""
+    """Shadow a method by an attribute; modules of one group share a state, which must end up unchanged."""
     own = vars(owner)
     had, before = name in own, own.get(name)
     own[name] = value
@@ -129,11 +129,11 @@ def _does_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def casts(module: nn.Module) -> dict[str, Cast]:
-    """Return what a model that is not divided has to do to compute the same, by canonical name of the module."""
+    """Return the casts that an unsharded model needs to compute the same, by canonical module name."""
     names = {id(inner): name for name, inner in reversed(named_modules(module).items())}
     found: dict[str, Cast] = {}
     for managed, cast in _casts(module):
-        # One that only wraps another has no name of its own.
+        # A module that only wraps another module has no name of its own.
         known = (names[id(inner)] for inner in managed.modules() if id(inner) in names)
         found[next(known)] = cast
     return found
@@ -149,9 +149,9 @@ def _casts(model: nn.Module) -> Iterator[tuple[Any, Cast]]:
 
 
 def _managed(model: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called for, outer ones first."""
+    """Return the modules on which the script called `fully_shard`, outer modules first."""
     return [module for module in model.modules() if "FSDPModule" in class_names(module)]
 
 
 def _policy(module: Any) -> Any:
-    return module._get_fsdp_state()._mp_policy  # noqa: SLF001 # there is no public word for it
+    return module._get_fsdp_state()._mp_policy  # noqa: SLF001 # there is no public name

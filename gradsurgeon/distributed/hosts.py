@@ -1,7 +1,7 @@
-"""Numbers in a key-value store that many ranks add to, the ranks of one host together.
+"""Numbers in a key-value store that many ranks add to; the ranks of one host add together.
 
-One server answers some ten thousand requests in a second: with many ranks it would be what all wait for. So
-one rank of each host starts a server for those of its host, and only their sum goes to the one of the job.
+One server answers some ten thousand requests per second, so many ranks would all wait for it. Therefore one rank of
+each host starts a server for the ranks of this host, and only their sum goes to the server of the job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gradsurgeon import _dist
 
-# With more ranks than these, hosts sum up for themselves.
+# If there are more ranks, each host sums up its own.
 MANY = 64
 
 
@@ -20,31 +20,31 @@ class Counter(Protocol):
     """Numbers by key, 0 at first."""
 
     def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
-        """Add the share of this rank; return what is known of the sum.
+        """Add the share of this rank; return the known sum.
 
         Args:
-            key: of the number.
-            amount: what is added.
-            count: tells of a sum how many ranks have added to it.
+            key: the key of the number.
+            amount: the amount to add.
+            count: returns how many ranks have added to a sum.
         """
 
     def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
-        """Return what is known of a sum."""
+        """Return the known sum."""
 
     def delete(self, key: str) -> None:
-        """Forget a number. All ranks are to call it."""
+        """Forget a number. All ranks must call it."""
 
     @property
     def serves(self) -> bool:
-        """Whether others read from a server in this process."""
+        """Whether other ranks read from a server in this process."""
 
 
 def counter_of(store: Any, hosts: Mapping[int, str]) -> Counter:
     """Return the numbers of some ranks.
 
     Args:
-        store: that of the job, with a prefix of their own.
-        hosts: by rank the name of its host.
+        store: the store of the job, with a prefix that only these ranks use.
+        hosts: the name of the host of each rank.
     """
     several = 1 < len(set(hosts.values())) < len(hosts)
     return _OfHosts(store, hosts) if len(hosts) > MANY and several else _OfJob(store, min(hosts))
@@ -86,19 +86,19 @@ class _OfHosts:
 
     def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
         ours = int(self._host.add(key, amount))
-        # Who comes last speaks for the host.
+        # The last rank of a host reports for the host.
         return int(self._store.add(key, ours)) if count(ours) == self._here else 0
 
     def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
         with suppress(RuntimeError):
             return self._look(key, is_complete)
-        # The rank that serves the host is done and has gone; what its host has said is known to the job.
+        # The serving rank of the host has finished and exited; the job's store has the host's sum.
         return int(self._store.add(key, 0))
 
     def _look(self, key: str, is_complete: Callable[[int], bool]) -> int:
         if known := int(self._host.add(f"{key}/known", 0)):
             return known
-        # Who asks first asks for the host, and goes on asking.
+        # The first rank that asks does so for its host, and keeps asking.
         if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
             self._reading = key
         if self._reading != key:

@@ -1,7 +1,7 @@
-"""The ranks that train one model together: who they are, and what they tell each other.
+"""The ranks that train one model together, and the information that they exchange.
 
-What comes from gradients that all ranks share is the same everywhere; what one rank has seen by itself
-is put to all of them (`votes`).
+Decisions by gradients that all ranks share are the same everywhere. Each rank puts its own findings to
+all ranks (`votes`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapError
 
-# How bad it is for a step: what all ranks agree on is the worst. A rank that is paused says so.
+# The severity for a step: all ranks follow the worst. A paused rank reports its pause.
 PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """What one rank has to say to the others about a step."""
+    """The message of one rank to the others about a step."""
 
     rank: int
     rule: str
@@ -47,13 +47,13 @@ class StopReason:
 
 @dataclass(slots=True)
 class _Wrapper:
-    """What is known of a `DistributedDataParallel`: the indices of the parameters in its care."""
+    """The known state of a `DistributedDataParallel`: the indices of the parameters inside it."""
 
     params: frozenset[int]
 
 
 class OneProcess:
-    """The ranks of a script in one process: it has nobody to share a gradient with."""
+    """The ranks of a script in one process, which shares no gradients."""
 
     is_reducing = False
 
@@ -61,9 +61,9 @@ class OneProcess:
         """Refuse ranks that take different numbers of steps."""
 
     def look_again(self) -> None:
-        """Notice parameters that have become sharded since."""
+        """Search again for parameters, some of which may be sharded by now."""
 
-    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # as those of `Ranks`
+    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # `Ranks` uses it
         return ()
 
     def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # the same
@@ -90,14 +90,14 @@ class OneProcess:
 
 
 class Ranks(OneProcess):
-    """The ranks among which the gradients of one model are reduced or divided.
+    """The ranks that reduce or shard the gradients of one model.
 
-    Process groups are asked for whenever they are needed and never kept: one that outlives its
-    destruction by the script brings the process down when it ends.
+    Process groups are looked up whenever they are needed and never kept: a group that outlives its
+    destruction by the script crashes the process at exit.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor | None]]) -> None:
-        # As they are now.
+        # Returns the current parameters.
         self._params = params
         self._known = False
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
@@ -115,11 +115,11 @@ class Ranks(OneProcess):
                 )
 
     def look_again(self) -> None:
-        """Notice parameters that have become sharded since."""
+        """Search again for parameters, some of which may be sharded by now."""
         self._known = False
 
     def _live(self) -> list[tuple[Any, _Wrapper]]:
-        """Return the wrappers that have some parameters in their care, in the same order on all ranks."""
+        """Return the wrappers that contain some of the parameters, in the same order on all ranks."""
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
@@ -135,7 +135,7 @@ class Ranks(OneProcess):
             return
         self._known = True
         params = {index: param for index, param in enumerate(self._params()) if param is not None}
-        # Later ones are known as soon as they are called.
+        # Later wrappers are noticed on their first call.
         data_parallel.find(params.values())
         meshes: dict[_dist.Groups, list[int]] = {}
         for index, param in params.items():
@@ -154,26 +154,26 @@ class Ranks(OneProcess):
         return tuple(dict.fromkeys(groups))
 
     def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups of those wrappers that have some parameters in their care."""
-        # A parameter in the care of a wrapper counts, though it was told to leave it alone.
+        """Return the groups of those wrappers that contain some of the parameters."""
+        # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
         having = self.wrappers_of(tensors) if wrappers else ()
         return tuple(dict.fromkeys(one.process_group for one in having if one in wrappers))
 
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
-        """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
+        """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
         return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
 
     def averaging(
         self, tensors: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
-        """Return over which ranks a pass that begins now averages gradients of some parameters, and of which.
+        """Return the ranks over which a pass that begins now averages gradients, and the parameters that it averages.
 
         Args:
             tensors: the parameters.
-            leaves: the ids of all that the pass reaches.
+            leaves: the ids of all leaves that the pass reaches.
 
         Returns:
-            At most one group, and the ids of the parameters that are averaged over it.
+            At most one group, and the ids of the parameters averaged over it.
         """
         held = self._params()
         params = {id(held[tensor]) for tensor in tensors}
@@ -188,8 +188,8 @@ class Ranks(OneProcess):
         return (group,), frozenset(averaged)
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
-        """Return the shapes of what the ranks of some groups average or divide."""
-        # They are the same on all of them, where names may differ: each rank can have experts of its own.
+        """Return the shapes of the parameters that the ranks of some groups average or shard."""
+        # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
         params = self._params()
         shared: list[Tensor] = []
         for wrapper, _ in self._live():
@@ -202,7 +202,7 @@ class Ranks(OneProcess):
 
     @property
     def is_reducing(self) -> bool:  # type: ignore[override]
-        """Whether the running backward pass ends with an average over ranks, and contributions are lost."""
+        """Whether the running backward pass ends with an average over ranks, which overwrites contributions."""
         return any(_dist.reduces(wrapper) for wrapper, _ in self._live())
 
     def averaged(self) -> frozenset[int]:
@@ -211,7 +211,7 @@ class Ranks(OneProcess):
         return frozenset(id(param) for wrapper in wrappers for param in _dist.averaged_by(wrapper))
 
     def own(self, tensors: Collection[int]) -> list[int]:
-        """Return those of some tensors that each rank has by itself, neither averaged nor divided."""
+        """Return the tensors, among some, that each rank has for itself: neither averaged nor sharded."""
         averaged, params = self.averaged(), self._params()
         return [
             tensor
@@ -224,7 +224,7 @@ class Ranks(OneProcess):
 
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
-    """Return the groups whose ranks are not all in another one: experts that some ranks have not used say nothing more."""
+    """Return the groups that no other group contains: a group of experts that some ranks did not use adds nothing."""
     if len(groups) < 2:  # noqa: PLR2004 # nearly always
         return groups
     ranks = {group: frozenset(_dist.members(group)) for group in groups}

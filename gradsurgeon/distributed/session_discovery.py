@@ -1,8 +1,8 @@
-"""How the ranks find each other's rules and sessions before they first agree on anything.
+"""The ranks find each other's rules and sessions before their first common decision.
 
-A collective would wait for ever for a rank that has no session (`if rank == 0: apply(...)`), so they
-meet in the key-value store of the job, for a limited time. Who closes the roll first closes it for
-all: whoever comes later reads the same list, and all draw the same conclusion from it.
+A collective would wait for ever for a rank without a session (`if rank == 0: apply(...)`). The ranks therefore
+meet in the key-value store of the job, for a limited time. The first rank that closes the roll closes it for
+all: later ranks read the same list, and all draw the same conclusion from it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from gradsurgeon import _dist
 from gradsurgeon.planning import Plan, is_for, shortfalls
 from gradsurgeon.schema import RuleSet
 
-# Seconds. Ranks that have just reduced a gradient together come to their update at nearly the same
-# time; and the one that is not waited for must not lose patience with its own next collective.
+# Seconds. Ranks that have just reduced a gradient together reach their update at nearly the same time.
+# A rank that is not waited for must not lose patience with its own next collective.
 LIMIT = 10.0
 _PAUSE = 0.002
 
-# How often sessions with the same shapes have met on a group: the first meeting of one is the next of
-# these on all ranks, in whichever order they were applied. What a process has counted is never counted
-# again, whatever becomes of its groups.
+# How often sessions with the same shapes have met on a group. The first meeting of a session is the next of
+# these meetings on all ranks, in whichever order the sessions were applied. A count never goes back,
+# even if the groups are gone.
 _met: Counter[str] = Counter()
 
 Names = dict[str, list[str]]
 
-# The names that this rank has matched so far, by the rules: a script may apply the same ones to several
+# The names that this rank has matched so far, by the rules: a script may apply the same rules to several
 # models.
 _matched: dict[str, Names] = {}
 
 
 class SessionInfo(NamedTuple):
-    # Tells the rules that act, and the mode, from others.
+    # A hash of the acting rules and the mode.
     plan: str
     step: int
-    # Whether weights differ between ranks where not all have these rules.
+    # Whether weights differ between ranks if some lack these rules.
     drifts: bool
-    # Whether rules measure whole gradients that are divided over ranks.
+    # Whether rules measure whole gradients of sharded parameters.
     measures: bool
     host: str
-    # The ranks of all groups that it shares gradients with.
+    # The ranks of all groups with which the session shares gradients.
     peers: tuple[int, ...]
 
 
@@ -53,9 +53,9 @@ class Roll(NamedTuple):
     """The sessions that train one model together.
 
     Attributes:
-        prefix: of keys in the store of the job that no others have.
-        wanted: the ranks that are to have one: peers, their peers, and so on.
-        sessions: by rank those that have come in time, alike on all ranks.
+        prefix: a prefix of keys in the store of the job that no other sessions use.
+        wanted: the ranks that should have a session: peers, their peers, and so on.
+        sessions: the sessions that came in time, by rank; alike on all ranks.
     """
 
     prefix: str
@@ -64,12 +64,12 @@ class Roll(NamedTuple):
 
 
 def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo) -> Roll:
-    """Return the sessions of the ranks of some groups that come to the same roll as this one, in time.
+    """Return the sessions of the ranks of some groups that come to the same roll in time.
 
-    The shapes tell the model from others that these ranks train.
+    The shapes tell the model from other models that these ranks train.
     """
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
-    # The ranks of a mesh are in other groups each.
+    # The ranks of a mesh belong to different groups each.
     name = groups[0].group_name if len(groups) == 1 else ""
     topic = f"{_dist.attempt()}/roll/{name}/{kind}"
     while True:
@@ -78,16 +78,16 @@ def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionI
         publish(prefix, info)
         wanted, here = _peers(prefix, info)
         closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
-        # One that was closed before was that of another session: other ranks have had one more.
+        # A roll that was closed earlier belonged to another session: other ranks have had one more.
         if _dist.rank() in closed:
             sessions = {rank: SessionInfo(*published(prefix, rank)) for rank in closed}
-            # Who has closed it may have known more of them.
+            # The rank that closed the roll may have known more peers.
             peers = {rank for session in sessions.values() for rank in session.peers}
             return Roll(f"{prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
 
 
 def _peers(prefix: str, info: SessionInfo) -> tuple[list[int], list[int]]:
-    """Return the ranks that share gradients with this one, or with others that do, and those that have come."""
+    """Return the ranks that share gradients with this rank, directly or through others, and the ranks that came."""
     wanted = sorted(info.peers)
     while True:
         here = wait_for(prefix, wanted, until=f"{prefix}/closed")
@@ -106,12 +106,12 @@ def published(prefix: str, rank: int) -> Any:
 
 
 def wait_for(prefix: str, ranks: Iterable[int], until: str = "") -> list[int]:
-    """Return the ranks whose value has come in time, or before the key ``until`` has."""
+    """Return the ranks whose value came in time, or before the key ``until`` was set."""
     store, end, missing = _dist.store(), time.monotonic() + LIMIT, set(ranks)
     wanted = sorted(missing)
     while True:
         over = time.monotonic() > end or (until and store.check([until]))
-        # Asked again and again: `wait` of the store writes to stderr when it gives up.
+        # Polled, because `wait` of the store writes to stderr when it gives up.
         missing = {rank for rank in missing if not store.check([f"{prefix}/{rank}"])}
         if not missing or over:
             return [rank for rank in wanted if rank not in missing]
@@ -125,10 +125,10 @@ def unheard(ranks: Sequence[int]) -> str:
 def lacking(
     rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Return what is wrong with rules that match too little on all ranks, and where what is lacking here is.
+    """Return the errors of rules that match too little on all ranks, and notes on rules that match only on others.
 
-    The stages of a pipeline are models of their own. ``alone``: the rules are meant for this one model;
-    one for models of another class may have none.
+    The stages of a pipeline are separate models. With ``alone`` the rules are meant for this one model;
+    a rule for models of another class may match nothing.
     """
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:
@@ -172,7 +172,7 @@ def _publish(prefix: str, rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
     for plan in plans.values():
         for rule in rules.rules:
             names = [binding.name for binding in plan.of(rule.id)]
-            # How many there are is asked of few rules; of the others one name is enough.
+            # Only rules with `expect` need the number of names; for other rules one name is enough.
             mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
     publish(prefix, mine)
     return mine

@@ -1,8 +1,8 @@
-"""Votes of ranks on the next update, cast in the key-value store of the job: nobody calls a collective for them.
+"""Votes of ranks on the next update, cast in the key-value store of the job, without a collective.
 
-A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads what all have
-said when it comes to its update, if it comes: a rank that leaves an update out keeps nobody waiting. The ranks take
-each such pass together, so that passes need no more than a number to be the same on all of them.
+A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads the votes of
+all ranks at its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such
+pass together, so a number is enough to identify a pass on all of them.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from typing import Any, NamedTuple, cast
 from gradsurgeon import _dist
 from gradsurgeon.distributed.hosts import counter_of
 
-# One number holds a pass: how many ranks have voted, how many of them object, and how many have given up waiting.
+# One number holds a pass: how many ranks have voted, how many of them object, and how many stopped waiting.
 _OBJECTS, _LATE = 1 << 20, 1 << 40
-# Passes whose votes are kept: one optimizer may step after those of others.
+# The number of passes whose votes are kept: one optimizer may step after the passes of others.
 _KEPT = 16
-# So many objections of one kind are read. Those of an averaged gradient are alike on all ranks.
+# At most this many objections of a kind are read. Objections to an averaged gradient are alike on all ranks.
 _MOST = 64
-# Seconds: the longest that the rank which hosts the store stays for others when it exits.
+# Seconds: the longest that the rank hosting the store waits for other ranks at its exit.
 LINGER = 10.0
-# A rank that waits asks again after this share of the time that it has waited, within bounds in seconds.
+# A waiting rank asks again after this share of the time waited so far, within bounds in seconds.
 _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
 _WAITS = (
     "waiting since {waited:.0f} s for a vote on this update: not all of the {number} ranks have ended the backward pass before "
-    "it. It takes place without them after {most:.0f} s, the timeout of the process group"
+    "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
 )
 
 
 class Objection(NamedTuple):
-    """What a rank has against the next update.
+    """An objection of a rank to the next update.
 
     Attributes:
-        rank: which one.
-        rule: the id of its rule; empty where a scaler or a pause is the reason.
+        rank: the rank that objects.
+        rule: the id of its rule; empty if a scaler or a pause is the reason.
         severity: how bad it is.
-        kind: of the event.
+        kind: the kind of the event.
         concerns: the name of a parameter that the update moves.
-        name: the parameter or module that it is about.
+        name: the parameter or module with the problem.
         text: the report.
         guilty: whether the rank contributed NaN or Inf to an average.
-        counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in its part.
+        counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in the rank's part.
     """
 
     rank: int
@@ -63,14 +63,14 @@ class Objection(NamedTuple):
     name: str
     text: str
     guilty: bool = False
-    counts: dict[str, tuple[str, int]] = {}  # noqa: RUF012 # of a tuple, never written
+    counts: dict[str, tuple[str, int]] = {}  # noqa: RUF012 # a tuple has no factories; never written
 
 
 class Decision(NamedTuple):
-    """What the ranks have said of a pass.
+    """The votes of the ranks on a pass.
 
     Attributes:
-        objections: of the ranks, in no order that they share.
+        objections: the objections, in no order that ranks share.
         unanimous: whether all ranks object.
     """
 
@@ -80,12 +80,12 @@ class Decision(NamedTuple):
 
 _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
-# Voters that have closed, and whose ranks have not all done so: the process that hosts the store stays for them.
+# Voters that have closed while other ranks have not: the process that hosts the store waits for those ranks.
 _left: list[_Left] = []
 
 
 class _Left(NamedTuple):
-    """What a voter leaves behind: its connection, its ranks, and whether this process serves others."""
+    """The remains of a closed voter: its connection, its ranks, and whether this process serves others."""
 
     store: Any
     ranks: tuple[int, ...]
@@ -103,11 +103,11 @@ class Voter:
     """The votes of ranks that take backward passes together.
 
     Args:
-        prefix: of the keys, the same on all ranks and used for nothing else.
-        ranks: which they are.
-        hosts: the name of the host of each.
-        patience: seconds to wait for a vote that does not come.
-        tell: is called once if the store fails, and whenever a vote has not come.
+        prefix: the prefix of the keys, the same on all ranks and used for nothing else.
+        ranks: the ranks that vote.
+        hosts: the name of the host of each rank.
+        patience: seconds to wait for a missing vote.
+        tell: called once if the store fails, and whenever a vote is missing.
     """
 
     def __init__(
@@ -118,20 +118,20 @@ class Voter:
         patience: float,
         tell: Callable[[str], None],
     ) -> None:
-        # Of its own connection: a request that waits would hold up those of the script.
+        # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
         self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
         self._rank, self._prefix = _dist.rank(), prefix
         self._passes = 0
-        # By pass: what was known of the votes when this rank had cast its own, and what came of them.
+        # By pass: the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
         self._decisions: dict[int, Decision] = {}
-        # The keys of own objections, with the pass.
+        # The keys of this rank's objections, with the pass.
         self._keys: deque[tuple[int, str]] = deque()
         self._met = 0
-        # Whether some rank votes no more, so that no vote can be complete.
+        # Whether some rank has stopped voting, so no vote can be complete.
         self._is_left = False
         self.is_over = False
         with suppress(RuntimeError):
@@ -154,7 +154,7 @@ class Voter:
         return self._passes
 
     def decision(self, number: int) -> Decision | None:
-        """Return what the ranks have said of one of the last passes; ``None`` where that is not known. It may wait."""
+        """Return the votes of the ranks on a recent pass; ``None`` if they are not known. It may wait."""
         if number in self._values and not self.is_over:
             try:
                 self._decisions[number] = self._read(number, self._values.pop(number))
@@ -165,7 +165,7 @@ class Voter:
         return self._decisions.get(number)
 
     def begins(self, topic: str) -> bool:
-        """Tell whether the ranks meet over a topic at this update for the first time. Alike on all that come to it."""
+        """Tell whether the ranks meet over a topic at this update for the first time. Alike on all ranks that come to it."""
         if self.is_over:
             return False
         try:
@@ -176,12 +176,12 @@ class Voter:
         return bool(begun == str(self._passes).encode())
 
     def meet(self, value: object, limit: float) -> dict[int, Any]:
-        """Return what the ranks have that come here as well within a time, the same on all of those.
+        """Return the values of the ranks that come here in time, the same on all of them.
 
-        Nothing where the store fails. All of them have read the decision on one pass, the last one.
+        The result is empty if the store fails. All these ranks have read the decision on the same pass, the last one.
 
         Args:
-            value: what this rank has: anything that can be pickled.
+            value: the value of this rank, which must be picklable.
             limit: seconds.
         """
         if self.is_over:
@@ -198,9 +198,9 @@ class Voter:
                     break
                 time.sleep(_LONGEST / 10)
             closed = json.loads(self._store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
-            # The ranks of one job trust each other: torch sends objects in the same way.
+            # The ranks of one job trust each other: torch sends pickled objects in the same way.
             return {
-                rank: pickle.loads(self._store.get(f"{prefix}/{rank}"))  # noqa: S301 # as said
+                rank: pickle.loads(self._store.get(f"{prefix}/{rank}"))  # noqa: S301 # see above
                 for rank in closed
             }
         except RuntimeError as error:
@@ -208,10 +208,10 @@ class Voter:
             return {}
 
     def close(self) -> None:
-        """Vote no more, and let the others know."""
+        """Stop voting, and let the other ranks know."""
         if not self.is_over:
             self.is_over = True
-            # If the store has gone first, nobody needs to know.
+            # If the store has gone first, no rank needs to know.
             with suppress(RuntimeError):
                 self._store.set(f"gone/{self._rank}", "")
                 self._store.add("gone", 1)
@@ -220,7 +220,7 @@ class Voter:
         _open.discard(self)
 
     def is_of_an_earlier_job(self) -> bool:
-        """Tell whether the process groups were destroyed and made anew since, with another store."""
+        """Tell whether the script has since destroyed and remade the process groups, with another store."""
         if not self.is_over:
             return False
         try:
@@ -230,7 +230,7 @@ class Voter:
 
     @property
     def serves(self) -> bool:
-        """Whether this process hosts what others read, beside the store of the job."""
+        """Whether this process hosts numbers that other ranks read, besides the store of the job."""
         return self._counter.serves
 
     def _object(self, objection: Objection) -> None:
@@ -245,7 +245,7 @@ class Voter:
     def _read(self, number: int, value: int) -> Decision:
         value = self._awaited(str(number), value)
         if value >= _LATE:
-            # The first that speaks of a pass with somebody late speaks for all.
+            # The first rank that decides on a pass with a late vote decides for all.
             own = "vote" if self._is_complete(value) else "go"
             if self._store.compare_set(f"{number}/late", "", own) != b"vote":
                 return _GO
@@ -257,7 +257,7 @@ class Voter:
         return Decision(tuple(found), objecting == len(self.ranks))
 
     def _awaited(self, key: str, value: int) -> int:
-        """Return the votes on a pass, once all ranks have voted or this one has waited long enough."""
+        """Return the votes on a pass, once all ranks have voted or this rank has waited long enough."""
         began, is_told = time.monotonic(), False
         while not self._is_complete(value):
             value = self._counter.look(key, self._is_complete)
@@ -280,7 +280,7 @@ class Voter:
         return value
 
     def _gone(self) -> list[int]:
-        """Return the ranks that vote no more."""
+        """Return the ranks that have stopped voting."""
         if not self._store.add("gone", 0):
             return []
         return [rank for rank in self.ranks if self._store.check([f"gone/{rank}"])]
@@ -293,7 +293,7 @@ class Voter:
                 "raises on its own rank"
             )
         return (
-            f"{lacking} of {len(self.ranks)} ranks did not vote on this update within {waited:.0f} s: it takes place, on "
+            f"{lacking} of {len(self.ranks)} ranks did not vote on this update within {waited:.0f} s: the update takes place, on "
             "all ranks"
         )
 
@@ -321,8 +321,8 @@ class Voter:
         self.close()
         reason = str(error).partition("\n")[0]
         self._tell(
-            f"the key-value store of the job has failed ({type(error).__name__}: {reason}): from now on each rank "
-            "raises where a trap of its own trips"
+            f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
+            "raises if one of its own traps trips"
         )
 
 
@@ -332,7 +332,7 @@ def _voted(value: int) -> int:
 
 @atexit.register
 def _leave() -> None:
-    """Say that this rank is gone, and stay for the others where they read from a server in this process."""
+    """Report that this rank is gone, and wait for other ranks if they read from a server in this process."""
     for voter in list(_open):
         voter.close()
     end = time.monotonic() + LINGER
@@ -344,12 +344,12 @@ def _leave() -> None:
 
 
 def _hosts_the_store() -> bool:
-    # `torchrun` has it in a process of its own, that of the agent.
+    # `torchrun` hosts the store in its agent, a separate process.
     return _dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def patience(groups: _dist.Groups) -> float:
-    """Return the shortest time, in seconds, that groups of ranks wait for a collective."""
+    """Return the shortest time, in seconds, that groups of ranks wait in a collective."""
     return min(
         (_dist.timeout(group) for group in groups), default=timedelta(minutes=10)
     ).total_seconds()

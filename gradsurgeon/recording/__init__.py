@@ -1,1 +1,1 @@
-"""What a session keeps of a run: rows of records, copies of tensors, and the log of events."""
+"""The records of a run: rows of measurements, copies of tensors, and the log of events."""

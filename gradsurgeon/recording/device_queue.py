@@ -14,17 +14,17 @@ from gradsurgeon import _torch
 
 Item = TypeVar("Item")
 
-# A device that is steps behind is not waited for, until what travels takes this much memory on the
-# host. Two transfers have it in any case: one arrives while the next one is on its way.
+# The queue does not wait for a device that is steps behind, until the transfers under way take this much
+# host memory. Two transfers are always allowed: one arrives while the next is on its way.
 _MOST_BYTES = 64 * 2**20
 _FEWEST_UNDER_WAY = 2
 
 
 class DeviceQueue(Generic[Item]):
-    """Takes numbers of all devices and hands them over on the host, float32, in the order they came.
+    """Accepts numbers on all devices and delivers them on the host, float32, in the order they came.
 
-    Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
-    to ask whether something has arrived would break the capture.
+    The queue moves nothing during the capture of a CUDA graph: tensors on the device have no value then, and
+    asking for an arrival would break the capture.
     """
 
     def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
@@ -32,23 +32,23 @@ class DeviceQueue(Generic[Item]):
         self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
         self._under_way: deque[_Transfer[Item]] = deque()
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
-        # Hooks can be called by several threads, and readers live in others.
+        # Several threads can call hooks, and readers live in other threads.
         self.lock = RLock()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
-        """Let a copy of numbers wait; it takes the place of what waits in the same slot."""
+        """Queue a copy of numbers; it replaces the numbers that wait in the same slot."""
         with self.lock, torch.no_grad():
             self._streams[values.device].follow(values.device)
             copied = values.detach().reshape(-1).to(torch.float32, copy=True)
             self._waiting[object() if slot is None else slot] = item, copied
 
     def send(self) -> None:
-        """Let what waits travel to the host, and hand over what has arrived.
+        """Send the waiting numbers to the host, and deliver the numbers that have arrived.
 
-        Waits for the oldest transfer where those under way take all the memory that there may be.
+        Waits for the oldest transfer if the transfers under way exceed the memory limit.
         """
         if _torch.is_capturing():
             return
@@ -66,13 +66,13 @@ class DeviceQueue(Generic[Item]):
                 self._hand_over()
 
     def collect(self) -> None:
-        """Hand over what has arrived, without waiting."""
+        """Deliver the numbers that have arrived, without waiting."""
         with self.lock:
             while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
                 self._hand_over()
 
     def settle(self) -> None:
-        """Hand everything over. Waits for the device where something is there."""
+        """Deliver everything. Waits for the device if any numbers are there."""
         self.send()
         with self.lock:
             while self._under_way and not _torch.is_capturing():
@@ -96,7 +96,7 @@ class _Transfer(Generic[Item]):
         return all(arrival.done() for arrival in self._arrivals.values())
 
     def read(self) -> list[tuple[Item, Tensor]]:
-        """Return the numbers on the host. Waits for those that have not arrived."""
+        """Return the numbers on the host. Waits for numbers that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
         return [
             (item, next(landed[values.device]) if values.device in landed else values)

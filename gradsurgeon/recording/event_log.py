@@ -49,9 +49,9 @@ _REPEATED = {
     "skipped-step": ("trap", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
-# One step can pass without a gradient for innocent reasons. Three in a row deserve a warning.
+# A single step can pass without a gradient for innocent reasons. Three in a row deserve a warning.
 _QUIET_STEPS = 3
-# So many flags on the device are worth a transfer.
+# This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
 
 _NOT_THE_SCRIPT = (
@@ -378,10 +378,10 @@ def _log(level: int, text: str, error: BaseException | None = None) -> None:
         _LOGGER.log(level, "%s", text, exc_info=error)
     except Exception:  # noqa: BLE001 # whatever a handler raises
         if logging.raiseExceptions and sys.stderr is not None:
-            with contextlib.suppress(Exception):  # stderr may raise as well
+            with contextlib.suppress(Exception):  # stderr may raise also
                 traceback.print_exc(file=sys.stderr)
 
 
 def _with_rule(message: str, rule: str) -> str:
-    # The message of a trap is also that of an exception, and names the rule itself.
+    # A trap and its exception share one message, which names the rule already.
     return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"

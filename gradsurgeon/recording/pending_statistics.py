@@ -1,8 +1,8 @@
-"""Statistics of single tensors, taken as the tensors come by, and made into rows of many columns.
+"""Statistics of single tensors, measured as the tensors come, and collected into rows of many columns.
 
-A call of torch costs microseconds, however few elements there are, and so does each row that is kept. A
-value must be measured while it is there, because what follows may write into it; all else can wait for
-the values of other tensors. Of a small tensor on the host even the measuring can: to copy it takes
+Each torch call costs microseconds, however few elements there are, and so does each row. A value must be
+measured while the tensor exists, because later code may write into it; everything else can wait for the
+values of other tensors. For a small tensor on the host even the measurement can wait: a copy takes
 less time.
 """
 
@@ -20,32 +20,32 @@ from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.store import Key
 
-# Of a tensor: a copy of it, or its statistics.
+# A copy of a tensor, or its statistics.
 _Kept = Tensor | tuple[Tensor, ...]
-# Of a model that never runs the same modules twice in the same order.
+# The bound for a model that never runs its modules twice in the same order.
 _MOST_ORDERS = 32
-# Of a row that has values of fewer than one column in so many, nearly all is room for what is not there.
+# A name moves on if fewer than one column in this many has a value: such a row is nearly empty.
 _MOST_EMPTY = 8
-# What has been seen: by which rule, under which name, in which step, and what is kept of it.
+# One observation: the rule, the name, the step, the device, and the kept data.
 _Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
 
 
 class Row(NamedTuple):
-    """One statistic of the tensors that came in one step, or of the second call of each, and so on."""
+    """One statistic of the tensors that came in one step, or of the second call of each tensor, and so on."""
 
     key: Key
     step: int
     columns: Sequence[int]
     values: Tensor
-    # What the values were made of, where a device may not have got round to reading it.
+    # The sources of the values, kept alive because a device may not have read them yet.
     parts: Sequence[object]
 
 
 class PendingStatistics:
-    """What rules on single tensors have seen, until somebody takes it as rows."""
+    """The observations of rules on single tensors, until a caller takes them as rows."""
 
     def __init__(self) -> None:
-        # Several threads add to it, and one takes from it.
+        # Several threads append, and one thread takes.
         self._seen: deque[_Seen] = deque()
         self._layouts: dict[str, _Layout] = {}
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
@@ -54,7 +54,7 @@ class PendingStatistics:
         return len(self._seen)
 
     def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
-        """Take notice of a detached tensor, whatever is written into it later."""
+        """Observe a detached tensor; later writes into the tensor do not change the observation."""
         device = tensor.device
         kept: _Kept
         if _numbers.is_small(tensor):
@@ -66,7 +66,7 @@ class PendingStatistics:
         self._seen.append((rule, name, step, device, kept))
 
     def take(self) -> Iterator[Row]:
-        """Yield rows of all that has been seen, by rule and step. Nobody else takes meanwhile."""
+        """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
         groups: dict[tuple[str, torch.device], list[_Seen]] = {}
         for _ in range(len(self._seen)):
             seen = self._seen.popleft()
@@ -93,9 +93,7 @@ class PendingStatistics:
 
 def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
     first, count = columns[0], len(columns)
-    if columns == tuple(
-        range(first, first + count)
-    ):  # nearly always: no index has to reach a device
+    if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
         return values[:, first : first + count]
     return values[:, _torch.integers(columns, values.device)]
 
@@ -120,23 +118,23 @@ def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
 
 
 class _Places(NamedTuple):
-    """Where the values of some names go: the rows, and the values in the order of the rows."""
+    """The places for the values of some names: the rows, and the values in the order of the rows."""
 
     rows: list[tuple[Sequence[Key], tuple[int, ...]]]
     order: tuple[int, ...]
 
 
 class _Layout:
-    """Which names share the series of a rule: those that first came together, and equally often.
+    """The names that share the series of a rule: names that first came together, and equally often.
 
-    A name stays in its series, so that its values stay in the order in which they came. A row of a series has
-    no value of a name that did not come. Names that turn out to come far more often than the others move on,
-    once and for all, to a series of their own.
+    A name stays in its series, so its values keep the order in which they came. A row of a series has no value for
+    a name that did not come. Names that come far more often than the others move once, and for good, to a
+    series of their own.
     """
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule, self._point = rule, rule.point
-        # By name: the keys of its series, one per statistic, and its column.
+        # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
         self._known: dict[tuple[str, ...], _Places] = {}
 
@@ -149,7 +147,7 @@ class _Layout:
         return self._known[names]
 
     def _places(self, names: tuple[str, ...]) -> _Places:
-        # A module that is called a thousand times must not leave a thousand rows of the width of the model.
+        # A module that runs a thousand times must not leave a thousand rows of the width of the model.
         by_calls: dict[int, list[str]] = {}
         counts = Counter(names)
         moving = self._too_wide(counts)
@@ -179,7 +177,7 @@ class _Layout:
         )
 
     def _too_wide(self, counts: Mapping[str, int]) -> set[str]:
-        """Return the names that are called again where hardly any other name of their series is."""
+        """Return the names that are called again while hardly any other name of their series is."""
         again: dict[int, list[str]] = {}
         for name, calls in counts.items():
             if calls > 1 and name in self._columns:

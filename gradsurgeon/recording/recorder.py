@@ -1,4 +1,4 @@
-"""What rules keep: rows on their way from the device to the store, and copies of tensors."""
+"""The recorder of a session: rows on their way from the device to the store, and copies of tensors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
-# Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
+# Rows wait on the device so one transfer serves many; this many rows take a few hundred kB
 # for a large model.
 _ROWS_PER_FLUSH = 64
-# Statistics of single tensors, each a copy of 8 kB at most: several steps are measured in one go.
+# Statistics of single tensors, each with a copy of at most 8 kB: several steps are measured together.
 _MOST_PENDING = 1024
-# A script that is killed goes on from what was there so many seconds before.
+# A killed script resumes from a state that is at most this many seconds old.
 _STATE_SECONDS = 60.0
 _DROPPED = (
-    "records in memory have reached their bound: from here on the oldest make room for new ones; a run "
+    "records in memory have reached their limit: from now on new records replace the oldest; a run "
     "directory (record=) keeps all of them"
 )
 
@@ -46,16 +46,16 @@ _DROPPED = (
 class Recorder:
     """Collects rows of measurements and moves them to the host in one transfer per flush.
 
-    They are kept in memory and, if there is a writer, written after a second at most, with the events
-    and what the event log knows of each rule. So often sinks get them, too.
+    The rows stay in memory. A writer, if there is one, stores them after a second at most, together with events
+    and the status of each rule. Sinks get them equally often.
 
     Args:
         records: keep the rows in memory.
-        writer: of the run directory.
-        event_log: is told what goes wrong.
-        sinks: get aggregates.
-        step: returns the step of an event that has none of its own.
-        state: returns what a session goes on from when it is resumed.
+        writer: the writer of the run directory.
+        event_log: receives notices on failures.
+        sinks: receive aggregates.
+        step: returns the step for an event without its own.
+        state: returns the state from which a later session can resume.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
-        # Where rows and events go beside memory.
+        # The destinations of rows and events besides memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
         self._step, self._state = step, state
         self._state_written = time.monotonic()
-        # What could not be written, and why.
+        # The failed writes, with the reasons.
         self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
@@ -86,8 +86,8 @@ class Recorder:
         if event_log is not None:
             event_log.listen(self.event)
         if self._outlets:
-            # A script may end without `remove()`, on an exception above all. Weakly, because of a
-            # session that never began only the list of what is to be done at exit would know.
+            # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
+            # the exit handler would keep alive a session that never began.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _tell_failures(self) -> None:
@@ -106,20 +106,20 @@ class Recorder:
     def add(
         self, key: Key, step: int, columns: Sequence[int], values: Tensor, *, replace: bool
     ) -> None:
-        """Take one row: the values of some columns, ascending, or what is to stand in place of earlier ones."""
+        """Add one row: the values of some columns, ascending, or values that replace an earlier row."""
         row = _Row(key, step, columns, replace)
-        # By identity: to hash the names of thousands of tensors takes longer than to measure them.
+        # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())
 
     def add_parts(
         self, key: Key, step: int, columns: Sequence[int], grads: Sequence[Tensor], parts: Tensor
     ) -> None:
-        """Take one row of which this rank has measured shards only, or replace the last one of the same step.
+        """Add one row of which this rank has measured only shards, or replace the last row of the same step.
 
         Args:
-            key: of the series.
-            step: of the row.
+            key: the key of the series.
+            step: the step of the row.
             columns: the columns that have values, ascending.
             grads: the tensors of the columns.
             parts: shape ``[len(columns), k]``, the numbers that merging the statistic needs.
@@ -129,7 +129,7 @@ class Recorder:
         self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
-        """Take the statistics of one tensor as it is now; each call is a value of its own."""
+        """Record the statistics of one tensor as it is now; each call adds a value of its own."""
         self._pending.add(rule, name, step, tensor)
         due = self._is_due()
         if due or len(self._pending) >= _MOST_PENDING:
@@ -137,22 +137,22 @@ class Recorder:
             self._move(due=due)
 
     def _gather(self) -> None:
-        # What is on the device has no value while a CUDA graph is being captured.
+        # Tensors on the device have no value during the capture of a CUDA graph.
         if not len(self._pending) or _torch.is_capturing():
             return
-        # Of two threads that take rows the first one must put all of its own before the other one.
+        # If two threads take rows, the first must put all of its rows before the second.
         with self._ring.lock:
             for key, step, columns, values, parts in self._pending.take():
                 self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
 
     def end_step(self) -> None:
         due = False
-        for outlet in self._outlets:  # all of them are to know
+        for outlet in self._outlets:  # each outlet must learn of it
             due |= outlet.ends_step()
         if due:
             self._gather()
             self._move(due=True)
-        # By its own clock: each event commits what there is, and begins the other one anew.
+        # The state has its own clock: each event commits the outlets and restarts theirs.
         if time.monotonic() - self._state_written > _STATE_SECONDS:
             self._write_state()
 
@@ -167,7 +167,7 @@ class Recorder:
         if not (outlets := self._open):
             return
         edits = () if self._event_log is None else self._event_log.edits
-        # It may be the last event of a run; the host has waited for the device anyway.
+        # The trip may be the last event of a run; the host has waited for the device anyway.
         if event.kind == "skipped-step" or is_trip(event, edits):
             self.flush()
         else:
@@ -179,7 +179,7 @@ class Recorder:
         self._tell_failures()
 
     def close(self) -> None:
-        # It may take seconds, and Ctrl-C is no reason to leave the run open.
+        # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
@@ -196,19 +196,19 @@ class Recorder:
             for sink in self._sinks:
                 sink.end()
             self._write_previews()
-            # What they fail at is an event, which the run has.
+            # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close(begin)
             self._tell_failures()
 
     def _write_previews(self) -> None:
-        """Write what is small of the tensors that rules have kept; a failure becomes a notice."""
+        """Write small previews of the captured tensors; a failure becomes a notice."""
         writer, captures = self.writer, self.captures
         if writer is None or writer.closed or not captures.rules or _torch.is_capturing():
             return
         try:
             writer.captures(previews(captures.rules, captures.of))
-        except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+        except Exception as error:  # noqa: BLE001 # a failure here must not stop training
             self._lose("the pictures of captured tensors could not be written", error)
 
     def discard(self) -> None:
@@ -234,7 +234,7 @@ class Recorder:
             self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
-        # One that has failed has yet to say so.
+        # A writer that failed still has to report it.
         if self.writer is not None and self._event_log is not None and not self.writer.closed:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
@@ -252,7 +252,7 @@ class Recorder:
             file = io.BytesIO()
             torch.save(self._state(), file)
             writer.state(file.getvalue())
-        except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+        except Exception as error:  # noqa: BLE001 # a failure here must not stop training
             what = "the state to resume from could not be written, and training goes on"
             self._lose(what, error, warn=True)
 
@@ -260,7 +260,7 @@ class Recorder:
         if self._event_log is not None:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             text = f"{what}: {printable(reason)}"
-            if text not in self.lost:  # it may be tried again every minute
+            if text not in self.lost:  # the write may be retried every minute
                 self.lost.append(text)
             self._event_log.notice_once(what, text, step=self._step(), warn=warn)
 
@@ -278,7 +278,7 @@ class Recorder:
         self._store([(row, *row.pack(values)) for row, values in whole])
 
     def _store(self, packed: Sequence[tuple[_Row, bytes, frozenset[int]]]) -> None:
-        # Memory has all of it before anything can go wrong with the file.
+        # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):
             for row, values, absent in packed:
                 store.add(row.key, row.step, values, absent, replace=row.replace)
@@ -299,7 +299,7 @@ class _Row:
         width = len(self.key.names)
         if len(self.columns) == width:
             return _numbers.to_bytes(values), frozenset()
-        # Scripts set another default dtype and another default device.
+        # Scripts may set another default dtype or default device.
         whole = torch.zeros(width, dtype=torch.float32, device="cpu")
         whole[torch.tensor(self.columns, device="cpu")] = values
         return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
@@ -311,10 +311,10 @@ def _close(reference: weakref.ref[Recorder]) -> None:
 
 
 class CapturedTensors:
-    """Per rule, copies of tensors by name, step and call; the oldest make room for new ones."""
+    """Copies of tensors per rule, by name, step and call; new copies replace the oldest."""
 
     def __init__(self, event_log: EventLog | None) -> None:
-        # Those that have kept something.
+        # The rules that have kept a tensor.
         self.rules: dict[str, Rule] = {}
         self._event_log = event_log
         self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
@@ -322,7 +322,7 @@ class CapturedTensors:
         self._calls: dict[tuple[str, str], tuple[int, int]] = {}
 
     def keep(self, rule: Rule, name: str, step: int, tensor: Tensor) -> None:
-        """Keep a copy: the script, or the next layer, may go on to write into the tensor."""
+        """Keep a copy: the script or the next layer may later write into the tensor."""
         last, call = self._calls.get((rule.id, name), (-1, -1))
         call = call + 1 if last == step else 0
         self._calls[rule.id, name] = (step, call)
@@ -334,7 +334,7 @@ class CapturedTensors:
         while self._bytes[rule.id] > limit and kept:
             oldest = next(iter(kept))
             self._bytes[rule.id] -= _size(kept.pop(oldest))
-            text = f"the copies exceed {limit:,} bytes: the oldest make room (`max_bytes`)"
+            text = f"the copies exceed {limit:,} bytes: new copies replace the oldest (`max_bytes`)"
             if self._event_log is not None:
                 self._event_log.notice_once("captures", text, rule=rule.id, step=step)
         if self._event_log is not None:
@@ -346,5 +346,5 @@ class CapturedTensors:
 
 def _size(tensor: Tensor) -> int:
     if tensor.is_sparse:
-        return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # as they are
+        return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # uncoalesced
     return tensor.numel() * tensor.element_size()

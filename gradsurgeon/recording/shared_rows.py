@@ -1,4 +1,4 @@
-"""Rows of tensors that ranks share: each rank measures its shards, and the lowest of them merges the rows.
+"""Rows of tensors that ranks share: each rank measures its shards, and the lowest rank merges the rows.
 
 The numbers travel in the key-value store of the job, in batches, once they are on the host. No rank waits for
 another one while training goes on, and none calls a collective.
@@ -28,11 +28,11 @@ _Series = tuple[str, str, str, int]
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
 _PAUSE = 0.005
-# A rank that has sent this many batches which nobody has read sends no more.
+# A rank with this many unread batches sends no more.
 _MOST_UNREAD = 256
-# A row that so many newer ones wait behind is merged without the parts that it lacks.
+# If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
-# With so many rows waiting, a rank looks whether others have closed.
+# If this many rows wait, a rank checks whether other ranks have closed.
 _MANY_WAITING = 16
 
 _GIVEN_UP = (
@@ -68,7 +68,7 @@ def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
 
 
 class PartRow(NamedTuple):
-    """A row to which other ranks add. ``number`` counts backward passes, alike on all of them."""
+    """A row to which other ranks contribute. ``number`` counts backward passes, alike on all of them."""
 
     key: Key
     step: int
@@ -85,7 +85,7 @@ class WholeRow(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank has measured of the tensors of a share in one pass: float32, row by row."""
+    """The numbers of one rank for the tensors of a share in one pass: float32, row by row."""
 
     series: _Series
     number: int
@@ -93,7 +93,7 @@ class _Part(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A row of this rank, with what has come of it by share and rank."""
+    """A row of this rank, with the parts that have come, by share and rank."""
 
     row: PartRow
     parts: dict[tuple[Share, int], Tensor]
@@ -111,7 +111,7 @@ class SharedRows:
     Before `open` and after `close` a row has only the tensors that this rank holds whole.
 
     Args:
-        tell: is called with a topic, a rule and a text that is to be said once.
+        tell: called with a topic, a rule and a text to report once.
     """
 
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
@@ -121,7 +121,7 @@ class SharedRows:
         self.passes = 0
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._waiting: defaultdict[Key, deque[_Waiting]] = defaultdict(deque)
-        # What has come of each series from each rank, oldest first, and which pass came last.
+        # The parts that have come, by series and rank, oldest first, and the number of the newest pass.
         self._parts: defaultdict[tuple[_Series, int], deque[_Part]] = defaultdict(deque)
         self._newest: dict[tuple[_Series, int], int] = {}
         self._outgoing: defaultdict[int, list[_Part]] = defaultdict(list)
@@ -132,15 +132,15 @@ class SharedRows:
         self._asked: defaultdict[int, int] = defaultdict(int)
 
     def open(self, prefix: str) -> None:
-        """Begin to exchange parts, under keys with a prefix that the ranks share and nobody else uses."""
+        """Begin to exchange parts, under a key prefix that only these ranks use."""
         if self._store is None:
             self._store = _dist.own_store(prefix)
 
     def take(self, row: PartRow, values: Tensor) -> None:
-        """Take what this rank has measured, for each column as many numbers as the statistic needs of a part."""
+        """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
         values = values.reshape(len(row.columns), -1)
         waiting = _Waiting(row, {})
-        # The whole tensors of a row wait for the shared ones, too.
+        # The whole tensors of a row wait for the shared tensors also.
         most = max((share.ranks for share in row.shares), key=len)
         for share in row.shares:
             part = values[list(share.places)].contiguous()
@@ -152,13 +152,13 @@ class SharedRows:
                 packed = _Part(series, row.number, _numbers.to_bytes(part))
                 self._outgoing[share.leader].append(packed)
         queue = self._waiting[row.key]
-        # An earlier pass may feed the same update; its row may be whole already, and is replaced then.
+        # An earlier pass may feed the same update; its row may be complete, and is replaced then.
         if queue and queue[-1].row.step == row.step:
             queue.pop()
         queue.append(waiting)
 
     def exchange(self) -> Iterator[WholeRow]:
-        """Send what this rank has measured; yield the rows that are whole by now. Waits for nobody."""
+        """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
         if self._store is not None:
             try:
                 self._send()
@@ -170,7 +170,7 @@ class SharedRows:
             yield from self._complete(queue)
 
     def close(self) -> Iterator[WholeRow]:
-        """End the exchange; yield the last rows. A rank whose rows lack parts waits for them, within a limit."""
+        """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
         yield from self.exchange()
         if self._store is None:
             return
@@ -257,12 +257,12 @@ class SharedRows:
             return
         rank, closed = _dist.rank(), set[int]()
         if self._ending or len(waiting) > _MANY_WAITING:
-            # Asked before the batches are read: a rank closes after it has sent its last one.
+            # Checked before the batches are read: a rank closes after it has sent its last batch.
             awaited = {other for _, other in waiting[0].lacking()}
             closed = {other for other in awaited if self._store.check([f"closed/{other}"])}
         sent = int(self._store.add(f"{rank}/sent", 0))
         tickets = [f"{rank}/{ticket}" for ticket in range(self._read + 1, sent + 1)]
-        # A rank draws a ticket before it writes the batch.
+        # A rank draws a ticket before it writes its batch.
         while tickets and not self._store.check(tickets):
             tickets.pop()
         for ticket in tickets:
@@ -284,7 +284,7 @@ class SharedRows:
             yield from self._merged(queue.popleft())
 
     def _may_come(self, waiting: _Waiting, share: Share, rank: int) -> bool:
-        """Take the part of a rank if it has come; tell whether it has not and still may."""
+        """Store the part of a rank if it has come; tell whether it is missing and may still come."""
         number, series = waiting.row.number, (_series(waiting.row, share), rank)
         parts = self._parts[series]
         while parts and parts[0].number < number:
@@ -298,7 +298,7 @@ class SharedRows:
         return not gone and self._newest.get(series, -1) < number
 
     def _merged(self, waiting: _Waiting) -> Iterator[WholeRow]:
-        """Yield the columns of a row that this rank has whole, or can merge."""
+        """Yield the columns of a row that this rank holds whole, or can merge."""
         row, found = waiting.row, dict[int, Tensor]()
         lacking = {share for share, _ in waiting.lacking()}
         if lacking and self._store is not None:

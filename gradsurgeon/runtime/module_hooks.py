@@ -1,8 +1,8 @@
-"""Hooks on modules: what they take and what they return, as values and as gradients.
+"""Hooks on modules: rules act on a module's input and output, as values and as gradients.
 
-No full backward hooks: they break where a module works in place, and miss mappings. The gradient of
-an output is had by a hook on the output tensor; that of an input by a hook on a view of it that this
-module alone consumes, so that it is this module's own contribution and not the sum over consumers.
+The package uses no full backward hooks: these break if a module works in place, and they miss mappings. A hook
+on the output tensor sees the gradient of an output. For an input, the hook sits on a view that only this module
+consumes. It therefore sees this module's own contribution, not the sum over all consumers.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from gradsurgeon.tensors.structure import (
 
 
 class _Call(NamedTuple):
-    """One call of a module, and what the rules on what it takes, or returns, have to do in it."""
+    """One call of a module, and the rules due on its input or output in this call."""
 
     tensor_hooks: TensorHooks
     owner: str
     due: Due
-    # Runs what is due on one tensor, and returns the one to go on with.
+    # Runs the due rules on one tensor, and returns the tensor that replaces it.
     act: Callable[[Due, Tensor], Tensor]
 
     def exchanged(
         self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
     ) -> dict[Path, Tensor]:
-        """Run rules on the tensors of a structure, found by ``path_of``; return the exchanged, by path."""
+        """Run the rules on the tensors of a structure, found by ``path_of``; return the replaced tensors by path."""
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
         named = {
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
             rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
             if not rules:
                 continue
-            # One tensor in several places, as query, key and value, is acted on once.
+            # A tensor in several places, such as query, key and value, is edited only once.
             key = (id(tensor), rules)
             if key not in done:
                 done[key] = self.act(due, tensor)
@@ -83,7 +83,7 @@ class _Call(NamedTuple):
         for rule, _ in rules:
             start = named[rule.id]
             if start is not None and path[: len(start)] == start:
-                # A rule that names one tensor by path gives it the name of the module.
+                # A rule that names one tensor by its path records it under the module's name.
                 yield NamedRule(rule, f"{self.owner}{spelled(path[len(start) :])}")
 
 
@@ -96,7 +96,7 @@ class ModuleHook:
 
     def _due(self, module: nn.Module) -> tuple[TensorHooks, Due, int] | None:
         due, step = self._schedule.now(training=module.training)
-        # Rules that rest would be lost in the replays of a CUDA graph, and the session says so.
+        # A CUDA graph would replay without the resting rules, and the session reports it.
         if due is None and not _torch.is_capturing():
             return None
         tensor_hooks = self._tensor_hooks()
@@ -105,12 +105,12 @@ class ModuleHook:
         return tensor_hooks, due, step
 
     def _is_one(self, value: Any) -> bool:
-        """Tell whether a value is what all rules mean, so that there is no structure to go through."""
+        """Tell whether a value is the one tensor that all rules mean, so no structure must be searched."""
         return isinstance(value, Tensor) and not self._schedule.has_paths
 
 
 class InputHook(ModuleHook):
-    """Forward pre-hook: rules on what a module takes."""
+    """Forward pre-hook: runs rules on the input of a module."""
 
     @uncompiled
     def __call__(
@@ -134,16 +134,16 @@ class InputHook(ModuleHook):
         self,
         tensor_hooks: TensorHooks,
         step: int,
-        in_place: bool,  # noqa: FBT001 # bound before the rest is known
+        in_place: bool,  # noqa: FBT001 # `partial` binds it by position
         due: Due,
         tensor: Tensor,
     ) -> Tensor:
-        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+        # An in-place operation on a view would leave the hook on a stale tensor.
         return tensor_hooks.act(due, tensor, self._schedule.owner, step, lambda _: not in_place)
 
 
 class SharedInputHook(InputHook):
-    """Forward pre-hook: rules on what this module and others take together."""
+    """Forward pre-hook: runs rules on a tensor that this module shares with other modules."""
 
     def _act(
         self,
@@ -153,13 +153,13 @@ class SharedInputHook(InputHook):
         due: Due,
         tensor: Tensor,
     ) -> Tensor:
-        del step  # it is known only when gradients come
+        del step  # the step is known only when gradients come
         shared, owner = tensor_hooks.shared, self._schedule.owner
         return shared.take(due, tensor, owner, in_place=in_place) if shared else tensor
 
 
 class OutputHook(ModuleHook):
-    """Forward hook: rules on what a module returns."""
+    """Forward hook: runs rules on the output of a module."""
 
     @uncompiled
     def __call__(
@@ -170,7 +170,7 @@ class OutputHook(ModuleHook):
             return None
 
         def needs_view(tensor: Tensor) -> bool:
-            # A module may return its input. What others make of it must be told from its output.
+            # A module may return its input. The gradient of the output must not include other uses of that input.
             return holds(args, tensor) or holds(kwargs, tensor)
 
         tensor_hooks, due, step = acting
@@ -193,7 +193,7 @@ class ModuleHooks:
         self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
-        """Put the hooks on the modules under the names; return the exchanged, and whether rules act there."""
+        """Hook the modules under the names; return the names whose module changed, and whether rules act there."""
         exchanged = []
         for program in self._programs:
             module = modules.get(program.name)
@@ -205,7 +205,7 @@ class ModuleHooks:
         return exchanged
 
     def put_first(self, modules: Mapping[str, nn.Module]) -> list[str]:
-        """Put hooks that have to be the first of their modules before those that came since; return their rules."""
+        """Move hooks that must run first before hooks registered since; return the ids of their rules."""
         shared = [program for program in self._programs if program.on_shared]
         for program in shared:
             self._take_off(program.name)
@@ -223,7 +223,7 @@ class ModuleHooks:
             return False
         if program.on_shared:
             shared = SharedInputHook(self._tensor_hooks, program.name, program.on_shared)
-            # Before all that gives each module a tensor of its own: other rules, fully_shard, hooks of the script.
+            # This hook must run before all code that gives each module its own tensor: other rules, fully_shard, script hooks.
             handles.append(module.register_forward_pre_hook(shared, with_kwargs=True, prepend=True))
         if program.on_input:
             before = InputHook(self._tensor_hooks, program.name, program.on_input)

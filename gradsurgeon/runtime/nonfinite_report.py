@@ -83,8 +83,8 @@ class GradientEvidence:
 
     @property
     def _guilty(self) -> bool:
-        # The first pass that reduced a non-finite gradient is asked: later ones contribute to what is non-finite already.
-        # A rank whose part of the model was not used has seen nothing, and got its gradients from the others.
+        # The first pass that reduced a non-finite gradient decides: later passes add to gradients that are non-finite already.
+        # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
         wanted = self.before.union(self.now)
         for snapshot in self.snapshots:
             norms = as_dict(snapshot.norms)
@@ -104,7 +104,7 @@ class GradientEvidence:
                 moment = "after backward"
                 if passes > 1:
                     moment += f", micro-batch {number} of {passes}"
-                # Some tensors keep a gradient from an earlier pass, and got none in this one.
+                # Some tensors keep a gradient from an earlier pass and received none in this pass.
                 order, norms = (*snapshot.order, *snapshot.tensors), snapshot.norms
                 break
         else:

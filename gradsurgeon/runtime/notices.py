@@ -1,4 +1,4 @@
-"""What is said of gradients that rules do not see, or not as a whole, and of rules that never fire."""
+"""Notices on gradients that rules do not see, or see only in part, and on rules that never fire."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
 _PASSES = (
-    "bounds the contribution of each backward pass, and several feed one update: their sum can "
+    "bounds the contribution of each backward pass, and several passes feed one update: their sum can "
     "exceed the bound; use `at: step` to bound the sum"
 )
 _CALLS = (
-    "combines the losses of each backward pass, and several feed one update: in their sum the losses can "
-    "conflict again"
+    "combines the losses of each backward pass, and several passes feed one update: the losses can conflict "
+    "again in the sum of the passes"
 )
 _RANKS = (
-    "bounds what each rank contributes, before DDP averages it over the ranks: what comes out depends on "
+    "bounds what each rank contributes, before DDP averages it over the ranks: the result depends on "
     "how the batch is divided among them; use `at: step` to bound the average"
 )
 _REENTRANT = (
@@ -56,7 +56,7 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
-    """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
+    """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
     rules, is_noticed = context.program.contributing, context.event_log.is_noticed
     added_to = (t for t in held if t in rules and context.counters[t].passes)
     bounded = (
@@ -76,7 +76,7 @@ def _say(
     linear: bool,
     of_losses: bool = False,
 ) -> None:
-    """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
+    """Warn once per rule at `backward` that acts on some of the tensors; ``linear`` includes linear observers."""
     event_log = context.event_log
     for tensor in tensors:
         step = context.counters[tensor].step
@@ -89,10 +89,10 @@ def _say(
 
 
 def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
-    """Say of an update with gradients that no backward pass has given, which rules that concerns.
+    """Warn the rules at `backward` and `accumulated` about an update whose gradients came from no backward pass.
 
-    Either the script has assigned them, or it updates twice from one gradient. Nobody can tell which: that
-    a tensor is the same does not say that its content is.
+    The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
+    unchanged tensor can have new content.
     """
     due_rules = context.due_rules(counter)
     for bound_rule in (*due_rules.in_backward, *due_rules.after):
@@ -107,32 +107,32 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
 _NOT_BY_BACKWARD = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
-    "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
+    "gradients that a backward pass delivers (`at: {point}`): use `at: step` to see the gradients of the update"
 )
 
 
 class UnownedParams:
-    """Parameters that get gradients and that no optimizer owns which has stepped: each rule says so once, by name."""
+    """Parameters that get gradients but that no stepped optimizer owns: each rule reports them once, by name."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # After how many passes each was seen so.
+        # The number of passes after which each parameter had no owner.
         self._seen: Counter[int] = Counter()
         self._told: defaultdict[str, set[int]] = defaultdict(set)
 
     def add(self, tensors: Sequence[int]) -> list[int]:
-        """Note those that are so after one more pass; return those that have just been so long enough to be told."""
+        """Count one more pass in which the tensors had no owner; return the tensors that just reached the limit."""
         self._seen.update(tensors)
         return [tensor for tensor in tensors if self._seen[tensor] == SETTLED]
 
     def tell(self, tensors: Collection[int]) -> None:
-        """Say it of some, as far as they have been so long enough."""
+        """Report tensors that have reached the limit, once per rule."""
         settled = {tensor for tensor in tensors if self._seen[tensor] >= SETTLED}
         context, step = self._context, self._context.counters.latest
         for rule, matched in self._rules_at_update() if settled else ():
             news = [t for t in matched if t in settled and t not in self._told[rule.id]]
             cause = context.event_log.cause(rule.id)
-            # A rule that has not been due yet may find them with an optimizer; one that has said so is enough.
+            # A rule that was not due yet may still meet their optimizer. One notice per rule is enough.
             if not news or not (cause or context.event_log.has_fired(rule.id)):
                 continue
             self._told[rule.id].update(news)
@@ -147,18 +147,18 @@ class UnownedParams:
         return [(stage.rule, stage.tensors) for stage in stages.values()]
 
 
-# By then the optimizers of most scripts have stepped; others are looked for.
+# By this pass most scripts have stepped their optimizers; the session searches for others.
 SETTLED = 3
 _NO_OPTIMIZER = (
-    "gradients come to {names}, which no optimizer updates that has stepped so far: this rule acts right before an "
-    "update, and so not there; give them to an optimizer, or exclude them"
+    "gradients come to {names}, but no optimizer that has stepped so far owns these parameters: this rule acts right "
+    "before an update, so it does not act there; give them to an optimizer, or exclude them"
 )
 
 
 def note_dropped_gradients(context: Context, tensors: AbstractSet[int], *, warn: bool) -> None:
-    """Say to each rule which gradients were gone when the backward pass that made them was over.
+    """Tell each rule which gradients were gone at the end of the backward pass that made them.
 
-    Without ``warn`` that is only kept for the end, in case the rule never fires.
+    Without ``warn`` the cause is kept for the end of the run, in case the rule never fires.
     """
     event_log, step = context.event_log, context.counters.latest
     for stage in (*context.program.after_backward, *context.program.at_step):
@@ -172,10 +172,10 @@ def note_dropped_gradients(context: Context, tensors: AbstractSet[int], *, warn:
 
 
 _DROPPED = (
-    "hooks that the script or its optimizer has put on the parameters drop each gradient within the backward "
-    "pass, as optimizers do that update there, and no step() has followed"
+    "hooks of the script or of its optimizer drop each gradient within the backward pass, as optimizers do that "
+    "update there, and no step() has followed"
 )
-_REMEDY = "Rules at `backward` still see each gradient; for all others take an optimizer that updates in step()"
+_REMEDY = "Rules at `backward` still see each gradient; for all others use an optimizer that updates in step()"
 
 
 def count_due_rules(
@@ -186,14 +186,14 @@ def count_due_rules(
     owned: bool,
     arrived: AbstractSet[int],
 ) -> None:
-    """Count a step of the rules that are due in it.
+    """Count a step for every rule that is due in it.
 
     Args:
-        context: of the session.
-        counter: of the optimizer that has stepped.
-        counter_of: returns the counter that a module goes by.
+        context: the context of the session.
+        counter: the counter of the optimizer that has stepped.
+        counter_of: returns the counter of a module.
         owned: whether an optimizer owns parameters.
-        arrived: the tensors that have got gradients since their last update.
+        arrived: the tensors that have received gradients since their last update.
     """
     for bound_rule in context.due_rules(counter).bound_rules:
         rule, tensors = bound_rule.rule, bound_rule.tensors
@@ -206,9 +206,9 @@ def count_due_rules(
             )
 
 
-_UNOWNED = "no optimizer that steps owns any parameter it matched"
-_UNSEEN = "no backward pass that it could see gave its parameters their gradients"
-_NONE_REACHED = "no gradient reached any parameter it matched"
+_UNOWNED = "no optimizer that steps owns any parameter the rule matched"
+_UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
+_NONE_REACHED = "no gradient reached any parameter the rule matched"
 _CLEARED = (
     "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
     "backward or after step(), not between them"
@@ -225,9 +225,9 @@ def _why_silent(
 ) -> str:
     params = [param for param in context.parameters.params(tensors) if param is not None]
     if not params:
-        return "the parameters it matched are gone from the model"
+        return "the parameters the rule matched are gone from the model"
     if not any(param.requires_grad for param in params):
-        return "no parameter it matched has requires_grad"
+        return "no parameter the rule matched has requires_grad"
     if isinstance(rule, LossRule):
         return _why_no_loss(context, rule)
     if all(param.grad is None for param in params):
@@ -240,27 +240,27 @@ def _why_no_loss(context: Context, rule: LossRule) -> str:
     if any(context.event_log.is_noticed(why, rule.id) for why in RESTS):
         return "another rank was paused or ran a plain `.backward()`, and all ranks took the plain sum with it"
     names = ", ".join(map(printable, rule.losses or ()))
-    return f"no gradsurgeon.backward gave the losses it names ({names}), or they reach no parameter it matched"
+    return f"no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:
     if context.event_log.is_noticed("unreadable", rule.id):
-        return "all tensors it matched had no numbers to read"
+        return "all tensors the rule matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"
     if isinstance(rule, LossRule):
-        return "no two of the modules it matched sent gradients back to one tensor"
+        return "no two of the modules the rule matched sent gradients back to one tensor"
     if rule.ref.grad:
-        return f"no gradient reached the {rule.ref.side} of any module it matched"
-    return "no forward pass went through any module it matched"
+        return f"no gradient reached the {rule.ref.side} of any module the rule matched"
+    return "no forward pass went through any module the rule matched"
 
 
 def why_never(due: int, cause: str, *, unstepped: bool, stepped: bool) -> str:
-    """Return what to say in the end of a rule that never fired.
+    """Return the final message on a rule that never fired.
 
     Args:
         due: the number of steps in which it was due.
-        cause: why it did not fire, empty if that is not known.
+        cause: why the rule did not fire, empty if unknown.
         unstepped: whether gradients came and no update followed.
         stepped: whether there was any update.
     """
@@ -268,9 +268,9 @@ def why_never(due: int, cause: str, *, unstepped: bool, stepped: bool) -> str:
         was_due = f"was due in {due} steps and " if due else ""
         return f"{was_due}never fired: {cause}"
     if due:
-        return "was due and never fired until the end"
+        return "was due and never fired"
     if unstepped:
-        return "never fired: gradients came, but no optimizer that owns them ever stepped until the end"
+        return "never fired: gradients came, but no optimizer that owns them ever stepped"
     if not stepped:
-        return "never fired: no gradient reached a parameter, and nothing was updated until the end"
-    return "was never due until the end"
+        return "never fired: no gradient reached a parameter, and nothing was updated"
+    return "was never due"

@@ -1,7 +1,7 @@
-"""Right before an update: finds the optimizers, calls the rules at `step`, hides gradients to skip.
+"""Watches optimizers right before an update: finds them, calls the rules at `step`, and hides gradients.
 
-Torch calls step hooks before a closure that the optimizer is given. The update happens after it, so
-the closure is wrapped and the rules act when it returns.
+Torch calls step hooks before the closure that an optimizer is given. The update happens after the closure, so
+the watch wraps the closure, and the rules act when it returns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 
 _LBFGS = (
-    "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
+    "LBFGS moves all parameters together, so `freeze` cannot hide one parameter from it; make requires_grad "
     "false in the script, or use `zero`"
 )
 _INSIDE = (
-    "an optimizer steps inside backward, parameter by parameter, so that there is no moment at which all "
-    "gradients are there and the update can still be held back; step it after backward, or leave the rule out"
+    "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
+    "update can still be held back; step the optimizer after backward, or leave the rule out"
 )
 
 
@@ -45,7 +45,7 @@ class Owner:
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
     version: int = -1
-    # A scaler that skips a step leaves it as it is.
+    # The number of steps begun. A scaler that skips a step does not raise it.
     begun: int = 0
 
 
@@ -55,13 +55,13 @@ class OptimizerWatch:
         self._events = events
         self._model = model
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        # The ids of the parameters of an optimizer and of those of the model, by which it is told what it
-        # owns: all of them are alive when they are compared, so that no id stands for two.
+        # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
+        # parameters are alive at a comparison, so no id stands for two of them.
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
         )
-        # Steps under way, by thread and optimizer: each thread may step optimizers of its own, one
-        # inside another.
+        # Steps under way, by thread and optimizer: each thread may step its own optimizers, one inside
+        # another.
         self._running: dict[tuple[int, int], Update] = {}
 
     @property
@@ -83,7 +83,7 @@ class OptimizerWatch:
     def meet(self, optimizer: Optimizer) -> Owner | None:
         owner = self._owners.get(optimizer)
         if owner is None:
-            # A wrapper and what it wraps are one optimizer, with one counter.
+            # A wrapper and its wrapped optimizer count as one optimizer with one counter.
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
@@ -103,7 +103,7 @@ class OptimizerWatch:
             start = self._context.counters.begin(tensors)
             owner = Owner(StepCounter(start), self._hooks_on(optimizer))
             self._owners[optimizer] = owner
-        # Parameters may have been found again.
+        # The search above may have found parameters under new places.
         self._known[optimizer] = held, self._context.parameters.ids()
         if owner is not None:
             owner.tensors, owner.version = tuple(tensors), -1
@@ -130,13 +130,13 @@ class OptimizerWatch:
             self._model.check()
         tensors = self._context.parameters.owned(params)
         if len(tensors) < len(params):
-            # Of another model, or of this one, but unknown.
+            # The others belong to another model, or to this model under unknown names.
             self._model.find_again()
             tensors = self._context.parameters.owned(params)
         return tensors
 
     def _is_inner(self, tensors: Iterable[int]) -> bool:
-        """Tell whether it is that of a `ZeroRedundancyOptimizer`, which owns its parameters and is stepping."""
+        """Tell whether the tensors are those of an optimizer that a stepping `ZeroRedundancyOptimizer` wraps."""
         held = set(tensors)
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
@@ -148,12 +148,12 @@ class OptimizerWatch:
         return around is owner or (outer.judged and set(owner.tensors) <= set(around.tensors))
 
     def end_failed(self) -> None:
-        """End the steps of this thread that have raised, whose error the script may still hold."""
+        """End the steps of this thread that have raised; the script may still hold their error."""
         if self._running:
             self._under_way()
 
     def _under_way(self) -> list[Update]:
-        """Return the steps that this thread is in the middle of; those that have raised end here."""
+        """Return the steps that this thread is in the middle of; end the steps that have raised."""
         updates = [
             update
             for update in list(self._running.values())
@@ -173,7 +173,7 @@ class OptimizerWatch:
             raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def _claim(self, owner: Owner) -> None:
-        """Give the tensors of an optimizer to its counter, where another one has taken them since."""
+        """Give the tensors of an optimizer back to its counter if another counter has claimed them since."""
         counters = self._context.counters
         if owner.version != counters.version:
             counters.claim(owner.tensors, owner.counter)
@@ -198,10 +198,10 @@ class OptimizerWatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizers.only_makes_state(optimizer):
             return None
-        frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
+        frame = id(sys._getframe(1))  # noqa: SLF001 # only the frame tells a nested step from a failed step
         owner = self._owners[optimizer]
         if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
-            # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
+            # `super().step()`, or a wrapper that steps an inner optimizer, is one update: rules act once.
             return None
         owner.begun += 1
         self._claim(owner)
@@ -221,11 +221,11 @@ class OptimizerWatch:
         return args, self._arguments(update, {**kwargs, "closure": wrapped})
 
     def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments by whose end a step is seen to end, if it raises."""
+        """Return keyword arguments that die when the step ends, so the watch notices a step that raises."""
         watch = weakref.WeakMethod(self.end)
 
         def gone(_: object) -> None:
-            # A hook that comes later may have exchanged them: then the step goes on without.
+            # A later hook may have replaced the arguments: the step then goes on without them.
             end = None if sys.is_finalizing() or update.ended or update.is_on_stack() else watch()
             if end is not None:
                 end(update, took_place=False)
@@ -238,7 +238,7 @@ class OptimizerWatch:
         self, closure: Callable[[], Any], optimizer: Optimizer, update: Update
     ) -> Callable[[], Any]:
         def evaluate() -> Any:
-            # An optimizer may evaluate several times; the closure must find its gradients again.
+            # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
                 return update.loss
             update.give_back()
@@ -250,13 +250,13 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         self._context.refuse_graph_capture()
-        # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
+        # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
             if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
-                # The optimizer asks the flag itself, on the device.
+                # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
                 self._context.event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
@@ -268,7 +268,7 @@ class OptimizerWatch:
         update.judged = True
         raised = self._context.event_log.raised()
         if decision.error is not None and raised is not None:
-            # What traps raise is caught by its type; so both are shown.
+            # Scripts catch a trap's error by its type; the context shows the other error also.
             decision.error.__context__ = raised
         error = decision.error or raised
         if error is not None:
@@ -278,8 +278,8 @@ class OptimizerWatch:
         if decision.skip:
             update.skipped = True
             update.undo()
-            # A gradient of zero would still decay the weight and feed the moments; none at all is
-            # what optimizers leave alone. What they count for themselves is put back.
+            # A zero gradient would still decay the weight and feed the moments. Optimizers skip parameters
+            # without a gradient. `undo` restores the optimizer's own counters.
             update.kept = optimizers.counters(optimizer)
             update.hide(optimizers.params_of(optimizer))
         elif decision.frozen:

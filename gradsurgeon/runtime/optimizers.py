@@ -1,4 +1,4 @@
-"""Optimizers: which own what, what they hold, and one call of `step` under way."""
+"""Optimizers: what they own, what they keep, and one call of `step` under way."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import Step
 
-# Numbers that an optimizer keeps for itself, with where it keeps them.
+# The numbers that an optimizer keeps for itself, each with the dictionary that keeps it.
 Counters = list[tuple[dict[Any, Any], dict[Any, Any]]]
-# Weights and state, to be put back.
+# Copies of weights and state for a later restore.
 Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
 
 
@@ -39,26 +39,26 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
 
     if not candidates():
         return []
-    # One that only waits to be collected must not pass for the owner.
+    # Garbage that still waits for collection must not pass for the owner.
     gc.collect()
     return candidates()
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    # Wrappers that skip the constructor of their base may have no groups of their own.
+    # Wrappers that skip the constructor of their base class may have no groups of their own.
     groups = getattr(optimizer, "param_groups", ())
     return [param for group in groups for param in group["params"]]
 
 
 def evaluates_before_moving(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer is known to call its closure once, before it moves its weights."""
+    """Tell whether an optimizer is known to call its closure once, before it moves weights."""
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
         optimizer, LBFGS
     )
 
 
 def only_makes_state(optimizer: Optimizer) -> bool:
-    """Tell whether a step is that of a checkpoint, which steps a fresh optimizer to learn its state."""
+    """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
     if optimizer.state:
         return False
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
@@ -72,7 +72,7 @@ def only_makes_state(optimizer: Optimizer) -> bool:
 def snapshot(optimizer: Optimizer) -> Snapshot:
     params = params_of(optimizer)
     weights = [(param, param.detach().clone()) for param in params]
-    # The keys of the state are the parameters themselves and must stay these.
+    # The parameters themselves are the keys of the state, and must not be copied.
     return weights, copy.deepcopy(dict(optimizer.state), {id(param): param for param in params})
 
 
@@ -86,10 +86,10 @@ def restore(optimizer: Optimizer, kept: Snapshot) -> None:
 
 
 def counters(optimizer: Optimizer) -> Counters:
-    """Copy what an optimizer keeps besides the state of its parameters.
+    """Copy the numbers that an optimizer keeps besides the state of its parameters.
 
-    A step without gradients leaves weights and their state alone, but optimizers count steps, weights
-    and learning rates per group, under names of their own in the state, or on themselves.
+    A step without gradients leaves weights and their state alone. Optimizers still count steps, weights and learning
+    rates per group, under their own names in the state, or on themselves.
     """
     parts: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
     return [
@@ -99,7 +99,7 @@ def counters(optimizer: Optimizer) -> Counters:
 
 
 def put_back(kept: Counters) -> None:
-    """Put back what `counters` has copied, and take out the counters that have come since."""
+    """Restore the numbers that `counters` copied, and remove counters added since."""
     for part, values in kept:
         for key in [key for key, value in part.items() if _is_counter(key, value)]:
             if key not in values:
@@ -107,7 +107,7 @@ def put_back(kept: Counters) -> None:
         for key, value in values.items():
             now = part.get(key)
             if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-                # Captured graphs and schedulers hold the tensor itself.
+                # Captured graphs and schedulers hold the tensor itself, so its content is restored in place.
                 with torch.no_grad():
                     now.copy_(value)
             else:
@@ -115,15 +115,15 @@ def put_back(kept: Counters) -> None:
 
 
 def _is_counter(key: object, value: object) -> bool:
-    """Tell a number that an optimizer keeps for itself from its parameters, their state and tables."""
+    """Tell whether a value is a number of the optimizer itself, and no parameter, state or table."""
     return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
 
 
 class Arguments(dict[str, Any]):
     """The keyword arguments of one call of `step`: they live no longer than the call.
 
-    Torch calls no hook after a step that raises. It keeps what a hook has returned as the arguments
-    until then, so that their end tells of it.
+    Torch calls no hook after a step that raises. It keeps the arguments that a hook returned until the call ends,
+    so their finalizer reports that end.
     """
 
     __slots__ = ("__weakref__",)
@@ -137,20 +137,20 @@ class Update(Step):
         self.optimizer = weakref.ref(optimizer)
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)
-        # The id of the frame that calls the hooks: that of torch around `step`.
+        # The id of the frame that calls the hooks: torch's wrapper around `step`.
         self._frame = frame
         self._kept_frame: FrameType | None = None
         self.arguments: weakref.ref[Arguments] | None = None
         self.snapshot: Snapshot | None = None
-        # What the optimizer counts for itself, in a step that is skipped.
+        # The optimizer's own counters before a skipped step.
         self.kept: Counters = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._clearing: Patch | None = None
-        # Whether its gradients have been judged, and the last loss that a closure has given before that
-        # came to a skip.
+        # Whether traps have judged the gradients, and the last loss that a closure returned before the
+        # skip.
         self.judged = False
         self.loss: Any = None
-        # The scale under which the gradients overflowed, so that the scaler skips the update.
+        # The scale under which the gradients overflowed, so the scaler skips the update.
         self.overflowed: Tensor | None = None
         self.skipped = self.ended = False
 
@@ -159,14 +159,14 @@ class Update(Step):
         while frame is not None:
             if id(frame) == self._frame:
                 if self.arguments is None or self.arguments() is None:
-                    # Nothing else tells of its end: another frame must not get its id.
+                    # Nothing else reports the end: the kept frame prevents another frame from getting its id.
                     self._kept_frame = frame
                 return True
             frame = frame.f_back
         return False
 
     def ends_with(self, kwargs: dict[str, Any], frame: int) -> bool:
-        """Tell whether a hook after a step belongs to this call, and not to one inside it."""
+        """Tell whether a post-step hook belongs to this call, and not to a call inside it."""
         mine = None if self.arguments is None else self.arguments()
         return kwargs is mine or frame == self._frame
 
@@ -176,7 +176,7 @@ class Update(Step):
         return self.loss
 
     def undo(self) -> None:
-        """Take back what an optimizer did in this step besides what no gradients keep it from."""
+        """Restore all optimizer changes that the missing gradients did not prevent."""
         optimizer = self.optimizer()
         if optimizer is not None and self.snapshot is not None:
             restore(optimizer, self.snapshot)
@@ -197,7 +197,7 @@ class Update(Step):
                 param.grad = None
 
     def _clear(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Clear what is hidden as well: a script may do so in the step, or after one that has raised."""
+        """Clear hidden gradients also: a script may clear in the step, or after a step that raised."""
         original(*args, **kwargs)
         if kwargs.get("set_to_none", args[0] if args else True):
             self._hidden.clear()

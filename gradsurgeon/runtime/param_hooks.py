@@ -1,6 +1,6 @@
-"""The hooks on parameters: put on all together or not at all, taken off without a trace.
+"""The hooks on parameters: all of them are installed or none, and removal leaves no trace.
 
-They hold the session weakly: a post-accumulate hook that reaches a parameter would make a cycle that
+The hooks hold the session weakly. A post-accumulate hook that reaches a parameter would make a cycle that
 Python cannot collect.
 """
 
@@ -26,8 +26,8 @@ from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 class Hook:
     """A hook on one tensor that reaches its session weakly and never travels with a copy."""
 
-    # torch warns when a parameter with hooks is pickled for another process, unless told that the
-    # hook is meant to stay behind.
+    # torch warns when a script pickles a parameter with hooks for another process, unless this
+    # attribute marks the hook.
     __torch_unserializable__ = True
 
     def __init__(self, context: Context, passes: BackwardWatch, tensor: int) -> None:
@@ -35,7 +35,7 @@ class Hook:
         self._backward = weakref.ref(passes)
         self.tensor = tensor
         self._rules = context.program.per_tensor.get(tensor, ())
-        # torch names the hook by this in its messages about wrong return values.
+        # torch shows this name in its messages about wrong return values.
         label = "+".join(rule.id for rule in self._rules) or "gradsurgeon"
         self.__name__ = f"{label}:{context.program.names[tensor]}"
 
@@ -45,15 +45,15 @@ class Hook:
 
 
 class ArrivalHook(Hook):
-    """Post-accumulate hook on what several ranks train: notes what is gone when the pass is over.
+    """Post-accumulate hook for training on several ranks: records facts that are lost after the pass.
 
-    That is what this rank has contributed before DDP averages it, and the order in which a sharded model
-    got its gradients, whose graph knows other tensors than the parameters.
+    It records this rank's contribution before DDP averages it. It also records the order in which parameters got their
+    gradients, because the graph of a sharded model knows other tensors than the parameters.
     """
 
     @uncompiled
     def __call__(self, param: Tensor) -> None:
-        # Other ranks may wait for one that is paused.
+        # The hook runs during a pause also: other ranks may wait for a paused rank.
         if (live := self._live()) is None:
             return
         context, passes = live
@@ -82,7 +82,7 @@ class TensorHook(Hook):
         if self.tensor in seen.waiting and passes.is_training(param):
             if seen.calls[self.tensor] == 1:
                 return None
-            # One pass runs inside another, and a part of the gradient is there already.
+            # A pass runs inside another pass, and part of the gradient has come already.
             passes.act_on_waiting()
             seen.waiting.discard(self.tensor)
         counter = context.counters[self.tensor]
@@ -122,8 +122,8 @@ class TensorHook(Hook):
         check_layout(rule, grad, name)
         if _dist.is_partial(grad) and not rule.linear:
             raise GradSurgeonError(
-                f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
-                "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; "
+                f"rule {rule.id}: the contribution of a backward pass to {name} is still to be summed over the "
+                "ranks of its tensor-parallel group, so a bound on this rank's addend bounds nothing; "
                 "use `at: step`"
             )
         edit = context.edits[rule.id]
@@ -156,19 +156,19 @@ class ParamHooks:
             self.rearm(tensor)
 
     def rearm(self, tensor: int) -> bool:
-        """Put the hooks on the parameter that now stands under the name; tell whether there is one."""
+        """Put the hooks on the parameter now under the name; tell whether there is a parameter."""
         for handle in self._handles.pop(tensor, []):
             handle.remove()
         param = self._context.parameters.param(tensor)
         self._ids[tensor] = id(param)
         if param is not None:
-            # One by one: what is on already can be taken off where the next one raises.
+            # Hooks are listed one by one, so they can be removed if a later one raises.
             for handle in self._put(tensor, param):
                 self._handles.setdefault(tensor, []).append(handle)
         return param is not None
 
     def forget(self, tensors: Iterable[int]) -> None:
-        """Expect no parameter under these names any more."""
+        """Expect no parameter under these names from now on."""
         for tensor in tensors:
             self._ids[tensor] = id(None)
 
@@ -187,7 +187,7 @@ class ParamHooks:
         ]
 
     def revive(self, tensor: int) -> bool:
-        """Install hooks anew on a parameter whose content was swapped; tell whether it has any."""
+        """Reinstall hooks on a parameter whose content was swapped; tell whether the parameter has hooks."""
         param = self._context.parameters.param(tensor)
         if param is None or not self._handles.get(tensor):
             return False
@@ -205,15 +205,15 @@ class ParamHooks:
 
     def _put(self, tensor: int, param: Tensor) -> Iterator[RemovableHandle]:
         if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
-            return  # Integers and tensors made for inference have no gradient, now or later.
+            return  # Integers and inference tensors never have a gradient.
         if not param.is_leaf:
             name = printable(self._context.program.names[tensor])
-            raise BindError([f"{name} is no leaf of the graph: it never gets a gradient"])
+            raise BindError([f"{name} is not a leaf of the graph: it never gets a gradient"])
         place, needs_grad = (self._context, self._backward, tensor), param.requires_grad
         try:
             if tensor in self._context.program.per_tensor:
-                # torch refuses hooks on frozen parameters, but keeps those that are there, so that a
-                # rule acts as soon as the parameter is thawed.
+                # torch refuses hooks on frozen parameters but keeps existing hooks, so a
+                # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
                 yield _torch.register_hook(param, TensorHook(*place))
             if _dist.world() > 1:

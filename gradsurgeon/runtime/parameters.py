@@ -1,4 +1,4 @@
-"""The tensors a session acts on, found by name each time, so that no hook holds a parameter."""
+"""The tensors that a session acts on, looked up by name each time, so no hook holds a parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.weak import TensorWeakRef
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
-# The dictionary of the owner, and the key.
+# The dictionary of the owner and the key in it.
 Place = tuple[dict[str, Any], str]
 
 
 def held(place: Place) -> Tensor | None:
-    """Return the tensor at a place, ``None`` where the name is gone."""
+    """Return the tensor at a place, or ``None`` if the name is gone."""
     table, key = place
     # The tables of scripted modules have no `get`.
     return table[key] if key in table else None  # noqa: SIM401
@@ -27,22 +27,22 @@ def held(place: Place) -> Tensor | None:
 class Parameters:
     """Parameters by index, looked up where their owner keeps them.
 
-    It holds the ``_parameters`` dictionaries of the owners, not the modules: the session reaches the
-    model weakly, and a dictionary look-up sees a parameter that was replaced.
+    It holds the ``_parameters`` dictionaries of the owners, not the modules. The session thereby reaches the
+    model weakly, and a dictionary look-up sees a replaced parameter.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        # Held by who compares them with the model, and while others stand in their place: optimizers of
-        # other threads are shown to this session, too.
+        # Held while threads compare parameters with the model, and while copies replace them: this session also
+        # sees optimizers of other threads.
         self.lock = RLock()
         by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
-        # The ids of those that ranks have parts of.
+        # The ids of the sharded parameters, by tensor.
         self._divided: dict[int, int] = {}
-        # By the id of an owner's table: the tensors in it, each with all places where it is. Filled when the model is gone.
+        # By the id of an owner's table: its tensors, each with all its places. Filled once the model is gone.
         self._places_in: dict[int, list[tuple[int, list[Place]]]] = {}
         self.identify(range(len(names)))
 
@@ -50,9 +50,9 @@ class Parameters:
         return self._as_divided(tensor, held(self._places[tensor]))
 
     def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
-        """Return the part of this rank where `fully_shard` shows the whole: between a forward pass and its backward pass.
+        """Return this rank's shard if `fully_shard` shows the whole parameter, between a forward and its backward pass.
 
-        The optimizer has the parts, also where an evaluation without a backward pass comes before its step.
+        The optimizer owns the shards, even if an evaluation without a backward pass comes before its step.
         """
         if param is None or tensor not in self._divided or _dist.is_sharded(param):
             return param
@@ -61,13 +61,13 @@ class Parameters:
         return param if part is None else part
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
-        """Return the parameters, all or some, ``None`` where the name is gone."""
+        """Return all or some parameters, with ``None`` for names that are gone."""
         wanted = None if tensors is None else list(tensors)
         places = self._places if wanted is None else [self._places[i] for i in wanted]
         params: list[Tensor | None]
         try:
             params = [owner[key] for owner, key in places]
-        except KeyError:  # some are gone
+        except KeyError:  # some names are gone
             params = list(map(held, places))
         if not self._divided:
             return params
@@ -81,10 +81,10 @@ class Parameters:
         """Return the tensors, among all or some, that have a gradient now, and these gradients.
 
         Args:
-            tensors: in ascending order.
+            tensors: their indices, in ascending order.
         """
         wanted = list(range(len(self._places)) if tensors is None else tensors)
-        # A parameter that is gone has no gradient either.
+        # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)
         grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):
@@ -93,7 +93,7 @@ class Parameters:
         return having, [grad for grad in grads if grad is not None]
 
     def identify(self, tensors: Iterable[int]) -> None:
-        """Know parameters again from now on, under whatever name, as long as they live."""
+        """Track parameters by identity, under any name, as long as they live."""
         for tensor in tensors:
             if (param := self.param(tensor)) is not None:
                 self._identities[id(param)] = TensorWeakRef(param), tensor
@@ -101,16 +101,16 @@ class Parameters:
                     self._divided[tensor] = id(param)
 
     def tensor_of(self, param: Tensor) -> int | None:
-        """Return which tensor a parameter was when it was identified."""
+        """Return the tensor that a parameter was when it was identified."""
         reference, tensor = self._identities.get(id(param), (None, None))
         return tensor if reference is not None and reference() is param else None
 
     @contextmanager
     def without_references(self, params: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Have no weak references to parameters for a while: torch swaps nothing that has some.
+        """Hold no weak references to some parameters in this context: torch swaps no tensor that has any.
 
         Yields:
-            Which tensors they are.
+            The tensors that these parameters are.
         """
         tensors = [tensor for param in params if (tensor := self.tensor_of(param)) is not None]
         for param in params:
@@ -125,12 +125,12 @@ class Parameters:
         return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
 
     def owned_in_order(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the tensors that ``params`` are, in their order."""
+        """Return the tensors of ``params``, in their order."""
         by_id = {identity: tensor for tensor, identity in enumerate(self.ids())}
         return [by_id[id(param)] for param in params if id(param) in by_id]
 
     def move(self, places: Mapping[int, Place]) -> None:
-        """Look tensors up elsewhere from now on; those that are not named are gone."""
+        """Look tensors up at new places from now on; tensors without a place are gone."""
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
@@ -139,7 +139,7 @@ class Parameters:
         self.identify(range(len(self._places)))
 
     def without_model(self, owners: Iterable[dict[str, Any]]) -> None:
-        """Know every place of every parameter: the model is gone, and its modules may go one by one."""
+        """Record every place of every parameter: the model is gone, and its modules may die one by one."""
         places_of = [[place] for place in self._places]
         for table in owners:
             for key, param in table.items():
@@ -151,9 +151,9 @@ class Parameters:
                 self._places_in.setdefault(id(place[0]), []).append((tensor, places))
 
     def drop(self, owner: Mapping[str, object]) -> list[int]:
-        """Let an owner go that is gone; return the tensors that no other one has.
+        """Drop an owner that is gone; return the tensors that no other owner has.
 
-        It takes as long as the owner has parameters: all modules of a large model may go one by one.
+        The cost grows only with the owner's parameters: all modules of a large model may die one by one.
         """
         gone = []
         for tensor, places in self._places_in.pop(id(owner), ()):

@@ -1,8 +1,8 @@
-"""One decision of all ranks on an update, by votes that they cast when a backward pass is over.
+"""All ranks make one decision on an update, by the votes that they cast at the end of a backward pass.
 
-What one rank has seen by itself is put to all of them: gradients that were reduced are as a rule alike
-everywhere, but a parameter that DDP leaves alone, a communication hook or the script itself can make
-them differ, and a rank that stops or skips alone leaves the others waiting.
+Each rank puts its own findings to all ranks. Reduced gradients are usually alike everywhere, but a parameter that DDP
+ignores, a communication hook or the script itself can make them differ. A rank that stops or skips alone leaves
+the others waiting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 _OWN_NORM = (
-    "takes one norm over gradients that DDP averages and others that it leaves alone ({name}): unless the script "
-    "averages those, the norm and what it leaves of the gradients differ by rank, and the weights drift apart; "
+    "takes one norm over gradients that DDP averages and others that DDP leaves alone ({name}): unless the script "
+    "averages those, the norm and the clipped gradients differ by rank, and the weights drift apart; "
     "`exclude` them, or use `per: parameter`"
 )
 _OWN_SPIKES = (
@@ -42,14 +42,14 @@ _ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the ranks have said of an update when the last backward pass that feeds it was over.
+    """The votes of the ranks on an update, cast at the end of the last backward pass that feeds it.
 
     Attributes:
-        voter: by whom they have said it; ``None`` where this rank decides alone.
-        objections: those that concern the update.
+        voter: the voter that read the votes; ``None`` if this rank decides alone.
+        objections: the objections that concern the update.
         unanimous: whether all ranks have objected.
-        severity: the worst of the objections.
-        known: whether this is all that was said: no vote was lost, and the session saw the backward pass.
+        severity: the worst severity of the objections.
+        known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
@@ -60,7 +60,7 @@ class Heard:
 
     @property
     def worst(self) -> Objection:
-        """The objection that all ranks follow: the worst, and of those that of the first rank."""
+        """The objection that all ranks follow: the worst one, from the lowest rank that raised it."""
         return min(self.objections, key=lambda one: (-one.severity, one.rank))
 
     @property
@@ -74,7 +74,7 @@ ALONE = Heard()
 
 @dataclass(slots=True)
 class _Voted:
-    """A pass that was voted on, and the tensors whose last one it is."""
+    """A pass that was voted on, and the tensors whose last pass it is."""
 
     voter: Voter
     number: int
@@ -82,59 +82,59 @@ class _Voted:
 
 
 class DecidesAlone:
-    """What a session does in one process, where it has nobody to ask."""
+    """The decisions of a session in one process, which has no other rank to ask."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     def find_sessions(self, done: BackwardPass) -> None:
-        """Find the other ranks, after the first pass that they take together."""
+        """Find the other ranks after the first pass that all of them take together."""
 
-    def votes(self, done: BackwardPass) -> bool:  # noqa: ARG002 # as that of `RankAgreement`
+    def votes(self, done: BackwardPass) -> bool:  # noqa: ARG002 # `RankAgreement` uses it
         """Tell whether the ranks vote on the update after a pass."""
         return False
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
-        """Say what this rank has against the update after a pass, and keep nobody waiting."""
+        """Cast this rank's objections to the update after a pass, without waiting."""
 
-    def heard(self, counter: StepCounter) -> Heard:  # noqa: ARG002 # as that of `RankAgreement`
-        """Return what the ranks said of an update. It may wait for their votes, never for their updates."""
+    def heard(self, counter: StepCounter) -> Heard:  # noqa: ARG002 # `RankAgreement` uses it
+        """Return the votes of the ranks on an update. Waits for their votes if needed, never for their updates."""
         return ALONE
 
-    def rests(self, heard: Heard) -> bool:  # noqa: ARG002 # as that of `RankAgreement`
-        """Tell whether the rules are to rest in an update."""
+    def rests(self, heard: Heard) -> bool:  # noqa: ARG002 # `RankAgreement` uses it
+        """Tell whether the rules rest in an update."""
         return self._context.paused
 
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Say once of which rules one norm differs by rank; refuse where ranks would decide by it."""
+        """Warn once per rule whose norm differs by rank; refuse a rule by which ranks would decide differently."""
 
 
 class RankAgreement(DecidesAlone):
-    """The votes of a session whose process has others beside it."""
+    """The votes of a session whose process trains together with other ranks."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
         self._decides = any(map(_decides, acting))
-        # What follows from the norms of all ranks needs no vote.
+        # Decisions by norms that all ranks have need no vote.
         self._votes = any(map(self._is_put_to_vote, acting))
         self._edits = any(map(_edits_updates, acting))
         self._judges = any(map(_judges, acting))
-        # In both modes: ranks average what single losses give.
+        # In both modes, because ranks average the gradients of single losses.
         self._drifts = (
             self._edits
             or any(_then(rule) == "skip-step" for rule in acting)
             or any(map(_averages_losses, context.rules))
         )
-        # In both modes: rules that measure whole gradients at the update, which are divided over ranks.
+        # In both modes: rules that measure whole gradients at the update, although ranks hold shards.
         self._measures = any(map(self._measures_whole, context.rules))
         # Rules that record shards.
         self._records = any(map(_records, context.rules))
-        # By the names of groups: the roll of the ranks in them.
+        # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._voters: dict[str, Voter] = {}
         self._voted: list[_Voted] = []
-        # The rules, with their tensors, that have been asked for what their norms are over.
+        # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
     def _is_put_to_vote(self, rule: Rule) -> bool:
@@ -163,7 +163,7 @@ class RankAgreement(DecidesAlone):
             self._roll(self._groups(done))
 
     def find_sessions_for_losses(self, groups: _dist.Groups) -> None:
-        """Find the other ranks before the first gradients of single losses that they average together."""
+        """Find the other ranks before they average the first gradients of single losses together."""
         self._roll(groups)
 
     def votes(self, done: BackwardPass) -> bool:
@@ -179,7 +179,7 @@ class RankAgreement(DecidesAlone):
         for earlier in self._voted:
             earlier.tensors -= tensors
         self._voted = [earlier for earlier in self._voted if earlier.tensors]
-        # A pass that has raised may have come before anybody was looked for.
+        # A pass that raised may have come before any search for other ranks.
         roll = self._rolls.get(_names(self._groups(done))) if self.votes(done) else None
         if roll is None:
             return
@@ -200,7 +200,7 @@ class RankAgreement(DecidesAlone):
             if self._votes and counter.passes:
                 self._tell_alone(counter)
             ranks = self._context.ranks
-            # A session that came after the backward pass has not heard what the others found.
+            # A session attached after the backward pass has not heard the findings of other ranks.
             missed = not counter.passes and (
                 ranks.wrappers_of(counter.tensors) or ranks.shard_groups(counter.tensors)
             )
@@ -210,7 +210,7 @@ class RankAgreement(DecidesAlone):
         own, names = {self._context.program.names[tensor] for tensor in tensors}, set()
         if decision.objections:
             names = set(self._context.program.names)
-        # A rank can have parameters that this one has not.
+        # A rank can have parameters that this rank lacks.
         concerning = (
             one for one in decision.objections if one.concerns in own or one.concerns not in names
         )
@@ -220,10 +220,10 @@ class RankAgreement(DecidesAlone):
         return Heard(last.voter, objections, unanimous, severity, told is not None)
 
     def rests(self, heard: Heard) -> bool:
-        """Tell whether the rules are to rest in an update.
+        """Tell whether the rules rest in an update.
 
-        A pause on one rank is a pause on all ranks that have a part of what is edited or measured (half a clip is none),
-        or that would stop or skip by a norm at the update.
+        A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients, because half a clip
+        is no clip. It is also a pause for rules that would stop or skip by a norm at the update.
         """
         everything = range(len(self._context.program.names))
         meets = self._edits or self._measures
@@ -233,10 +233,10 @@ class RankAgreement(DecidesAlone):
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
         step = self._context.counters.latest
         if paused and not self._context.paused:
-            text = f"rank {paused[0]} is paused and has a part in what the rules would do: they rest here as well"
+            text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
             self._context.event_log.notice_once("paused", text, step=step, warn=True)
         if self._context.paused and not paused:
-            text = "paused between a backward pass and its update, which goes on with the rules on all ranks: they rest from the next pass on"
+            text = "paused between a backward pass and its update, which goes on with the rules on all ranks: the rules rest from the next pass on"
             self._context.event_log.notice_once("paused late", text, step=step)
         return bool(paused)
 
@@ -246,7 +246,7 @@ class RankAgreement(DecidesAlone):
             self._voters.popitem()[1].close()
 
     def _tell_alone(self, counter: StepCounter) -> None:
-        # Where a rank without rules is known to be there, that has been said.
+        # If a rank without rules is known, an earlier notice has said so.
         if not self._rolls or all(roll is not None for roll in self._rolls.values()):
             self._context.event_log.notice_once("alone", _ALONE, step=counter.step)
 
@@ -254,7 +254,7 @@ class RankAgreement(DecidesAlone):
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Do as the base says.
+        """Check norms as the base class describes.
 
         Raises:
             GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
@@ -277,13 +277,13 @@ class RankAgreement(DecidesAlone):
                 context.event_log.notice_once("own norm", text, **where)
 
     def _groups(self, done: BackwardPass) -> _dist.Groups:
-        """Return the groups whose ranks have all taken part in a pass, with a session or without."""
+        """Return the groups whose ranks all took part in a pass, even ranks without a session."""
         known = self._context.ranks
         groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
         return largest(tuple(dict.fromkeys(groups)))
 
     def _roll(self, groups: _dist.Groups) -> Roll | None:
-        """Return the sessions of the ranks of some groups, if all have the rules; ask where it is not known."""
+        """Return the sessions of the ranks of some groups, if all have the same rules; ask once if unknown."""
         if not groups:
             return None
         names = _names(groups)
@@ -295,13 +295,13 @@ class RankAgreement(DecidesAlone):
         context = self._context
         params = [param for param in context.parameters.params() if param is not None]
         for device in {_dist.local(param).device for param in params}:
-            # The host may have run ahead of what the ranks do together, by more than the limit.
+            # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
             _dist.settle(device)
         divided = context.ranks.shard_groups(range(len(params)))
         shared = not set(divided).isdisjoint(groups)
         peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
         fingerprint = self._fingerprint(shared=shared)
-        # An update that one rank makes by itself shifts nothing but schedules.
+        # An update that one rank makes alone shifts only schedules.
         scheduled = any(not rule.steps.always for rule in context.rules)
         host, step = platform.node(), context.counters.latest if scheduled else 0
         info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
@@ -314,17 +314,17 @@ class RankAgreement(DecidesAlone):
         if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
                 f"{lacking}: norms over the shards of a model, and gradients of single losses, would wait for ever, and "
-                f"weights would drift apart where a step is skipped or a final gradient edited; {remedy}"
+                f"weights would drift apart if a step is skipped or a final gradient edited; {remedy}"
             )
         if self._decides:
-            text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
+            text = f"{lacking}: this rank decides alone, and if it stops, the others wait for it; {remedy}"
         else:
             text = f"{lacking}: nothing is recorded of parameters that ranks share; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 
     def _fingerprint(self, *, shared: bool) -> str:
-        """Return what tells the rules that all ranks must have, and the mode, from others."""
+        """Return a hash of the mode and of the rules that all ranks must have."""
         rules = [
             rule.model_dump_json()
             for rule in self._context.rules
@@ -353,7 +353,7 @@ def _averages_losses(rule: Rule) -> bool:
 
 
 def decides(trap: object) -> bool:
-    """Tell whether a trap, as a rule or as its decision, stops or skips an update at once."""
+    """Tell whether a trap, given as a rule or as its decision, stops or skips an update at once."""
     return getattr(trap, "then", "") in ("raise", "skip-step")
 
 
@@ -371,7 +371,7 @@ def _then(rule: Rule) -> str:
 
 
 def _edits_updates(rule: Rule) -> bool:
-    """Tell whether weights differ where some ranks lack a rule: all get what changes before the average."""
+    """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
     return _changes(rule) and rule.target == "params" and rule.point == "step"
 
 

@@ -1,4 +1,4 @@
-"""Which session belongs to which model, and what is watched for all sessions together."""
+"""The session of each model, and the hooks and patches that all sessions share."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from gradsurgeon.runtime.running_passes import watched as watched_passes
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# Values are strong: a session lives as long as its model, even if the caller drops it.
+# Values are strong: a session lives as long as its model, even if the caller drops the session.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-# Sessions of the launcher and of a test that it runs, beside those that the script itself has asked for.
+# Sessions of the launcher, and of a test that it runs, beside the sessions that the script has made.
 _beside: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-# Sessions whose models are gone, but not all of their modules: a script may give several to `apply` in a container.
+# Sessions whose model is gone but not all of its modules: a script may pass several modules to `apply` in a container.
 _without_model: list[Attachment] = []
-# All of them, as long as none has come or gone.
+# A cache of all live sessions, rebuilt when a session comes or goes.
 _alive: list[Attachment] = []
-# Several threads may train, and the tables must not change while they are gone through.
+# Several threads may train, and the tables must not change during an iteration.
 _changing = RLock()
-# Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
+# The shared watches on optimizer steps, scaler calls, backward passes, and replaced parameters and modules.
 _watching: list[ExitStack] = []
-# One for each who has asked to watch the steps: it is the same for all.
+# One entry per caller that watches the steps; all entries are the same handle.
 _watching_steps: list[RemovableHandle] = []
-# There until the next forward pass, once a module of a model has got something new.
+# Present from the moment a module of a model gets something new until the next forward pass.
 _before_forward: list[RemovableHandle] = []
-# The rules on tags of all sessions, by their ids.
+# The ids of the rules on tags, over all sessions.
 _on_tags: list[str] = []
 
 
@@ -67,7 +67,7 @@ def alive() -> list[Attachment]:
 
 
 def applied_to(model: nn.Module) -> list[Attachment]:
-    """Return the session of a model, and those that an earlier container of modules of it has left behind."""
+    """Return the session of a model, and sessions left behind by an earlier container of its modules."""
     with _changing:
         others = [one for one in _without_model if not (one.removed or one.options.beside)]
     modules = set(model.modules()) if others else set()
@@ -76,17 +76,17 @@ def applied_to(model: nn.Module) -> list[Attachment]:
 
 
 def watch_steps() -> None:
-    """Take notice of every step of an optimizer, with or without a session, until `unwatch_steps`.
+    """Watch every optimizer step, with or without a session, until `unwatch_steps`.
 
-    Whoever attaches a session from within a step must have called this before: torch does not allow
-    the table of its hooks to grow while it goes through it.
+    Code that attaches a session from within a step must have called this before: torch does not allow
+    its table of hooks to grow during an iteration.
     """
     first = _watching_steps[:1] or [register_optimizer_step_pre_hook(_on_step)]
     _watching_steps.extend(first)
 
 
 def unwatch_steps() -> None:
-    """End what one call of `watch_steps` has begun."""
+    """End one call of `watch_steps`."""
     handle = _watching_steps.pop()
     if not _watching_steps:
         handle.remove()
@@ -95,7 +95,7 @@ def unwatch_steps() -> None:
 def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
     old = [] if beside else applied_to(model)
-    # The finalizer is what notices a model that goes away; it must not keep the model itself.
+    # The finalizer notices when a model dies; it must not keep the model alive.
     finalizer = weakref.finalize(model, _model_gone, session)
     finalizer.atexit = False
     try:
@@ -106,7 +106,7 @@ def enter(model: nn.Module, session: Attachment) -> None:
     try:
         for one in old:
             one.remove()
-    except BaseException:  # Ctrl-C, while it waits
+    except BaseException:  # Ctrl-C during a wait
         session.discard()
         raise
     with _changing:
@@ -145,12 +145,12 @@ def _watch() -> ExitStack:
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
-    """Show a tensor to the rules of all sessions; return the one to go on with."""
-    # Code that was compiled without rules on tags notices that this is no longer empty.
+    """Show a tensor to the rules of all sessions; return the tensor to go on with."""
+    # Code compiled without rules on tags recompiles once this list is no longer empty.
     return _show(tensor, name) if _on_tags else tensor
 
 
-# Without rules on tags it is part of the graph of who calls it, but never a graph of its own.
+# Without rules on tags the call becomes part of the caller's graph, but never a graph of its own.
 _torch.compile_within_caller(tag)
 
 
@@ -164,7 +164,7 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
-    """Run the backward pass of the sum of losses, with the rules of all sessions on the gradient of each."""
+    """Run the backward pass of the sum of losses, with the rules of all sessions on each loss's gradient."""
     sessions = _with_loss_rules()
     modules = (module for one in sessions for module in one.modules)
     loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
@@ -198,8 +198,8 @@ def _forget_removed() -> None:
 
 @uncompiled
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # What is registered on the optimizer itself runs later in this same step, after the hooks of the
-    # script's own that were there before.
+    # Hooks registered on the optimizer here still run in this same step, after the hooks that the script
+    # registered before.
     del args, kwargs
     for controller in _controllers():
         if controller.backward.seen.waiting:
@@ -214,7 +214,7 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
-    """Let conversions exchange the contents of tensors, which takes their hooks away."""
+    """Exchange the contents of two tensors, as conversions do, and reinstall their hooks afterwards."""
     with ExitStack() as stack:
         for controller in _controllers():
             stack.enter_context(controller.model.swapping((first, second)))
@@ -223,7 +223,7 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
 
 @uncompiled
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
-    """Look for exchanged parameters and layers before the next forward pass goes through them."""
+    """Schedule a search for replaced parameters and layers before the next forward pass."""
     del name, value
     if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))

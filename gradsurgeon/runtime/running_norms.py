@@ -1,4 +1,4 @@
-"""The running statistics of `spike-trap` rules, and the norms of one update beside them."""
+"""The running statistics of `spike-trap` rules, and the norms of one update that they judge."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gradsurgeon.actions import Spikes
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.tensors.measure import Norms
 
-# Of the running means of single gradients.
+# The decay of the running means of single gradients.
 _BETA = 0.97
 
 
 @dataclass(slots=True, eq=False)
 class RunningStatistic:
-    """What a rule has learnt of the tensors that go by one counter.
+    """The state that a rule has learnt from the tensors of one counter.
 
     Attributes:
         tensors: their indices.
-        kept: what its bound keeps, float64, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
-        usual: running means of the norms of the tensors, by which a report tells which of them carry a spike;
-            float64 of shape ``[len(tensors)]``, 0 where there was none yet.
+        kept: the state of the rule's bound, float64, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
+        usual: running means of the norms of the tensors, by which a report finds the tensors that carry a spike;
+            float64 of shape ``[len(tensors)]``, 0 for a tensor without a mean.
     """
 
     tensors: tuple[int, ...]
@@ -36,14 +36,14 @@ class RunningStatistic:
 
 
 class NormsOnHost(NamedTuple):
-    """What is told of the norms of one update, as numbers.
+    """The norms of one update as numbers, for messages.
 
     Attributes:
-        norms: what was compared.
-        passed: the same as the bound let them through.
-        before: what was kept before the update, of shape ``[rows, len(norms)]``.
-        cut: the places of those that were above the bound.
-        largest: the largest norm of a single gradient and its place, where one norm over all was cut.
+        norms: the norms that were compared.
+        passed: the same norms as the bound let them through.
+        before: the state before the update, of shape ``[rows, len(norms)]``.
+        cut: the places of the norms above the bound.
+        largest: the largest norm of a single gradient and its place, if one norm over all was cut.
     """
 
     norms: list[float]
@@ -59,14 +59,14 @@ class JudgedNorms:
 
     Attributes:
         bound_rule: the rule.
-        spikes: what it compiles to.
-        statistic: what it has learnt before this update.
-        tensors: those whose gradients the update is about to consume.
-        columns: the places of the tensors in the statistic, ``None`` where it has no others.
+        spikes: the compiled form of the rule.
+        statistic: the learnt state before this update.
+        tensors: the tensors whose gradients the update is about to consume.
+        columns: the places of the tensors in the statistic, ``None`` if the statistic has no other tensors.
         each: their norms, float64 of shape ``[len(tensors)]``.
-        norms: what is compared, one norm over all or those of each.
-        passed: the same as the bound lets them through.
-        after: what is kept if the update takes place.
+        norms: the norms to compare: one norm over all tensors, or the norm of each.
+        passed: the same norms as the bound lets them through.
+        after: the state to keep if the update takes place.
     """
 
     bound_rule: BoundRule
@@ -81,7 +81,7 @@ class JudgedNorms:
 
     @property
     def before(self) -> Tensor:
-        """What the rule has learnt before, of shape ``[rows, len(norms)]``."""
+        """The learnt state before this update, of shape ``[rows, len(norms)]``."""
         kept = self.statistic.kept
         if self.spikes.over_rule or self.columns is None:
             return kept
@@ -89,7 +89,7 @@ class JudgedNorms:
 
     @property
     def usual(self) -> Tensor:
-        """The running means of the norms of the tensors, 0 where there is none."""
+        """The running means of the norms of the tensors, 0 for a tensor without a mean."""
         if not self.spikes.over_rule:
             return self.before[1]
         usual = self.statistic.usual
@@ -97,7 +97,7 @@ class JudgedNorms:
 
     @property
     def flags(self) -> Norms:
-        """A number for each norm that is not finite where it is a spike, to be read along with other norms."""
+        """One number per norm, non-finite for a spike, to be read together with other norms."""
         passes = self.passed.ge(self.norms) & self.norms.isfinite()
         places = tuple(range(len(self.norms)))
         return (
@@ -105,15 +105,15 @@ class JudgedNorms:
         )
 
     def to_be_read(self) -> Tensor:
-        """Return the numbers of which `read` makes what is told, in one tensor."""
+        """Return the numbers that `read` needs, in one tensor."""
         parts = [self.norms, self.passed, self.before.flatten()]
         if self.spikes.over_rule and not _torch.is_host(self.norms):
-            # Here it is one more small reduction; later it would be a wait.
+            # Now the maximum is one more small reduction. Later it would be a wait.
             parts += self.each.max(0, keepdim=True)
         return torch.cat(parts)
 
     def read(self, numbers: Tensor) -> NormsOnHost:
-        """Return what `to_be_read` has put together, once it is on the host."""
+        """Return the parts of `to_be_read`, once its numbers are on the host."""
         count, rows = len(self.norms), self.spikes.bound.rows
         table = numbers[: (2 + rows) * count].reshape(-1, count)
         norms, passed = table[:2].tolist()
@@ -127,7 +127,7 @@ class JudgedNorms:
         return NormsOnHost(norms, passed, table[2:], cut, (norm, int(place)))
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
-        """Return what gradients are multiplied by, float32: one for all, or one for each."""
+        """Return the factors of gradients, float32: one for all, or one for each."""
         factors = (self.passed / self.norms).where(self.passed < self.norms, 1.0).float()
         if self.spikes.over_rule or len(tensors) == len(self.tensors):
             return factors
@@ -137,7 +137,7 @@ class JudgedNorms:
 
 
 def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
-    """Return the running means after an update, of which a spike enters as `clip` would have let it through."""
+    """Return the running means after an update. A spike enters with the norm that `clip` would have let through."""
     each = judged.each * judged.factors(judged.tensors)
     old = judged.usual
     new = (_BETA * old + (1 - _BETA) * each).where(old > 0, each).where(each.isfinite(), old)
@@ -147,9 +147,9 @@ def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
 def regrouped(
     spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
-    """Return what is known of tensors that several statistics had, or none.
+    """Return the learnt state of tensors that several statistics had, or none.
 
-    One norm over tensors of which some are new, or had another norm each, is another quantity, of which nothing is known.
+    If some tensors are new, or each had its own norm, one norm over all of them is a new quantity without a past.
     """
     rows = spikes.bound.rows
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
@@ -174,4 +174,4 @@ def wide(norms: Tensor) -> Tensor:
 
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which has no other
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64

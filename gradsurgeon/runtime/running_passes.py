@@ -1,4 +1,4 @@
-"""What is done around each backward pass: one function of torch runs all passes that Python begins."""
+"""The context of each backward pass: one torch function runs all passes that Python begins."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.current_pass import RunningPass, lock, returning, threads, training
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
-# The leaves that a thread has for itself, by their ids.
+# The leaves that a thread has reserved for itself, by their ids.
 _reserved: list[tuple[int, frozenset[int]]] = []
 _ended = threading.Condition(lock)
 
 _PATIENCE = 10.0  # seconds
 _WAITS = (
     "a backward pass waits for a gradsurgeon.backward of another thread, which has the same parameters for itself; if "
-    "that thread waits for this one in turn, neither ever goes on: run them in one thread"
+    "that thread also waits for this one, neither ever goes on: run them in one thread"
 )
 
 
 @contextmanager
 def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Let no other thread run a backward pass that reaches some leaves; wait for the passes that do.
+    """Keep backward passes of other threads off some leaves; wait for running passes that reach them.
 
-    The hooks on these leaves are exchanged meanwhile.
+    The hooks on these leaves are replaced in the meantime.
     """
     mine = threading.get_ident(), frozenset(map(id, leaves))
     with _ended:
-        # Inside a pass a thread would wait for itself.
+        # A thread inside a pass would wait for itself.
         if _torch.graph_task() == -1:
             _wait_until(lambda: not (_is_reserved(mine[1]) or _is_running(mine[1])))
         _reserved.append(mine)
@@ -52,7 +52,7 @@ def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _listed(running: RunningPass, passes: list[RunningPass]) -> Iterator[None]:
-    """List a pass among the running ones, once no other thread has its leaves for itself."""
+    """List a pass among the running passes, once no other thread has reserved its leaves."""
     with _ended:
         if any(thread != running.thread for thread, _ in _reserved):
             leaves = frozenset(map(id, running.graph.leaves()))
@@ -89,21 +89,21 @@ def watched(
     """Return a function that makes the context of a backward pass.
 
     Args:
-        watches: returns the watches of all sessions, which are told of a pass.
-        begins: called before a pass that trains, with its graph and the only inputs that it is to reach, if there are
-            such. No lock is held meanwhile: the function may wait for other ranks.
+        watches: returns the watches of all sessions that follow a pass.
+        begins: called before a pass that trains, with its graph and with its ``inputs=``, if it was given any.
+            No lock is held during the call: the function may wait for other ranks.
     """
 
     @contextmanager
     def around(call: BackwardCall) -> Iterator[None]:
         known, outputs = list(watches()), call.outputs
         if (outer := _torch.graph_task()) != -1:
-            # A pass inside another one is a part of it.
+            # A pass inside another pass is a part of it.
             roots, scalings = _note_inner(outputs), [watch.scaling for watch in known]
             tell = [partial(one.began_inside, outer=outer) for one in scalings if one.in_use]
             with _numbered(roots, tell):
                 yield
-            # The script may update here what it has trained here.
+            # Inside this pass the script may update the parameters that the pass has trained.
             for watch in known:
                 watch.act_on_waiting()
         elif (tasks := current_pass.tasks_taken()) is not None:
@@ -130,10 +130,10 @@ def _training(
     watches: Sequence[BackwardWatch],
     begins: Callable[[BackwardGraph, Sequence[Any]], None],
 ) -> Iterator[None]:
-    """Tell watches of a pass that gives parameters their gradients."""
+    """Report a pass that gives parameters their gradients to the watches."""
     running = _begin(call)
     is_scaled = any(watch.scaling.in_use for watch in watches)
-    # As long as it is listed, no other thread takes what hooks have seen.
+    # While the pass is listed, no other thread takes the gradients that hooks have seen.
     with _listed(running, training):
         begun: dict[BackwardWatch, Any] = {}
         try:
@@ -141,7 +141,7 @@ def _training(
             begun |= {watch: watch.begin(running) for watch in watches}
             with _numbered(running.graph.roots, [running.tasks.append] if is_scaled else []):
                 yield
-            # Of several sessions that share a parameter, one may look at what another one edits.
+            # If several sessions share a parameter, one session may observe gradients that another edits.
             for watch in watches:
                 watch.act_on_waiting(running)
         except BaseException:
@@ -161,7 +161,7 @@ def _begin(call: BackwardCall) -> RunningPass:
     running = RunningPass(graph, call.makes_graph, call.inputs)
     with lock:
         threads.add(running.thread)
-        if len(threads) > 1:  # a thread that has ended trains nothing any more
+        if len(threads) > 1:  # a thread that has ended trains nothing
             threads.intersection_update(thread.ident for thread in threading.enumerate())
     return running
 
@@ -170,7 +170,7 @@ def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
     roots = roots_of(outputs)
     if (node := _torch.current_node()) is not None:
         with lock:
-            # Of several passes that run beside one another only one has the node.
+            # If several passes run at the same time, only one of them contains the node.
             for running in training:
                 running.graph.inner.setdefault(node, []).append(roots)
     return roots
@@ -178,7 +178,7 @@ def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
 
 @contextmanager
 def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
-    """Tell the number that autograd gives a pass: only its nodes learn it."""
+    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
 
     def learn(_: object) -> None:
         for take in tell:

@@ -1,4 +1,4 @@
-"""Loss scaling: what a gradient is worth while a `GradScaler` has its scale on it."""
+"""Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.compile_support import uncompiled
 
-# One that raises, or returns gradients, leaves its entry.
+# A pass that raises, or returns gradients, leaves its entry behind.
 _MOST_PASSES = 16
 
 
 class Scaling:
-    """Which gradients of a session carry the scale of a `GradScaler`, and which scale.
+    """The gradients of a session that carry the scale of a `GradScaler`, and that scale.
 
-    A process can train several models with several scalers, or one of them without any. So each
-    backward pass is asked for itself: it carries a scale where it began at a loss that was scaled.
-    If the caller has named a scaler, others are none of the session's business.
+    A process can train several models with several scalers, or some of them without any. The scale is therefore
+    known per backward pass: a pass carries a scale if it began at a scaled loss. If the caller has named a
+    scaler, all others are ignored.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self._named = None if scaler is None else weakref.ref(scaler)
-        # A named scaler may be asked for its scale only, and the loss be multiplied by hand.
+        # The script may only read the scale of a named scaler, and multiply the loss by hand.
         self._by_hand = scaler is not None
         self._losses_scaled = False
         # Backward passes that began at a scaled loss, by graph task.
         self._passes: dict[int, Tensor] = {}
-        # The scalers that are stepping an optimizer, or about to decide that they do not.
+        # The scalers that are stepping an optimizer, or about to skip its step.
         self._stepping: dict[int, weakref.ref[GradScaler]] = {}
 
     def _concerns(self, scaler: GradScaler) -> bool:
         return scaler.is_enabled() and (self._named is None or self._named() is scaler)
 
     def scaled(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-        """Take notice of losses that a scaler has scaled: their backward passes carry its scale."""
+        """Mark losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
         self._by_hand, self._losses_scaled = False, True
@@ -61,13 +61,13 @@ class Scaling:
                 _torch.register_hook(loss, begins)
 
     def began(self, scaler: GradScaler) -> None:
-        """Take notice of a backward pass that begins at a scaled loss."""
+        """Record a backward pass that begins at a scaled loss."""
         while len(self._passes) >= _MOST_PASSES:
             self._passes.pop(next(iter(self._passes)), None)
         self._passes[_torch.graph_task()] = _scale_of(scaler)
 
     def began_inside(self, inner: int, outer: int) -> None:
-        """Take notice of a pass that gets its gradients from the one that it runs in."""
+        """Record a pass that gets its gradients from the pass around it."""
         if outer in self._passes:
             self._passes[inner] = self._passes[outer]
 
@@ -77,7 +77,7 @@ class Scaling:
         return self._losses_scaled
 
     def of(self, tasks: Sequence[int]) -> Tensor | None:
-        """Return the scale on the gradients of a pass that has ended, by its numbers."""
+        """Return the scale on the gradients of a finished pass, given its task numbers."""
         if self._by_hand:
             return self.scale
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
@@ -85,7 +85,7 @@ class Scaling:
 
     @property
     def scale(self) -> Tensor | None:
-        """The scale on the gradients of the running backward pass, as a 0-dim tensor: no wait."""
+        """The scale on the gradients of the running backward pass, as a 0-dim tensor, without waiting."""
         if self._by_hand:
             scaler = self._named() if self._named is not None else None
             return None if scaler is None or not scaler.is_enabled() else scaler._scale  # noqa: SLF001
@@ -93,10 +93,10 @@ class Scaling:
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
-        """Take notice of a scaler that is about to step an optimizer, or to leave it alone.
+        """Mark a scaler that is about to step an optimizer, or to skip its step.
 
         Yields:
-            Whether it is news: not where a derived class calls the method of its base.
+            Whether this call is the outer one: a derived class may call the method of its base.
         """
         key = id(_torch.stepping(optimizer) or optimizer)
         if not self._concerns(scaler) or key in self._stepping:
@@ -116,7 +116,7 @@ class Scaling:
 
 def _scale_of(scaler: GradScaler) -> Tensor:
     scale: Tensor | None = scaler._scale  # noqa: SLF001 # `get_scale` waits for the device
-    # It is made when the first loss is scaled.
+    # The scaler makes its scale when it scales the first loss.
     return torch.ones((), device="cpu") if scale is None else scale
 
 
@@ -125,8 +125,8 @@ def refuse_scaling(program: Program) -> None:
     rules += [rule for rule, _ in program.site_rules]
     if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
         text = (
-            "an enabled GradScaler must see its overflow to back off, so that non-finite elements cannot be "
-            "replaced before it looks; use `nan-trap` with `then: skip-step`"
+            "an enabled GradScaler must see its overflow to back off, so non-finite elements cannot be "
+            "replaced before the scaler looks; use `nan-trap` with `then: skip-step`"
         )
         raise BindError([f"rule {rule}: {text}" for rule in refused])
 
@@ -136,16 +136,16 @@ def watched(
     on_scale: Callable[[GradScaler, Sequence[Tensor]], None],
     around_step: Callable[[GradScaler, Optimizer], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Take notice of every use of a scaler: there is no hook for it.
+    """Intercept every GradScaler call: torch has no hook for it.
 
-    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does,
-    and may be defined later than this: those are known from their first object on.
+    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does. A class
+    defined later than this call is intercepted from its first object on.
     """
     watching: set[type] = set()
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
-        # What a scaler makes of an iterator is not consumed.
+        # If a scaler returns an iterator, the iterator is not consumed.
         losses = scaled if isinstance(scaled, list | tuple) else [scaled]
         on_scale(scaler, [loss for loss in losses if isinstance(loss, Tensor)])
         return scaled

@@ -1,4 +1,4 @@
-"""What a session has to know to go on where another one has ended: the clocks, and what rules have learnt."""
+"""The state from which a session resumes: the clocks, and the learnt state of rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
-_NOT_OURS = "this is no state of a session: `session.state_dict()` makes one"
+_NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
 _NEWER = (
     "the state is of version {version}, and this gradsurgeon reads version 1: update gradsurgeon"
 )
@@ -36,15 +36,15 @@ def state_dict(controller: Controller) -> dict[str, Any]:
 
 
 def load_state_dict(controller: Controller, state: Any, *, step: int | None = None) -> int:
-    """Let a session go on from a state, and say of what it does not fit; return the step that it is of.
+    """Resume a session from a state, and report mismatches; return the step of the state.
 
     Args:
-        controller: of the session.
-        state: what `state_dict` has returned.
-        step: the number of the next update of every optimizer, where it is not that of the state.
+        controller: the controller of the session.
+        state: the result of `state_dict`.
+        step: the number of the next update of every optimizer, if it differs from the state.
 
     Raises:
-        GradSurgeonError: it is no state of a session, a damaged one, or one of a newer version; nothing has
+        GradSurgeonError: the state is not of a session, is damaged, or is of a newer version; nothing has
             changed then.
     """
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -66,12 +66,12 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
 def _shapes(controller: Controller) -> dict[str, list[int]]:
     context = controller.context
     named = zip(context.program.names, context.parameters.params(), strict=True)
-    # Of a sharded one it is that of the whole.
+    # The shape of a sharded parameter is the shape of the whole.
     return {name: list(param.shape) for name, param in named if param is not None}
 
 
 def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, str]]:
-    """Go on from a state; yield what it does not fit, with the rule that it concerns, if it is one."""
+    """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
@@ -85,7 +85,7 @@ def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, 
 
 def _other_names(index: Mapping[str, int], state: SessionState) -> Iterator[tuple[str, str]]:
     if gone := [name for name in state.steps if name not in index]:
-        yield "", f"the state knows {shorten_names(gone)}, which this model does not have: left out"
+        yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
     if new := [name for name in index if name not in state.steps]:
-        text = "of which the state says nothing: rules begin anew with what they learn of them"
+        text = "which the state does not have: rules restart what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"

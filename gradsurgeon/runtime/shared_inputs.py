@@ -1,9 +1,9 @@
-"""Tensors that several modules take: each module's gradient is seen before autograd sums them.
+"""Tensors that several modules take: rules see each module's gradient before autograd sums them.
 
-Such a tensor gets one view, and this view gets one view for each module that takes it. Hooks on the latter see what each
-module contributes. The hook on the former runs after them all, and may return another sum. These are views as a
-script makes them, so a module may write to its input. Nothing tells when the last module has come, so the graphs of the
-modules keep the views and hooks, which go with them.
+Such a tensor gets one view, and this view gets one view per module that takes the tensor. Hooks on the module
+views see the contribution of each module. The hook on the common view runs after all of them, and may return another sum.
+The views are ordinary views, so a module may write to its input. No event marks the last module, so the graphs of the
+modules keep the views and hooks, which die with them.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class SharedInputs:
     def __init__(self, sites: ActivationRules, effects: LossEffects) -> None:
         self._sites, self._effects = sites, effects
         self._rules = [rule for rule in sites.context.rules if isinstance(rule, LossRule)]
-        # By rule its modules, in the order of the model.
+        # The modules of each rule, in the order of the model.
         self._members: dict[str, list[str]] = {}
         for module in sites.context.program.modules:
             for rule in module.on_shared:
                 self._members.setdefault(rule.id, []).append(module.name)
-        # By the id of a tensor, as long as a module can still send something back to it.
+        # The forks by tensor id, as long as a module can still send a gradient back.
         self._forks: weakref.WeakValueDictionary[int, _Fork] = weakref.WeakValueDictionary()
 
     def take(self, due: Due, tensor: Tensor, owner: str, *, in_place: bool) -> Tensor:
-        """Return the tensor that a module is to take instead of a tensor."""
+        """Return the tensor that a module receives instead of a tensor."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         rules = due.grads
@@ -119,7 +119,7 @@ class SharedInputs:
                 weights |= self._effects.run(one, contributions) or {}
             if all(weight == 1.0 for weight in weights.values()):
                 return None
-            # From the contributions alone: the sum has lost what the largest of them has rounded away.
+            # Summed anew from the contributions: in the total, rounding has lost small contributions.
             return weighted_sum(given, weights)
 
     def _due(
@@ -131,9 +131,9 @@ class SharedInputs:
         return DueLossRule(self._effects, rule, step, there, {0: total})
 
     def _check(self, meeting: _Meeting, given: Mapping[str, Tensor]) -> None:
-        """Refuse gradients that would have to meet others which come in another pass."""
+        """Refuse gradients that would have to meet gradients of another pass."""
         if returns_gradients():
-            # `torch.autograd.grad` of one loss, as a script takes it to look at it.
+            # A script calls `torch.autograd.grad` of one loss to inspect it.
             return
         meeting.passes += 1
         for rule, matched in meeting.matched.items():
@@ -150,7 +150,7 @@ class SharedInputs:
         return self._members[rule][0]
 
     def _refuse(self, rule: str, topic: str, text: str) -> None:
-        """Raise if a rule cannot combine; if it would only have looked on, say so."""
+        """Raise if a rule has to combine and cannot; warn if it only observes."""
         context, step = self._sites.context, self._sites.counters.of(self._owner(rule)).step
         if self._effects.acts(rule):
             raise GradSurgeonError(f"{context.place(step, rule)}: {text}")
@@ -158,14 +158,14 @@ class SharedInputs:
 
 
 class _Fork:
-    """A tensor while modules may still take it. The graphs of the modules that have taken it keep it, and nothing else."""
+    """A tensor that modules may still take. Only the graphs of the modules that took it keep this object."""
 
     def __init__(self, shared: SharedInputs, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.meeting = _Meeting(shared, self, is_leaf=tensor.is_leaf)
         self._version = _torch.writes(tensor)
         self._common: Tensor | None = tensor.view_as(tensor)
-        # A view that keeps itself alive would do so for ever.
+        # A view that referred to itself would never be freed.
         _torch.register_hook(self._common, self.meeting)
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -177,7 +177,7 @@ class _Fork:
 
         @uncompiled
         def give(grad: Tensor | None) -> None:
-            # The hook keeps the fork, as long as a graph may still send something back.
+            # The hook keeps the fork alive, as long as a graph may still send something back.
             if grad is not None:
                 self.meeting.give(module, grad)
 
@@ -189,21 +189,21 @@ class _Fork:
         return view
 
     def close(self) -> None:
-        """Let go of the tensor: its gradients have met."""
+        """Release the tensor: its gradients have met."""
         self.tensor = self._common = None
 
 
 class _Meeting:
-    """Hook on the tensor that several modules take: their gradients have come when it is called."""
+    """Hook on a tensor that several modules take: when torch calls it, their gradients have come."""
 
     __torch_unserializable__ = True
 
     def __init__(self, shared: SharedInputs, fork: _Fork, *, is_leaf: bool) -> None:
         self._shared, self._fork = weakref.ref(shared), weakref.ref(fork)
         self.rules: list[NamedRule] = []
-        # By rule, its modules that have taken the tensor.
+        # The modules that have taken the tensor, by rule.
         self.matched: dict[str, set[str]] = {}
-        # By module, the hooks that its calls wait for, as long as their graphs are there.
+        # The hooks that the calls of each module wait for, as long as their graphs live.
         self.taken: dict[str, list[weakref.ref[_Hook]]] = {}
         self.passes = 0
         # A checkpoint with use_reentrant=True runs forward again on a detached tensor.
@@ -223,21 +223,21 @@ class _Meeting:
             self.matched.setdefault(named.rule.id, set()).add(module)
 
     def outstanding(self) -> list[str]:
-        """Return the modules that can send something back: nothing has kept the output of the others."""
+        """Return the modules that can still send a gradient back, because something has kept their output."""
         return [name for name, hooks in self.taken.items() if any(hook() for hook in hooks)]
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()
         if shared is None or is_taken():
             return
-        # A pass that has failed, or does not come this far, leaves gradients that are none of the next pass.
+        # A pass that failed, or did not come this far, leaves gradients that do not belong to the next pass.
         if (task := _torch.graph_task()) != self._task:
             self._task, self._given = task, {}
         with torch.no_grad():
             before = self._given.get(module)
             # A batch of gradients (is_grads_batched) cannot be detached, and need not be.
             one = grad.detach() if grad.requires_grad else grad
-            # A new tensor: autograd holds this one.
+            # The sum is a new tensor, because autograd holds this one.
             self._given[module] = one if before is None else before + one
 
     def take(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What is said of a gradient that is far larger than those before it, as a person reads it."""
+"""The report of a gradient that is far larger than the gradients before it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
 
 _SHOWN = 8
-# Less is no growth to speak of.
+# Smaller factors do not count as growth.
 _LEAST, _GROWN = 2.0, 1.5
 _FROM_THE_LOSS = (
-    "it came with the loss, or from what stands between the two: look at the batch of this step (a label, a length, "
-    "an outlier)"
+    "the spike came with the loss, or from the operations between the loss and this layer: look at the batch of this step "
+    "(a label, a length, an outlier)"
 )
-_IN_THE_MODEL = "look at this layer, and at what stands around it"
+_IN_THE_MODEL = "look at this layer and its neighbors"
 _NO_ORDER = "the order of backward is not known"
-_NOBODY_KNOWS = "where it began cannot be told from these"
+_NOBODY_KNOWS = "these norms do not show where the spike began"
 
 
 def spike_report(
     names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
 ) -> TrapReport:
-    """Report which parameters carry a spike, and where it begins. Waits for the device.
+    """Report the parameters that carry a spike, and where it begins. Waits for the device.
 
     Args:
-        names: of all parameters.
-        judged: norms of which at least one is a spike.
-        arrived: all tensors in the order in which backward has produced their gradients, together where that
-            is not known of some; empty where it is not known at all. -1 is one of no parameter of the model.
+        names: the names of all parameters.
+        judged: norms, at least one of them a spike.
+        arrived: all tensors in the order in which backward produced their gradients. Tensors with an unknown order among
+            them share a group; empty if no order is known. -1 stands for a tensor that is no parameter of the model.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
     places = [p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)]
     if judged.spikes.over_rule:
         head = f"spike: over {count(len(judged.tensors), 'gradient')} {_above(judged.spikes, norms[0], before[:, 0])}"
         rows = list(_by_share(names, judged))
-        lines = ["what carries it, by its share of the square of the norm:", *_table(rows)]
+        lines = ["each parameter's share of the squared norm:", *_table(rows)]
     else:
         places.sort(key=lambda place: -_excess(norms[place], passed[place]))
         told = [_above(judged.spikes, norms[place], before[:, place]) for place in places[:_SHOWN]]
@@ -63,7 +63,7 @@ def spike_report(
 
 
 def told_of_cut(names: Sequence[str], judged: JudgedNorms, known: NormsOnHost) -> tuple[str, str]:
-    """Return in one line what `clip` has cut, and the parameter that it cut most, or that carries most of it."""
+    """Return a line on gradients that `clip` has cut, and the parameter that was cut most or carries most of the norm."""
     norms, passed, before, cut, (largest, carrier) = known
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
@@ -77,7 +77,7 @@ def told_of_cut(names: Sequence[str], judged: JudgedNorms, known: NormsOnHost) -
 
 
 def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
-    """Return in words by what a norm is a spike."""
+    """Return the reason, in words, why a norm is a spike."""
     if not math.isfinite(norm):
         return f"the norm is {'NaN' if math.isnan(norm) else 'infinite'}"
     bound = spikes.bound.bounds(kept.tolist())
@@ -109,7 +109,7 @@ def _by_share(names: Sequence[str], judged: JudgedNorms) -> Iterator[tuple[str, 
 def _growth(
     names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
 ) -> Iterator[str]:
-    """Tell from where on, in the order of backward, gradients are larger than they have been before."""
+    """Report where, in the order of backward, gradients begin to exceed their past."""
     times = {
         tensor: norm / mean
         for tensor, norm, mean in zip(
@@ -122,15 +122,15 @@ def _growth(
     known = times.keys() <= {tensor for group in arrived for tensor in group}
     order = [group for group in arrived if not times.keys().isdisjoint(group)] if known else []
     if len(order) < min(len(times), 2):
-        # Not told, or all from one node, as where the whole model is compiled.
+        # The order is unknown, or all come from one node, as in a fully compiled model.
         order = [[tensor] for tensor in reversed(times)]
         known = False
-    # Half of the way there, as factors go.
+    # Half of the growth on a logarithmic scale.
     half = math.sqrt(max(times.values()))
     first = next(place for place, group in enumerate(order) if _largest(times, group)[0] >= half)
     grown, tensor = _largest(times, order[first])
     before = max((_largest(times, group)[0] for group in order[:first]), default=0.0)
-    # Nearly all of the growth in one place outweighs what the loss, or chance, has brought before it.
+    # Nearly all of the growth in one place outweighs growth by the loss, or by chance, before it.
     if before and (before < _LEAST <= grown / before or grown / before >= half**1.5):
         earlier = _largest(times, order[first - 1])[1]
         way = "in the order of backward"
@@ -139,9 +139,9 @@ def _growth(
             way = f"from the last layer of the model to the first ({_NO_ORDER})"
             what = _NOBODY_KNOWS
         elif others := _unjudged(names, times, arrived, order[first - 1], order[first]):
-            what = f"look at this layer, and at what comes between the two, which the rule does not judge here ({others})"
+            what = f"look at this layer, and at tensors between the two, which the rule does not judge here ({others})"
         yield (
-            f"{way} it begins at {_times(names, times, tensor)}; {_times(names, times, earlier)} right "
+            f"{way} the spike begins at {_times(names, times, tensor)}; {_times(names, times, earlier)} right "
             f"before it: {what}"
         )
     elif not first and min(times[one] for one in order[0] if one in times) >= _GROWN:
@@ -150,7 +150,7 @@ def _growth(
             yield f"the last layer of the model {begun} ({_NO_ORDER}): {_NOBODY_KNOWS}"
         elif others := _unjudged(names, times, arrived, (), order[0]):
             yield (
-                f"of the gradients that the rule judges here the first of the backward pass {begun}; others came before "
+                f"of the gradients that the rule judges here, the first of the backward pass {begun}; others came before "
                 f"it ({others}): {_NOBODY_KNOWS}"
             )
         else:
@@ -168,7 +168,7 @@ def _unjudged(
     earlier: Sequence[int],
     later: Sequence[int],
 ) -> str:
-    """Name what came between two groups of gradients, or before the later one, that has no past to compare with."""
+    """Name the gradients between two groups, or before the later one, that have no past to compare with."""
     start = arrived.index(earlier) if earlier else 0
     between = [one for group in arrived[start : arrived.index(later) + 1] for one in group]
     others = list(dict.fromkeys(one for one in between if one not in times))

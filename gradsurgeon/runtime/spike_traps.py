@@ -1,4 +1,4 @@
-"""What `spike-trap` rules have learnt: judged by right before an update, moved on once it has taken place."""
+"""The learnt state of `spike-trap` rules: it judges an update beforehand, and learns from it afterwards."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from gradsurgeon.runtime.trips import Finding, Look
 class SpikeTraps:
     def __init__(self, context: Context) -> None:
         self._context = context
-        # By rule and tensor. Those of one rule that go by one counter share one.
+        # By rule and tensor. The tensors of one rule that share a counter share a statistic.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # What was known before the update that has entered last, its counter, and which one it was.
+        # The state before the update that entered last; the counter of this update, and its number.
         self._before: list[tuple[RunningStatistic, Tensor, Tensor]] = []
         self._entered: StepCounter | None = None
         self._entered_at = 0
-        # Of updates that are about to take place.
+        # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
         self._locked = LockedBounds()
 
@@ -52,7 +52,7 @@ class SpikeTraps:
     ) -> list[Look]:
         """Compare the norms of an update with earlier updates; return the looks of rules that may stop it.
 
-        A collective for sharded gradients. It never waits for the device.
+        Sharded gradients need a collective. The call never waits for the device.
 
         Args:
             update: the update.
@@ -91,7 +91,7 @@ class SpikeTraps:
         return [(judged.bound_rule.rule.id, report)]
 
     def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
-        """Say once of norms, as soon as they can be read, that they are too small for a bound to see a spike."""
+        """Warn once, as soon as the norms can be read, that they are too small for a bound to see a spike."""
         rule, names, log = (
             judged.bound_rule.rule.id,
             self._context.program.names,
@@ -132,15 +132,15 @@ class SpikeTraps:
     def _statistic(
         self, bound_rule: BoundRule, spikes: Spikes, device: torch.device
     ) -> RunningStatistic:
-        """Return what a rule has learnt of the tensors of a counter, on a device.
+        """Return the learnt state of a rule for the tensors of a counter, on a device.
 
-        Where counters have exchanged tensors since, an optimizer goes on with what has been learnt of them.
+        If counters have exchanged tensors since, an optimizer keeps what the rule has learnt of those tensors.
         """
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
         statistic = self.statistics.get((rule, tensors[0]))
         if statistic is None or statistic.tensors != tensors:
             earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
-            # Another optimizer may have had some of them meanwhile.
+            # Another optimizer may have owned some of these tensors meanwhile.
             own = (one for one in earlier if one is not None and one.tensors == tensors)
             statistic = next(own, None)
         if statistic is None:
@@ -152,7 +152,7 @@ class SpikeTraps:
         return statistic
 
     def cut(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
-        """Shorten gradients by what their norms were above the bound of a rule."""
+        """Shorten gradients whose norms exceed the bound of a rule."""
         judged = self._judged.get(bound_rule.counter, {}).get(bound_rule.rule.id)
         if judged is None:
             return
@@ -179,10 +179,10 @@ class SpikeTraps:
         self._context.event_log.when_read(judged.to_be_read(), tell)
 
     def _follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
-        """Count how often in a row a rule that reports has tripped. Waits for the device if it has now."""
+        """Count consecutive trips of a rule that reports. Waits for the device if the rule has tripped."""
         if not tripped:
             self._locked.end(judged)
-        elif judged.spikes.then == "warn":  # the others stop at once, or give up
+        elif judged.spikes.then == "warn":  # other rules stop at once, or give up
             self._tell_of_lock(judged, judged.read(judged.to_be_read().cpu()), step)
 
     def _tell_of_lock(self, judged: JudgedNorms, known: NormsOnHost, step: int) -> None:
@@ -192,8 +192,8 @@ class SpikeTraps:
             self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def state(self) -> dict[str, Any]:
-        """Return what is learnt, by rule: plain tensors on the host, numbers and texts."""
-        # In the middle of an update, as where SIGTERM ends the script there, its number is still to come again.
+        """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
+        # SIGTERM can end a script in the middle of an update, whose number a resumed run will repeat.
         is_counted = self._entered is None or self._entered.step != self._entered_at
         earlier = {id(one): (kept, usual) for one, kept, usual in self._before if not is_counted}
         names, found = self._context.program.names, {}
@@ -218,12 +218,12 @@ class SpikeTraps:
         index: Mapping[str, int],
         reshaped: Collection[str] = (),
     ) -> Iterator[tuple[str, str]]:
-        """Go on from what `state` has returned; yield by rule what does not fit.
+        """Resume from the result of `state`; yield each mismatch with its rule.
 
         Args:
-            rules: what it has returned, checked.
+            rules: the checked result of `state`.
             index: the number of each parameter by its name.
-            reshaped: the names of those that have another shape than they had then.
+            reshaped: the names of the parameters whose shapes have changed since.
         """
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
@@ -235,7 +235,7 @@ class SpikeTraps:
             if spikes is None:
                 yield (
                     "",
-                    f"the state knows a rule {printable(rule)}, which learns nothing here or is gone: left out",
+                    f"the state knows a rule {printable(rule)}, which learns nothing here or is gone: ignored",
                 )
                 continue
             per = "rule" if spikes.over_rule else "parameter"
@@ -243,27 +243,27 @@ class SpikeTraps:
                 old = f"`{of_rule.bound}`, per: {of_rule.per}"
                 yield (
                     rule,
-                    f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
+                    f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts",
                 )
                 continue
             unlike = list(self._unlike(rule, of_rule, reshaped))
             if unlike and spikes.over_rule:
-                yield rule, f"{unlike[0]}, and its norm is another one: it begins anew"
+                yield rule, f"{unlike[0]}, so its norm is a different quantity: the rule restarts"
                 continue
-            yield from ((rule, f"{told}: it begins anew with those") for told in unlike)
-            # An optimizer that has a part of the parameters of another is found by these.
+            yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
+            # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
             for part in sorted(of_rule.statistics, key=lambda part: -len(part.params)):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
-            yield rule, "the state says nothing of this rule: it begins anew with what it learns"
+            yield rule, "the state does not have this rule: the rule restarts"
 
     def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
-        """Yield in what the parameters of a rule differ from those that it has learnt of."""
+        """Yield the differences between the parameters of a rule and the parameters of its learnt state."""
         bound = set(self._bound(rule))
         if odd := bound.intersection(learnt.params, reshaped):
             yield f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
         if changed := bound.symmetric_difference(learnt.params):
-            yield f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
+            yield f"acts on other parameters than in the state ({shorten_names(sorted(changed))})"
 
     def _bound(self, rule: str) -> list[str]:
         """Return the parameters that a rule is bound to."""
@@ -281,7 +281,7 @@ class SpikeTraps:
         self.statistics.update({(rule, tensor): statistic for tensor in tensors})
 
     def update(self, counter: StepCounter) -> None:
-        """Let the update that was judged last enter what is learnt: it has taken place."""
+        """Learn from the update that was judged last: it has taken place."""
         self._before, self._entered, self._entered_at = [], counter, counter.step
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
@@ -295,10 +295,10 @@ class SpikeTraps:
                     statistic.usual = moved(statistic.usual, judged)
 
     def take_back(self, counter: StepCounter) -> None:
-        """Take back what has entered last: it was a part of an update that goes on."""
+        """Undo the last `update`: it was a part of an update that goes on."""
         for statistic, kept, usual in self._before if self._entered is counter else ():
             statistic.kept, statistic.usual = kept, usual
 
     def forget(self, counter: StepCounter) -> None:
-        """Let the update that was judged last be one that did not take place."""
+        """Discard the update that was judged last: it did not take place."""
         self._judged.pop(counter, None)

@@ -1,4 +1,4 @@
-"""What a session goes on from, as a file: in a run directory, or beside the checkpoint of a trainer."""
+"""The state of a session as a file: in a run directory, or beside the checkpoint of a trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradsurgeon.store.layout import state_name
 if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
 
-_REMEDY = "go on from another one, or remove it: then the rules begin anew with what they learn"
+_REMEDY = "resume from another file, or remove this one: then the rules restart what they learn"
 
 _MOST_BYTES = 2**30
 
@@ -26,16 +26,16 @@ _MOST_BYTES = 2**30
 @dataclass(frozen=True, slots=True)
 class StateFile:
     path: Path
-    # As it was read: `load` looks whether it is a state.
+    # The content as read; `load` checks whether it is a state.
     content: Any
-    # Nothing, or that this is the file of another rank.
+    # Empty, or a note that this is the file of another rank.
     notice: str = ""
 
     def load(self, controller: Controller, *, step: int | None = None) -> int:
-        """Let a session go on from it, at another step where one is given; return the step that it is of.
+        """Resume a session from the file, at another step if one is given; return the step of the state.
 
         Raises:
-            GradSurgeonError: it is no state of a session; nothing has changed then.
+            GradSurgeonError: the file holds no session state; nothing has changed then.
         """
         try:
             end = session_state.load_state_dict(controller, self.content, step=step)
@@ -48,18 +48,16 @@ class StateFile:
 
 
 def read(folder: Path) -> StateFile | None:
-    """Return what this rank has left in a directory or else the first rank, ``None`` where neither has.
+    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists.
 
     Raises:
         GradSurgeonError: the file cannot be read.
     """
     rank, notice = _dist.rank(), ""
     path = folder / state_name(rank)
-    if not path.exists():  # There are more ranks than before: what they know is alike on all.
+    if not path.exists():  # There are more ranks than before; the state is alike on all of them.
         path = folder / state_name(0)
-        notice = (
-            f"rank {rank} has no state in {printable(str(folder))}, and goes on from that of rank 0"
-        )
+        notice = f"rank {rank} has no state in {printable(str(folder))}, and resumes from the state of rank 0"
     try:
         return StateFile(path, _bounded_load.load(path, _MOST_BYTES), notice)
     except FileNotFoundError:
@@ -72,7 +70,7 @@ def read(folder: Path) -> StateFile | None:
 
 
 def write(folder: Path, controller: Controller) -> None:
-    """Leave what this rank knows in a directory, in the place of what was there. Waits for the device.
+    """Write this rank's state into a directory, instead of an earlier one. Waits for the device.
 
     Raises:
         OSError: the file cannot be written.
@@ -81,7 +79,7 @@ def write(folder: Path, controller: Controller) -> None:
     torch.save(session_state.state_dict(controller), file)
     with replacing_bytes(folder / state_name(_dist.rank())) as target:
         target.write(file.getvalue())
-    # A training with more ranks that was there before has left theirs, which are not to be taken for those of this one.
+    # An earlier training with more ranks has left files that must not pass for files of this training.
     for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
         of = path.stem.rpartition("-")[2]
         if of.isdecimal() and int(of) >= _dist.world():

@@ -1,4 +1,4 @@
-"""The form of what a session goes on from, and all that is wrong with one, before anything changes."""
+"""The form of a session state, and the check that reports all problems before anything changes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gradsurgeon.errors import GradSurgeonError, printable
 _Value = TypeVar("_Value")
 # A damaged state of a large model has as many flaws as the model has parameters.
 _MOST_SHOWN = 20
-# Rows of what is kept: a count, and a mean. Rounding may put a variance below 0.
+# Rows of the learnt state: a count and a mean. Rounding may put a variance, the third row, below 0.
 _ABOVE_0 = 2
-_REMEDY = "it is damaged: go on from another one, or from none, and the rules begin anew with what they learn"
+_REMEDY = "the state is damaged: resume from another one, or from none, and the rules restart what they learn"
 
 
 def _numbers(tensor: Tensor) -> Tensor:
     flaws = []
-    # Of what is no plain memory even the questions below cannot be asked.
+    # The checks below need plain memory.
     is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
     if not (is_plain and tensor.is_floating_point()):
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        flaws.append(f"is of {kind}, and should hold numbers with a fraction")
+        flaws.append(f"is of {kind}, and should hold floating point numbers")
     elif bad := int((~tensor.isfinite()).sum()):
         flaws.append(
-            f"{bad} of {tensor.numel()} numbers are NaN or infinite, and such a norm is never learnt"
+            f"{bad} of {tensor.numel()} numbers are NaN or infinite, which a rule never learns"
         )
     elif bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
-        flaws.append("has numbers below 0, and counts and norms are none")
+        flaws.append("has numbers below 0, but no count or norm is negative")
     return _sound(tensor.detach(), flaws)
 
 
@@ -43,14 +43,14 @@ def _sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     flaws = []
     for number, part in enumerate(rule.statistics):
         if len(set(part.params)) < len(part.params):
-            flaws.append(f"the statistic {number} names a parameter twice")
+            flaws.append(f"statistic {number} names a parameter twice")
         count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
         height = rows.get(rule.bound, kept[0] if kept else 0)
         wanted = {"kept": (height, 1 if rule.per == "rule" else count), "usual": (count,)}
         for what, size in {"kept": kept, "usual": usual}.items():
             if size != wanted[what]:
-                told = f"{what!r} is of size {size} and, of {count} parameters, should be of {wanted[what]}"
-                flaws.append(f"of the statistic {number} {told}")
+                told = f"{what!r} is of size {size} and, for {count} parameters, should be of {wanted[what]}"
+                flaws.append(f"in statistic {number} {told}")
     return _sound(rule, flaws)
 
 
@@ -66,7 +66,7 @@ _Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a rule has learnt of parameters that had one optimizer: see `RunningStatistic`."""
+    """The learnt state of a rule for parameters with a common optimizer: see `RunningStatistic`."""
 
     params: list[str]
     kept: _Numbers
@@ -83,14 +83,14 @@ class LearntByRule:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """What `session.state_dict()` returns, checked."""
+    """The checked result of `session.state_dict()`."""
 
     step: _Count
     common_step: _Count
     steps: dict[str, _Count]
     in_a_row: dict[str, dict[str, _Count]]
     rules: dict[str, Annotated[LearntByRule, AfterValidator(_sizes)]]
-    # Of parameters, by name; earlier states have none.
+    # The shapes of parameters, by name; states of earlier versions have none.
     shapes: dict[str, list[_Count]] = field(default_factory=dict)
 
 
@@ -98,14 +98,14 @@ _FORM = TypeAdapter(SessionState)
 
 
 def checked(state: Mapping[str, Any], rows: Mapping[str, int]) -> SessionState:
-    """Return a state that can be gone on from.
+    """Return a checked state, from which a session can resume.
 
     Args:
-        state: what `session.state_dict()` has returned.
-        rows: how many numbers the bounds of rules keep, by the names of the bounds.
+        state: the result of `session.state_dict()`.
+        rows: the number of rows that each bound keeps, by the names of the bounds.
 
     Raises:
-        GradSurgeonError: it cannot; the text has everything that is wrong with it.
+        GradSurgeonError: the state is not valid; the text lists every problem.
     """
     try:
         return _FORM.validate_python(dict(state), context=rows)

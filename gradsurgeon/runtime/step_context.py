@@ -1,4 +1,4 @@
-"""One update as rules and traps see it: found out once by the controller, and handed down."""
+"""One update as rules and traps see it: the controller collects its facts once and passes them on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StepContext:
     """One update.
 
     Attributes:
-        counter: of the optimizer that makes it.
+        counter: the counter of the optimizer that makes the update.
         due: the rules that are due in it.
-        gradients: of the tensors that these rules judge or act on, as the script hands them over.
-        heard: what the ranks said of it.
-        overflow: whether the optimizer is going to skip it, if only the device knows.
+        gradients: the gradients that these rules judge or act on, as the script hands them over.
+        heard: the votes of the ranks on it.
+        overflow: whether the optimizer is about to skip it, if only the device knows.
     """
 
     counter: StepCounter

@@ -1,4 +1,4 @@
-"""Which update a gradient feeds: one counter per optimizer, of attempted updates."""
+"""The update that a gradient feeds: each optimizer has one counter of attempted updates."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StepCounter:
 
 
 class StepCounters:
-    """The counter of every tensor. Until an optimizer claims them, all go by a common one."""
+    """The counter of every tensor. Tensors share a common counter until an optimizer claims them."""
 
     def __init__(self, count: int, start: int) -> None:
         self.common = StepCounter(start, tuple(range(count)))
-        # Where the counter of an optimizer begins that takes over from nobody.
+        # The start of an optimizer's counter that takes over from no other.
         self.start = start
         self._of = [self.common] * count
-        # Whoever caches a grouping by counter compares this number.
+        # Callers that cache a grouping by counter compare this number.
         self.version = 0
-        # Where those go on that a state has told of, by tensor.
+        # Restored step per tensor.
         self._resumed: dict[int, int] = {}
 
     def __getitem__(self, tensor: int) -> StepCounter:
@@ -43,7 +43,7 @@ class StepCounters:
         if not tensors:
             return []
         first = self._of[tensors[0]]
-        if len(first.tensors) == len(self._of):  # one optimizer for everything, as nearly always
+        if len(first.tensors) == len(self._of):  # nearly always one optimizer owns all tensors
             return [first]
         return list(
             {id(counter): counter for counter in map(self._of.__getitem__, tensors)}.values()
@@ -54,13 +54,13 @@ class StepCounters:
         return max((counter.step for counter in self._of), default=self.common.step)
 
     def begin(self, tensors: Iterable[int]) -> int:
-        """Return where the counter of an optimizer begins that has met no other before."""
+        """Return the first number of a counter for tensors that no optimizer has owned yet."""
         return max(
             [self._resumed.get(tensor, self.start) for tensor in tensors], default=self.start
         )
 
     def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
-        """Go on from numbers that tensors had; what they do not name begins with the latest."""
+        """Resume from the numbers of tensors; tensors without a number begin with the latest."""
         self._resumed = dict(steps)
         self.common.step, self.start = common, latest
         for counter in {id(holder): holder for holder in self._of}.values():
@@ -70,9 +70,9 @@ class StepCounters:
     def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
         """Give tensors to a counter.
 
-        A schedule must not begin anew because the script rebuilt its optimizer, so the counter goes
-        on from the latest one that its tensors had. What the counter had besides goes by the common one
-        again: an optimizer may exchange its parameters.
+        A schedule must not restart because the script rebuilt its optimizer, so the counter resumes from the
+        latest counter of its tensors. Other tensors of the counter return to the common counter, because
+        an optimizer may exchange its parameters.
         """
         wanted = tuple(sorted(tensors))
         held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
@@ -84,7 +84,7 @@ class StepCounters:
         counter.step = max(
             [counter.step, *(holder.step for holder in earlier if holder is not self.common)]
         )
-        # Passes that came before their optimizer was known feed its next update all the same.
+        # Passes that came before their optimizer was known still feed its next update.
         counter.passes = max([counter.passes, *(holder.passes for holder in earlier)])
         for tensor in wanted:
             self._of[tensor] = counter

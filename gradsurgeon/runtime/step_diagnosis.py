@@ -60,7 +60,7 @@ class StepDiagnosis:
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
             self.pending -= asked
-            # The ranks met for some rules before, at an update that this one left out: nobody comes for those again.
+            # The ranks met for some rules before, at an update that this rank left out: no rank meets for those rules again.
             asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
             if not asked:
                 return {}

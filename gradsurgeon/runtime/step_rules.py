@@ -1,4 +1,4 @@
-"""The rules at `step`: what is recorded and edited of the gradients that an update is about to consume."""
+"""The rules at `step`: they record and edit the gradients that an update is about to consume."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StepRules:
     def __init__(self, context: Context, spikes: SpikeTraps) -> None:
         self._context = context
         self._spikes = spikes
-        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
-        # that is about to consume them, unless the script assigns others.
+        # Final gradients that rules edited at the end of a pass, before an optimizer turned up. The optimizer
+        # is about to consume them, unless the script assigns others.
         self._spared: dict[int, weakref.ref[Tensor]] = {}
 
     def run(self, update: StepContext, *, acting: bool) -> set[int]:
@@ -45,7 +45,7 @@ class StepRules:
                 tensors = gradients.having(bound_rule.tensors)
                 if bound_rule.edits:
                     tensors = [tensor for tensor in tensors if tensor in edited]
-                elif isinstance(bound_rule.rule, TrapRule):  # it has judged
+                elif isinstance(bound_rule.rule, TrapRule):  # the trap has judged already
                     continue
                 if tensors:
                     self._act(bound_rule, gradients, tensors, due.frozen)
@@ -70,15 +70,15 @@ class StepRules:
         event_log.count_fired(rule.id, bound_rule.counter.step, len(tensors))
 
     def _same(self, edited: Iterable[int], gradients: Gradients) -> set[int]:
-        """Return the tensors whose gradients were edited for this update already."""
+        """Return the tensors whose gradients were already edited for this update."""
         spared = {i: self._spared.pop(i) for i in edited if i in self._spared}
         return {i for i, grad in spared.items() if i in gradients and gradients[i] is grad()}
 
     def arrived(self, tensors: Iterable[int]) -> None:
-        """Note that gradients have got something that no rule at the step has seen."""
+        """Note tensors whose gradients have new content that no rule at `step` has seen."""
         for tensor in self._spared.keys() & set(tensors) if self._spared else ():
             del self._spared[tensor]
 
     def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
-        """Leave gradients alone in the next update that have been edited for it already."""
+        """Skip edits of gradients in the next update that were already edited for it."""
         self._spared.update(edited)

@@ -1,4 +1,4 @@
-"""Hooks on activations: which gradient they wait for, and which of them never came."""
+"""Hooks on activations: they wait for gradients, and the session reports gradients that never came."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.step_counter import StepCounter
 
-# A loop that only predicts never comes to an update: its tensors go, and their hooks must not pile up.
+# A loop without updates only drops its tensors, and their entries must not pile up.
 _MOST = 1024
 
 
 class TensorHooks:
-    """Brings the rules of a session to activations, and the hooks for gradients with them."""
+    """Runs the rules of a session on activations, and hooks activations for rules on their gradients."""
 
     def __init__(self, sites: ActivationRules, shared: SharedInputs | None = None) -> None:
         self.sites, self.shared = sites, shared
@@ -47,13 +47,13 @@ class TensorHooks:
         tensor: Tensor,
         owner: str,
         step: int,
-        # Whether the gradient of a view is meant, because others use the tensor too.
+        # Tells whether the gradient of a view is meant, because other code uses the tensor also.
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
-        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with."""
+        """Run rules on a tensor, and hook it for rules on its gradient; return the tensor to go on with."""
         out = self.sites.on_value(due.values, tensor, owner, step) if due.values else tensor
         if due.grads and out.requires_grad and torch.is_grad_enabled():
-            # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act once
+            # Non-leaf tensors die with their graph. A leaf stays, and its hooks would act once
             # for each forward pass.
             if out.is_leaf or (out is tensor and needs_view(tensor)):
                 out = out.view_as(out)
@@ -100,14 +100,14 @@ class TensorHooks:
     def _tell_if_cut_off(self, expected: ExpectedGradient) -> None:
         if expected.is_cut_off:
             text = (
-                f"{expected.rules[0].name} was written in place by what follows it, so that no gradient "
+                f"{expected.rules[0].name} was written in place by the operation after it, so no gradient "
                 "arrived: let the next operation work out of place, or name another module"
             )
             self.sites.warn("in-place", text, expected.rules, expected.owner)
 
 
 class ExpectedGradient:
-    """A gradient that rules wait for. What knows of it keeps neither its tensor nor the hook on it."""
+    """A gradient that rules wait for. It keeps neither its tensor nor the hook on the tensor alive."""
 
     __slots__ = ("arrived", "owner", "rules", "tensor", "version")
 
@@ -120,7 +120,7 @@ class ExpectedGradient:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a write in place has come between the tensor and its gradient."""
+        """Whether an in-place write has come between the tensor and its gradient."""
         if self.arrived or (tensor := self.tensor()) is None:
             return False
         return bool(tensor._version != self.version)  # noqa: SLF001 # counts writes

@@ -1,6 +1,6 @@
-"""What happens to a model in training: the facts, and the protocol by which detectors tell of them.
+"""Training events of a model: the facts, and the protocol by which detectors report them.
 
-Detectors know torch and no rule. Each of them tells one receiver, the controller of a session, which
+Detectors know torch and no rules. Each detector reports to one receiver, the controller of a session, which
 knows the order in which rules act.
 """
 
@@ -19,7 +19,7 @@ from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# By rule and by tensor, the statistics of what a pass has contributed.
+# The statistics of the contributions of a pass, by rule and by tensor.
 Logged = dict[str, dict[int, dict[str, Tensor]]]
 
 
@@ -28,14 +28,14 @@ class BackwardPass:
     """One backward pass that has ended.
 
     Attributes:
-        tensors: those that got a gradient.
-        graph: by which the order is told in which they got them, where it is not that of ``tensors``.
-        calls: how often the hook was called on each tensor that has rules at `backward`.
-        logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
-        contributed: norms of what this rank alone has contributed, where an average over ranks followed.
-        scale: what a `GradScaler` has multiplied its gradients by.
-        averaging: the `DistributedDataParallel` wrappers that have averaged in it.
-        held: by tensor, whether its gradient held anything but zeros before, where that matters.
+        tensors: the tensors that got a gradient.
+        graph: gives the order in which they got it, if it differs from the order of ``tensors``.
+        calls: the number of hook calls per tensor with rules at `backward`.
+        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution.
+        contributed: the norms of this rank's own contributions, if an average over ranks followed.
+        scale: the scale of a `GradScaler` on its gradients.
+        averaging: the `DistributedDataParallel` wrappers that averaged in it.
+        held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
     """
 
     tensors: tuple[int, ...]
@@ -50,78 +50,78 @@ class BackwardPass:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    # Of the optimizer, or the common one where weights are updated by hand.
+    # The counter of the optimizer, or the common counter if the script updates weights by hand.
     counter: StepCounter
-    # What a fused optimizer gets its gradients with.
+    # The scale on the gradients that a fused optimizer gets.
     scale: Tensor | None = None
-    # Whether it is going to be skipped, where only the device knows.
+    # Whether the optimizer is going to skip the update, if only the device knows.
     overflow: Tensor | None = None
-    # It takes place inside a backward pass, on what that pass has finished so far.
+    # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
-    # An update by hand that has been counted goes on: a further backward pass has added to its gradients.
+    # A manual update that was counted goes on: a later backward pass has added to its gradients.
     again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What becomes of one update."""
+    """The decision on one update."""
 
     # The optimizer must touch nothing.
     skip: bool = False
-    # To raise before any weight moves.
+    # The error to raise before any weight moves.
     error: TrapError | None = None
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
-    # What led to it, for ranks that have seen nothing.
+    # The reason, for ranks that have seen nothing.
     cause: StopReason | None = None
 
 
-# Nothing keeps the optimizer from what it is about to do.
+# The optimizer does its update.
 GOES_ON = StepDecision()
 
 
 class TrainingEvents(Protocol):
-    """What a controller is told, in the order in which it happens."""
+    """The events that a controller receives, in the order in which they happen."""
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
-        """Take notice of a backward pass, which may be one through another model, before it runs.
+        """Receive a backward pass before it runs. It may run through another model.
 
         Args:
-            graph: what it runs through.
-            reached: where other threads train as well, the only tensors whose gradients may be read now.
+            graph: the graph of the pass.
+            reached: if other threads train also, the only tensors whose gradients may be read now.
         """
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
-        """Act on gradients that hold what the running pass has contributed, in the order in which they came."""
+        """Act on gradients that hold the contributions of the running pass, in the order in which they came."""
 
     def backward_finished(self, done: BackwardPass) -> None:
-        """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
+        """Act on the gradients of a finished backward pass. DDP has averaged them."""
 
     def backward_failed(self, done: BackwardPass) -> None:
-        """Take notice of a pass that has raised after gradients had come."""
+        """Receive a pass that raised after gradients had come."""
 
     def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
-        """Take notice of gradients that a pass has made, and that hooks of the script have dropped within it.
+        """Receive gradients that a pass made and that hooks of the script dropped within it.
 
         Args:
-            tensors: whose gradients are gone.
-            certain: whether so many passes have come that an optimizer would have stepped by now.
+            tensors: the tensors whose gradients are gone.
+            certain: whether an optimizer would have stepped by now, judged by the number of passes.
         """
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
-        """Return those of the gradients before a pass of which it has to be known whether they are zero."""
+        """Return the tensors for which a rule must know whether their gradients were zero before the pass."""
 
     def expects_update(self) -> bool:
-        """Tell whether an optimizer is going to step: what waits may be handed over then."""
+        """Tell whether an optimizer is going to step: waiting gradients may be delivered then."""
 
     def optimizer_found(self) -> None:
-        """Take notice of the first optimizer that owns parameters, before it is one."""
+        """Receive the first optimizer that owns parameters, before it becomes an owner."""
 
     def step_starting(self, step: Step) -> StepDecision:
-        """Act right before an update; return what is to become of it."""
+        """Act right before an update; return the decision on it."""
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
-        """Count an attempted update; one that raised has not taken place."""
+        """Count an attempted update; an update that raised has not taken place."""
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Count an update that a scaler has skipped for overflow."""
+        """Count an update that a scaler skipped for overflow."""

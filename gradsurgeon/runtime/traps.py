@@ -1,4 +1,4 @@
-"""What traps decide on an update: taken right before it, reported by what was seen after backward."""
+"""The decision of traps on an update: made right before it, with reports on gradients seen since backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms
 
 _OVERFLOW = (
-    "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of others did "
+    "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
     "not: its GradScaler skips alone, so its scale differs from the others from now on"
 )
 _REPAIRED = (
@@ -54,9 +54,9 @@ class Traps:
         self._spikes = spikes
         self.rows = Rows()
         self._conclusions = Conclusions(context, kept, self.rows)
-        # How often in a row scalers have skipped a step.
+        # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
-        # What was seen after each backward pass of the current step.
+        # Snapshots after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
     @property
@@ -77,7 +77,7 @@ class Traps:
             self.rows.done(counter)
 
     def objections(self, done: BackwardPass) -> list[Objection]:
-        """Return what this rank has against the update after a pass. Reads the device once, and again for a report."""
+        """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
         context, found = self._context, []
         for counter in context.counters.among(done.tensors):
             deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
@@ -123,7 +123,7 @@ class Traps:
         return Objection(rank, "", OVERFLOWED, "skipped-step", name, "", text)
 
     def decide(self, update: StepContext) -> StepDecision:
-        """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
+        """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips.pop(update.counter, None)
         looks = [
             *self._look_at_gradients(update),
@@ -134,7 +134,7 @@ class Traps:
             ),
             *self._look_at_statistics(update),
         ]
-        # What was seen after backward comes to the host along with what is there now.
+        # The snapshots after backward reach the host together with the current numbers.
         numbers = [one for look in looks for one in look.numbers]
         tripped = iter(measure.nonfinite(*numbers) if numbers else ())
         findings = [
@@ -145,9 +145,9 @@ class Traps:
         return self._conclude(update, [*findings, *self._judge_activations(update.counter)])
 
     def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
-        """Judge gradients once more that rules at `step` may have made non-finite. A collective for sharded gradients.
+        """Judge gradients again that rules at `step` may have made non-finite. A collective for sharded gradients.
 
-        By the rules alone, which are those of all ranks, as are gradients that these average or divide: all find the same.
+        All ranks have the same rules and the same averaged or sharded gradients, so all of them find the same.
         """
         context, trapped = self._context, update.due.trapped
         gradients = context.parameters.grads(sorted(edited.intersection(trapped)))
@@ -171,7 +171,7 @@ class Traps:
         return self._conclusions.of(counter, [], heard, self._scale(counter))
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Note a step that a scaler skipped; raise if that is no overflow, but a NaN that stays."""
+        """Note a step that a scaler skipped; raise if the cause is a persistent NaN rather than an overflow."""
         findings = self._judge_skip_of_scaler(counter, scale)
         decision = self._conclusions.of(counter, findings, ALONE, self._scale(counter))
         if decision.error is not None:
@@ -194,7 +194,7 @@ class Traps:
         before: Sequence[int],
         doubtful: Sequence[int],
     ) -> list[Finding]:
-        """Return the findings of traps on non-finite gradients, by the tensors that are doubtful before and now."""
+        """Return the findings of traps, given the tensors with a doubtful norm after backward and now."""
         context, gradients = self._context, update.gradients
         there = set(tensors)
         fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
@@ -229,7 +229,7 @@ class Traps:
     def _counted_elsewhere(
         self, gradients: Gradients, heard: Heard
     ) -> dict[int, list[NonfiniteCount]]:
-        """Return what other ranks have found in their parts of gradients, by tensor."""
+        """Return the counts of other ranks in their parts of gradients, by tensor."""
         found: dict[int, list[NonfiniteCount]] = {}
         told = [one for one in heard.objections if one.counts and one.rank != _dist.rank()]
         if not told:
@@ -241,7 +241,7 @@ class Traps:
                 # Replicas hold the same part.
                 if tensor in gradients and one.rank in _dist.sharing(gradients[tensor]):
                     part = NonfiniteCount(kind, number, (one.rank,))
-                    # Rules that share parameters tell of the same.
+                    # Rules that share parameters report the same counts.
                     if part not in found.setdefault(tensor, []):
                         found[tensor].append(part)
         return found
@@ -253,7 +253,7 @@ class Traps:
                 decision = self._context.decisions[bound.rule.id]
                 assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
                 values = update.gradients.statistics(decision.statistic, tensors)
-                # The numbers of tensors that trip are not finite.
+                # A non-finite number marks a tensor that trips.
                 tripped = values.new_zeros(len(values)).masked_fill(
                     decision.trips(values), math.inf
                 )
@@ -295,17 +295,17 @@ class Traps:
         stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
         if not stuck or context.mode == "observe":
             return []
-        # A scaler looks before the script can repair or clip, and so must the trap.
+        # A scaler checks before the script can repair or clip, so the trap must do the same.
         if (snapshots := self._snapshots[counter]) and snapshots[-1].norms:
             seen = snapshots[-1].norms
         else:
             seen = measure.norms_here(*context.parameters.grads(due_rules.trapped))
         norms = measure.as_dict(seen)
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
-        # A skip for what a trap does not watch says nothing of it: its row goes on.
+        # A skip caused by other tensors says nothing about this trap: its row goes on.
         guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
         for bound in guilty:
-            # This trip is one too many, as those after it, until the trap finds nothing.
+            # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
             rule = bound.rule.id
             self.rows.put(counter, rule, max(self.rows.of(counter, rule), patience[rule] - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
@@ -330,7 +330,7 @@ class Traps:
         return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)
 
     def _has_tripped(self, findings: Sequence[Finding]) -> bool:
-        """Tell whether a trap tripped in this update or in those before it, so a row has to be counted."""
+        """Tell whether a trap tripped in this update or in earlier ones, so a row has to be counted."""
         rows = self.rows
         return bool(rows.lengths or rows.current) or any(report for _, report in findings)
 

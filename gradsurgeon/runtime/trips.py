@@ -1,4 +1,4 @@
-"""A trap that has tripped, what becomes of its update, and how often in a row it has done so."""
+"""A tripped trap, the outcome of its update, and the number of trips in a row."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TOO_LATE = (
     "others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
 )
 UNKNOWN = (
-    "stopped on this rank before the update: this rank does not know what the ranks said of it (the session came after the "
-    "backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
+    "stopped on this rank before the update: this rank does not know the votes of the other ranks on it (the session came after "
+    "the backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
 )
 # The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
 
 
 class Look(NamedTuple):
-    """What traps ask of one update before the host knows the answer.
+    """A question of traps on one update that the host can answer only after a read.
 
     Attributes:
-        numbers: are read together with those of all other traps; a number that is not finite is a trip.
-        findings: takes, for each of ``numbers``, the tensors that tripped.
+        numbers: the numbers to read together with the numbers of all other traps; a non-finite number is a trip.
+        findings: maps, for each of ``numbers``, the tensors that tripped to findings.
     """
 
     numbers: tuple[Norms, ...]
@@ -40,13 +40,13 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A trap that has tripped: what it reports, and how often it has done so in a row."""
+    """A tripped trap: its report, and the number of trips in a row."""
 
     rule: str
     decision: Decision | Spikes
     in_a_row: int
     report: TrapReport
-    # Why the other ranks may know nothing of it: they voted before there was anything to find, or the vote is not known.
+    # The reason why the other ranks may not know of it: they voted too early, or their votes are unknown.
     unheard: str = ""
 
     @property
@@ -63,7 +63,7 @@ class Trip:
         return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
 
     def outcome(self, mode: Mode) -> str:
-        """Return what becomes of the step, as a line of the report."""
+        """Return the outcome of the step, as a line of the report."""
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
         if self._is_forced:
@@ -81,22 +81,22 @@ class Trip:
 
 
 class Rows:
-    """How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer."""
+    """The numbers of trips in a row, by rule and tensor, because a script may rebuild its optimizer."""
 
     def __init__(self) -> None:
         self.lengths: dict[tuple[str, int], int] = {}
-        # The same with the current update, which is judged after each call of a closure.
+        # The numbers with the current update, which is judged after each call of a closure.
         self.current: dict[StepCounter, dict[str, int]] = defaultdict(dict)
 
     def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return how often in a row traps have tripped, by rule and parameter."""
+        """Return the numbers of trips in a row, by rule and parameter."""
         found: dict[str, dict[str, int]] = {}
         for (rule, tensor), number in self.lengths.items():
             found.setdefault(rule, {})[names[tensor]] = number
         return found
 
     def resume(self, rows: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
-        """Go on counting what `by_name` has returned, with the number of each parameter by its name."""
+        """Resume from the result of `by_name`, given the number of each parameter by its name."""
         self.lengths = {
             (rule, index[name]): number
             for rule, of_rule in rows.items()
@@ -115,7 +115,7 @@ class Rows:
                 self.lengths.pop((rule, tensor), None)
 
     def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
-        """Count the current update, once it is done; return the row with it."""
+        """Count the current update; return the row with it. `done` makes the count final."""
         times = self.of(counter, rule) + 1 if tripped else 0
         self.current[counter][rule] = times
         return times

@@ -1,1 +1,1 @@
-"""What is computed on tensors of any layout and device, and how they are found in outputs of modules."""
+"""Computation on tensors of any layout and device, and the search for tensors in module outputs."""

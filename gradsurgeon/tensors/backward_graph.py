@@ -1,8 +1,8 @@
-"""In which order a backward pass produced its gradients, told afterwards by its graph.
+"""The order in which a backward pass produced its gradients, read from its graph afterwards.
 
-A hook on every parameter would tell it as it happens, at the price of a call of Python for each of them
-in every pass. The graph tells it as well, and is asked only where somebody needs to know: for the report
-of a trap, and for what a pass reaches where several threads train.
+A hook on every parameter would report the order as it happens, at the price of one Python call per parameter
+and pass. The graph gives the same order. It is read only on demand: for the report of a trap, and to know
+which leaves a pass reaches if several threads train.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradsurgeon import _torch
 
-# A node, or a leaf that a pass begins at: to ask for its node takes longer than it is worth.
+# A node, or a leaf at which a pass begins: getting the node of a leaf takes longer than using it.
 Root = Node | Tensor
 
-# Autograd accumulates a gradient as soon as it is there.
+# Autograd accumulates a gradient as soon as it has come.
 _AT_ONCE = 2**64
 _SAVED = "_saved_"
 
@@ -36,10 +36,10 @@ class LossNode:
     """A node between the outputs of a model and its loss.
 
     Attributes:
-        name: of the node.
-        saved: what it keeps for the backward pass, which releases it there: tensors and numbers, by name.
-        made_of: by argument the place of the node that made it, -1 for an output of the model, or a leaf, and
-            `NO_GRAPH` for what has none.
+        name: the name of the node.
+        saved: the tensors and numbers that it keeps for the backward pass, by name; the pass releases them.
+        made_of: per argument, the place of the node that made it; -1 for an output of the model or a leaf, and
+            `NO_GRAPH` for an argument without a graph.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LossNode:
     made_of: list[int]
 
 
-# By type of node. To ask a node for its attributes takes longer than to read them.
+# The names of saved attributes by type of node. Listing the attributes takes longer than reading them.
 _saved_names: dict[type, list[str]] = {}
 
 
@@ -57,7 +57,7 @@ def _saved(node: Any) -> dict[str, Any]:
         _saved_names[kind] = [name for name in dir(node) if name.startswith(_SAVED)]
     found = {}
     for name in _saved_names[kind]:
-        # One that the script has written into since is refused, as the backward pass will be.
+        # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
         with suppress(RuntimeError):
             found[name.removeprefix(_SAVED)] = getattr(node, name)
     return found
@@ -68,10 +68,10 @@ class BackwardGraph:
     """The graph of one backward pass, without the tensors that it has released.
 
     Attributes:
-        roots: where the pass began.
-        inner: the roots of passes that ran inside of it, by the node that ran them: reentrant checkpointing
-            runs one for each of its regions.
-        loss: where it began, without its graph, if that is one number.
+        roots: the nodes or leaves where the pass began.
+        inner: the roots of passes that ran inside it, by the node that ran them: reentrant checkpointing
+            runs one pass for each of its regions.
+        loss: the detached value where the pass began, if it is one number.
     """
 
     roots: Sequence[Root]
@@ -79,9 +79,9 @@ class BackwardGraph:
     loss: Tensor | None = None
 
     def nodes_after(self, number: int, most: int) -> list[LossNode]:
-        """Return the nodes that were made after the one with a number, the first made first.
+        """Return the nodes made after a node with a given number, oldest first.
 
-        None where there are more than ``most``: that is no loss, but another part of the model.
+        Return none if there are more than ``most``: so many nodes are not a loss but another part of the model.
         """
         pending: list[Any] = [root for root in self.roots if not isinstance(root, Tensor)]
         met: dict[Any, int] = {}
@@ -111,20 +111,20 @@ class BackwardGraph:
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves in the order in which their gradients were accumulated.
 
-        The engine takes the node that was made last among those whose gradient is complete, on each device
-        for itself; between leaves of one node the order means nothing.
+        On each device the engine runs the newest node whose gradient is complete. Between leaves of one node the
+        order means nothing.
         """
         return (leaf for leaf in self._visited() if leaf is not None)
 
     def reaches(self, leaves: Collection[int]) -> bool:
         """Tell whether a pass through the graph reaches any of some leaves, by their ids.
 
-        It stops at the first: parameters lie near the end of a model as well as near its beginning.
+        The search stops at the first hit: parameters lie near the end of a model as well as near its start.
         """
         return any(_is_leaf(node) and id(node.variable) in leaves for node in self.nodes())
 
     def nodes(self) -> Iterator[Any]:
-        """Yield each node that a pass through the graph runs, in no order."""
+        """Yield each node that a pass through the graph runs, in no particular order."""
         pending: list[Any] = list(map(_torch.node_of, self.roots))
         met = {*pending, None}
         while pending:
@@ -136,14 +136,14 @@ class BackwardGraph:
             pending += new
 
     def groups(self) -> Iterator[list[Tensor]]:
-        """Yield the leaves in the same order, those of one node together: compiled code is one node."""
-        # Leaves come right after the node that they belong to.
+        """Yield the leaves in the same order, grouped by node: compiled code is one node."""
+        # Leaves come right after their node.
         for is_node, run in groupby(self._visited(), lambda leaf: leaf is None):
             if not is_node:
                 yield [leaf for leaf in run if leaf is not None]
 
     def _visited(self) -> Iterator[Tensor | None]:
-        """Yield the leaves, and ``None`` for each other node, in the order in which the engine takes them."""
+        """Yield the leaves, and ``None`` for each other node, in the order in which the engine runs them."""
         nodes = list(dict.fromkeys(map(_torch.node_of, self.roots)))
         missing = _users(nodes)
         moment = count()
@@ -169,7 +169,7 @@ class BackwardGraph:
 
 
 def _users(nodes: Sequence[Node]) -> Counter[Any]:
-    """Return for each node that can be reached how many edges lead to it."""
+    """Return the number of edges that lead to each reachable node."""
     users: Counter[Any] = Counter()
     met, pending = set(nodes), list(nodes)
     while pending:
@@ -187,7 +187,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def roots_of(outputs: Sequence[Tensor | GradientEdge]) -> tuple[Root, ...]:
-    """Return where a backward pass from tensors, or from edges of the graph, begins."""
+    """Return the nodes or leaves where a backward pass from tensors, or from graph edges, begins."""
     roots = (
         output.node if isinstance(output, GradientEdge) else output.grad_fn or output
         for output in outputs

@@ -1,4 +1,4 @@
-"""The gradients of several losses and their inner products: how long each is, and how far two agree."""
+"""The gradients of several losses and their inner products: the norm of each, and the agreement of each pair."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 
-# Elements of a gradient that are copied at once. On the host thousands of small gradients take one call, and the copy
-# of a large one stays in the cache of a processor. On a device the calls cost.
+# The number of gradient elements copied at once. On the host, thousands of small gradients take one call, and the copy
+# of a large gradient stays in the processor cache. On a device only the calls cost time.
 _CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
 
 _Rows = Sequence[Sequence[Tensor | None]]
@@ -24,8 +24,8 @@ class InnerProducts(NamedTuple):
 
     Attributes:
         products: float64 of shape ``[n, n]``, on the host.
-        opposed: for each pair, the sum of the squares of both at the elements where their signs differ, in the same
-            form; ``None`` where no rule compares.
+        opposed: for each pair, the sum of the squares of both gradients over the elements where their signs differ, in
+            the same form; ``None`` if no rule compares.
     """
 
     products: Tensor
@@ -33,11 +33,11 @@ class InnerProducts(NamedTuple):
 
 
 class Contributions:
-    """The gradients that several senders, losses or modules, give to some tensors.
+    """The gradients that several senders, losses or modules, contribute to some tensors.
 
     Args:
-        grads: the gradients by the ids of the tensors and then by sender; a sender that is not there gives zeros.
-        scale: the factor of a scaler that is on all of them.
+        grads: the gradients by tensor id and then by sender; a missing sender counts as zeros.
+        scale: the factor of a scaler on all of them.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Contributions:
         *,
         compare: bool = False,
     ) -> InnerProducts:
-        """Return the inner products of gradients in true units; all rules that ask for the same share them.
+        """Return the inner products of gradients in true units; all rules with the same question share the answer.
 
         Waits once for each device.
 
         Args:
             senders: the losses or modules.
-            tensors: the tensors whose gradients are meant.
+            tensors: the tensors of the gradients.
             average: maps some elements of all senders, ``[n, elements]``, to their average over ranks.
-            compare: whether to compare the signs, too.
+            compare: whether to compare the signs also.
         """
         key = (*senders,), (*map(id, tensors),)
         known = self._known.get(key)
@@ -86,7 +86,7 @@ def _inner_products(
     """Return inner products and opposed squares, float64 of shape ``[2, n, n]`` on the host."""
     n = len(rows)
     sums: dict[torch.device, Tensor] = {}
-    # To average few large pieces takes less time than many small ones.
+    # Averaging few large pieces takes less time than averaging many small ones.
     chunk = _CHUNK if average is None else _CHUNK_ON_DEVICE
     for block in _blocks(rows, like, chunk):
         block = (block if average is None else average(block)).double()  # noqa: PLW2901 # as precise
@@ -95,7 +95,7 @@ def _inner_products(
         if compare:
             squares = block.square()
             above, below = (block > 0).double(), (block < 0).double()
-            # The squares of one gradient where it is above and the other below 0, or the other way round.
+            # The squares of one gradient where it is positive and the other negative, or the other way round.
             against = (squares * above) @ below.T + (squares * below) @ above.T
             both[1] = against + against.T
         sums[block.device] = sums[block.device] + both if block.device in sums else both
@@ -133,7 +133,7 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
     if row is None:
         row = torch.zeros_like(like)
     if row.is_complex():
-        # The product of two complex gradients is the one of their real and imaginary parts.
+        # The inner product of two complex gradients is the inner product of their real and imaginary parts.
         row = torch.view_as_real(row.resolve_conj())
     return _numbers.in_float32(row.reshape(-1))
 
@@ -141,7 +141,7 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
 def pairs(
     senders: Sequence[str], known: InnerProducts
 ) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """Yield the name of each pair, and cosine, ratio of norms and opposed share; NaN where a gradient is zero."""
+    """Yield the name of each pair with cosine, ratio of norms and opposed share; NaN if a gradient is zero."""
     products = known.products.tolist()
     opposed = [] if known.opposed is None else known.opposed.tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):

@@ -11,7 +11,7 @@ from gradsurgeon import _numbers
 
 
 def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a gradient in true units. Half precision becomes float32, which holds what is small."""
+    """Return a gradient in true units. Half precision becomes float32, which holds small values."""
     if scale is None:
         return grad
     return _numbers.in_float32(grad) / scale.to(grad.device)
@@ -20,10 +20,10 @@ def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
 def in_true_units(
     edit: Callable[[Tensor], Tensor], scale: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return an edit that works on scaled gradients as ``edit`` does on true ones.
+    """Return an edit that treats scaled gradients as ``edit`` treats true ones.
 
-    Non-finite elements pass: the scaler must see its overflow, or it would never back off. The scale
-    is a power of two, so that dividing by it loses nothing.
+    Non-finite elements pass unchanged: the scaler must see its overflow, or it would never back off. The
+    scale is a power of two, so dividing by it loses nothing.
     """
     if scale is None:
         return edit

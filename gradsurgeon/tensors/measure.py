@@ -1,4 +1,4 @@
-"""Numbers taken of many gradients at once.
+"""Measures many gradients at once.
 
 Norms and statistics of sharded gradients describe whole gradients: every rank measures its own parts, and one
 collective merges the numbers of all tensors. All ranks must call it with the same tensors in the same order.
@@ -24,11 +24,11 @@ Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteCount:
-    """Non-finite elements of one gradient, ``NaN`` or ``Inf``; 0 where the number is not known."""
+    """The number of non-finite elements of one gradient, all ``NaN`` or ``Inf``; 0 if the number is unknown."""
 
     kind: str
     number: int
-    # Those whose part of a sharded gradient holds some; empty where all hold the same.
+    # The ranks whose shard holds such elements; empty if all ranks hold the same gradient.
     ranks: tuple[int, ...] = ()
 
 
@@ -51,7 +51,7 @@ def norms(
 def norms_here(
     tensors: Sequence[int], grads: Sequence[Tensor], *, scale: Tensor | None = None
 ) -> Norms:
-    """Return `norms` of what this rank holds of each gradient, whoever else has a part of it."""
+    """Return `norms` of the part that this rank holds of each gradient, even if other ranks hold other parts."""
     return norms(tensors, _dist.parts(grads), scale=scale)
 
 
@@ -83,7 +83,7 @@ def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return one statistic of each gradient. Shape ``[len(grads)]``, float32.
 
-    On the host where they come from several devices: one record needs one place.
+    The result is on the host if the gradients come from several devices, because one record needs one place.
     """
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
@@ -91,14 +91,14 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
 
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
-    """Return what merging a statistic over ranks needs of the shards here. Shape ``[len(grads), k]``, float64."""
+    """Return numbers of the local shards that merging a statistic needs. Shape ``[len(grads), k]``, float64."""
     if len({_dist.local(grad).device for grad in grads}) > 1:
         return torch.cat([_statistics.parts(stat, [grad]).cpu() for grad in grads])
     return _statistics.parts(stat, grads)
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
-    """Return how many elements are not finite, of what this rank holds of gradients where some are not. Waits."""
+    """Count the non-finite elements in the local part of each gradient; skip finite gradients. Waits."""
     by_tensor = {}
     for tensor, grad in sorted(grads.items()):
         kind, number = _numbers.first_nonfinite(_dist.local(grad))
@@ -109,7 +109,7 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
 
 
 def merged(counts: Iterable[NonfiniteCount]) -> NonfiniteCount:
-    """Return what is not finite in a gradient of which several ranks have told what is so in their parts."""
+    """Merge the counts of several ranks, each for its own part of one gradient."""
     found = list(counts)
     kind = "NaN" if any(one.kind == "NaN" for one in found) else "Inf"
     ranks = sorted({rank for one in found for rank in one.ranks})
@@ -117,13 +117,13 @@ def merged(counts: Iterable[NonfiniteCount]) -> NonfiniteCount:
 
 
 def nonfinite(*several: Norms) -> list[list[int]]:
-    """Return the tensors whose norm is not finite, of each. Reads each device once."""
+    """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
     bad: list[list[int]] = [[] for _ in several]
     parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]
     for group, values in _by_device(parts, [values for _, _, values in parts]):
-        # The numbers themselves: to ask a device which are bad would be a second wait.
+        # All numbers are read: asking the device which are bad would be a second wait.
         numbers = torch.cat(list(values)).tolist()
-        # Nearly always all are finite, and so is their sum.
+        # Nearly always all numbers are finite, and so is their sum.
         if math.isfinite(sum(numbers)):
             continue
         rest = iter(numbers)

@@ -11,22 +11,22 @@ _IMAGES = 4
 
 
 def grad_cam(maps: Tensor, gradients: Tensor) -> Tensor:
-    """Return where a convolution saw what speaks for a score: Grad-CAM (Selvaraju et al., ICCV 2017).
+    """Return where a convolution found evidence for a score: Grad-CAM (Selvaraju et al., ICCV 2017).
 
-    The gradient of each channel, averaged over its area, weights the channel; what is negative in the sum
-    over the channels speaks for something else, and becomes 0. For the map of a class, `backward` is to be called on its
-    score before the softmax: the gradient of a loss shows what makes the loss larger.
+    The gradient of each channel, averaged over its area, weights the channel. Negative values in the sum over the
+    channels are evidence for something else, and become 0. For the map of a class, call `backward` on its score
+    before the softmax: the gradient of a loss shows evidence for a larger loss.
 
     Args:
-        maps: what the module returned, of shape (N, C, H, W).
-        gradients: the gradient of that, of the same shape.
+        maps: the output of the module, of shape (N, C, H, W).
+        gradients: the gradient of this output, of the same shape.
 
     Returns:
-        One map per sample, of shape (N, H, W), 0 or more, as float64 on the CPU, in no unit: only its
-        proportions tell something.
+        One map per sample, of shape (N, H, W), 0 or more, as float64 on the CPU. The unit is arbitrary: only
+        proportions matter.
 
     Raises:
-        ValueError: these are not feature maps and their gradients.
+        ValueError: the tensors are not feature maps and their gradients.
     """
     if maps.dim() != _IMAGES or maps.shape != gradients.shape:
         raise ValueError(
@@ -40,7 +40,7 @@ def grad_cam(maps: Tensor, gradients: Tensor) -> Tensor:
 
 def resized(heat: Tensor, height: int, width: int) -> Tensor:
     """Return a map of shape (H, W) at another size, interpolated bilinearly."""
-    from torch.nn import functional  # noqa: PLC0415 # whoever has a map has torch
+    from torch.nn import functional  # noqa: PLC0415 # a caller with a map has torch
 
     size = height, width
     larger: Tensor = functional.interpolate(heat[None, None], size, mode="bilinear")

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: found by path, and put back without touching the rest."""
+"""Tensors in inputs and outputs of modules: found by path, and replaced without touching the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 Path = tuple[int | str, ...]
-# Deeper than any model nests its outputs; a structure that contains itself must not hang us.
+# Deeper than any model nests its outputs; a structure that contains itself must not hang the search.
 _DEEPEST = 16
-# Most of what a model is given besides tensors; asked first, because a list may hold very many.
+# Most model arguments besides tensors; checked first, because a list may hold very many.
 _PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 
 
@@ -30,15 +30,15 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def holds(value: tuple[Any, ...] | dict[str, Any], tensor: Tensor) -> bool:
-    """Tell whether a tensor is somewhere in a structure, as `tensors_in` goes through it."""
+    """Tell whether a structure contains a tensor, at any place that `tensors_in` visits."""
     if len(value) == 1 and isinstance(value, tuple) and isinstance(value[0], Tensor):
-        return value[0] is tensor  # the arguments of nearly all modules
+        return value[0] is tensor  # nearly all modules have one argument
     return len(value) > 0 and any(inner is tensor for _, inner in tensors_in(value))
 
 
 def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
     if isinstance(value, Mapping):
-        # A Hugging Face `ModelOutput` is a mapping as well as a dataclass.
+        # A Hugging Face `ModelOutput` is both a mapping and a dataclass.
         yield from ((key, item) for key, item in value.items() if isinstance(key, str | int))
     elif isinstance(value, tuple | list):
         yield from enumerate(value)
@@ -48,8 +48,8 @@ def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
 
 
 def resolve(value: Any, path: Path) -> Path | None:
-    """Return the path as `tensors_in` spells it, ``None`` where it leads nowhere."""
-    # An index into a mapping counts its values, and a name of a named tuple is one of its indices.
+    """Return the path as `tensors_in` spells it, or ``None`` if it leads nowhere."""
+    # An index into a mapping counts its values, and a field name of a named tuple is an index.
     resolved: list[int | str] = []
     for step in path:
         items = dict(_items(value))
@@ -66,7 +66,7 @@ def resolve(value: Any, path: Path) -> Path | None:
 
 
 def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
-    """Return the structure with some tensors exchanged; what lies beside their paths is shared."""
+    """Return the structure with some tensors replaced; parts beside their paths are shared."""
     if () in new:
         return new[()]
     steps: dict[int | str, dict[Path, Tensor]] = {}
@@ -77,7 +77,7 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
     if isinstance(value, tuple):
         items = [changed.get(index, item) for index, item in enumerate(value)]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    # Copied rather than built anew: the constructor of a class of the script's may want anything.
+    # Copied rather than constructed: the constructor of a script's class may need any arguments.
     out = copy.copy(value)
     for step, item in changed.items():
         if isinstance(value, Mapping | list):
@@ -88,13 +88,13 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
 
 
 class Copied:
-    """A structure whose containers are copies, so that nobody's later writes change it.
+    """A structure whose containers are copies, so later writes of other code do not change it.
 
-    What stands in it twice stands in it twice again. A container that cannot be copied stays as it is.
+    An object that occurs twice occurs twice in the copy. A container that cannot be copied stays as it is.
 
     Attributes:
         value: the structure.
-        iterators: the types of iterators and generators in it, which can be used up only once.
+        iterators: the types of iterators and generators in it, which can be consumed only once.
     """
 
     def __init__(self, value: Any, of_tensor: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -102,11 +102,11 @@ class Copied:
 
         Args:
             value: the structure.
-            of_tensor: returns what stands in the place of a tensor; without it, the tensor itself.
+            of_tensor: returns the replacement of a tensor; without it, tensors stay.
         """
         self.iterators: list[str] = []
         self._of_tensor = of_tensor
-        # With what each was made of, so that nothing else gets its number.
+        # Each copy with its original, which must stay alive so no other object gets its id.
         self._made: dict[int, tuple[Any, Any]] = {}
         self.value = self._copy(value, 0)
 
@@ -136,7 +136,7 @@ class Copied:
         if not (is_record or isinstance(value, list | deque | MutableMapping | MutableSet)):
             return value
         try:
-            # Copied rather than built anew: the constructor of a class of the script's may want anything.
+            # Copied rather than constructed: the constructor of a script's class may need any arguments.
             out = copy.copy(value)
             self._made[id(value)] = value, out
             for step, item in _children(value):
@@ -146,7 +146,7 @@ class Copied:
                     out[step] = new
                 else:
                     object.__setattr__(out, step, new)
-        except Exception:  # noqa: BLE001 # whatever a class of the script's raises
+        except Exception:  # noqa: BLE001 # a class of the script may raise anything
             out = value
             self._made[id(value)] = value, value
         return out
@@ -169,7 +169,7 @@ def describe(value: Any) -> str:
 
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return what a forward pass takes, one of ``torch.jit`` included, without ``self``."""
+    """Return the parameters of a forward pass without ``self``; it may be a ``torch.jit`` method."""
     if isinstance(forward, torch.ScriptMethod):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [inspect.Parameter(one.name, kind) for one in forward.schema.arguments[1:]]
@@ -177,20 +177,20 @@ def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class Arguments:
-    """Arguments of a call under the names of the signature, positional and by keyword alike."""
+    """The arguments of a call under the names of the signature, both positional and keyword arguments."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
-        # An object may have another in its place, which takes anything; scripted ones alone have theirs.
+        # An instance may shadow `forward` with a function of any signature; scripted modules only have their own.
         of_class = getattr(type(module), "forward", None)
         self._forward = module.forward if of_class is None else MethodType(of_class, module)
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
     def path(self, path: Path) -> Path:
-        """Return a path with its first step as it stands in this call."""
+        """Return a path with its first step as this call spells it."""
         if not path:
-            # A tensor that is the only one goes by the name of the module.
+            # A tensor that is the only one has the name of the module.
             paths = [path for path, _ in tensors_in(self.named)]
             return paths[0] if len(paths) == 1 else ()
         names = [one.name for one in parameters_of(self._forward)]

@@ -40,7 +40,7 @@ def kinds(run: dict[str, Any]) -> list[tuple[str, int, str]]:
 def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["one rank, raise"] for rank in ranks)
     assert one["said"] == [
-        "nothing heard of rules on rank 1 within 4 s: this rank decides alone, and where it stops the "
+        "nothing heard of rules on rank 1 within 4 s: this rank decides alone, and if it stops, the "
         "others wait for it; apply the same rules on all ranks, with the same `mode` and `start_step`"
     ]
     assert one["weights"] == other["weights"]
@@ -55,7 +55,7 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
         "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model, and "
-        "gradients of single losses, would wait for ever, and weights would drift apart where a step is skipped or a final gradient edited; "
+        "gradients of single losses, would wait for ever, and weights would drift apart if a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
     assert one["clock"] == 0
@@ -133,7 +133,7 @@ def test_what_comes_after_the_vote_stops_the_rank_that_has_it(
     )
     assert outcome.startswith(
         "stopped on this rank before the update: the gradients were finite when the ranks voted, right after "
-        "backward, so that the others may go on with the update"
+        "backward, so the others may go on with the update"
         if then == "skip-step"
         else "stopped before the update: no weight was moved"
     )
@@ -196,7 +196,7 @@ def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, 
         assert run["weights"] == ranks[0]["paused edits"]["weights"]
         assert kinds(run) == ([("notice", 1, ""), ("notice", STEPS, "")] if number == 0 else [])
     assert ranks[0]["paused edits"]["said"] == [
-        "rank 1 is paused and has a part in what the rules would do: they rest here as well"
+        "rank 1 is paused and has a part in what the rules would do: the rules rest on this rank also"
     ]
     assert ranks[0]["paused edits"]["events"][1][3] == UNRECORDED
 
@@ -286,7 +286,7 @@ def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: list[dict[str
     assert kinds(ranks[1]["scaled"]) == [("scaler-skip", FAULT, "")]
     assert kinds(ranks[0]["scaled"]) == [("skipped-step", FAULT, "")]
     assert ranks[0]["scaled"]["events"][0][3].startswith(
-        "step 2: all ranks skip the step, because the GradScaler of rank 1 does: "
+        "step 2: all ranks skip the step, because the scaled gradients of rank 1 overflowed and those of other ranks did not: "
     )
 
 

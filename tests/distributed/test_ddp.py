@@ -54,7 +54,7 @@ def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setu
 
 
 AVERAGE = "bounds what each rank contributes, before DDP averages it over the ranks"
-SUM = "bounds the contribution of each backward pass, and several feed one update"
+SUM = "bounds the contribution of each backward pass, and several passes feed one update"
 SAID = {
     "bound": [(0, AVERAGE)],
     "clip": [(0, AVERAGE)],
@@ -104,6 +104,8 @@ def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_told_of_once(
             continue
         ((*event, text),) = told["events"]
         assert event == ["notice", "r", 0]
-        assert text.startswith("takes one norm over gradients that DDP averages and others that it")
+        assert text.startswith(
+            "takes one norm over gradients that DDP averages and others that DDP"
+        )
         assert "(2.weight)" in text
         assert told["warnings"] == [f"rule r: {text}"]

@@ -179,7 +179,7 @@ def test_no_rank_judges_spikes_while_one_is_paused(
     one, paused = (rank["apart"][f"paused, {kind}, {then}"] for rank in ranks)
     assert one["weights"] == paused["weights"]
     assert one["texts"][0] == (
-        "rank 1 is paused and has a part in what the rules would do: they rest here as well"
+        "rank 1 is paused and has a part in what the rules would do: the rules rest on this rank also"
     )
     # No update of the pause has entered, and its spike has stopped nobody; the later one has.
     learnt = STEPS - (last - first)

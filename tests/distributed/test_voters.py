@@ -62,7 +62,7 @@ def test_a_vote_that_comes_too_late_is_none(ranks: list[dict[str, Any]]) -> None
         assert len(said) == (number != 3)
         for text in said:
             assert text == (
-                "1 of 4 ranks did not vote on this update within 1 s: it takes place, on all ranks"
+                "1 of 4 ranks did not vote on this update within 1 s: the update takes place, on all ranks"
             )
 
 
@@ -85,5 +85,5 @@ def test_a_store_that_is_gone_ends_the_votes_with_a_word(tmp_path: Path) -> None
     for rank in ranks[1:]:
         assert rank["left"]["later"][-1] is None
         (text,) = rank["left"]["said"]
-        assert text.startswith("the key-value store of the job has failed (Dist")
-        assert text.endswith("): from now on each rank raises where a trap of its own trips")
+        assert text.startswith("the key-value store of the job failed (Dist")
+        assert text.endswith("): from now on each rank raises if one of its own traps trips")

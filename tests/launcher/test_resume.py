@@ -97,7 +97,7 @@ def test_other_rules_are_told_apart_by_name(folder: Folder) -> None:
     others = SPIKES.replace("sigmas: 2.5", "times: 1.5").replace("id: half", "id: scaled")
     done = folder.run(SCRIPT, "--resume", "run", rules=others, record=False, env=part(30, 33, "x"))
     assert done.code == 0
-    told = "has learnt as `sigmas`, per: rule, and is `times`, per: rule: it begins anew"
+    told = "has learnt as `sigmas`, per: rule, and is `times`, per: rule: the rule restarts"
     assert f"gradsurgeon: rule spikes: {told}" in done.lines
 
 
@@ -128,8 +128,10 @@ def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: boo
     done = folder.run(SCRIPT, *options, rules=SPIKES, record=False, env=part(3, 5, "x"))
     assert done.code == (2 if strict else 0)
     head = "gradsurgeon: error: " if strict else "gradsurgeon: "
-    told = "is damaged, no whole file of `torch.save`; go on from another one, or remove it"
-    assert f"{head}{path}: {told}: then the rules begin anew with what they learn" in done.lines
+    told = (
+        "it is damaged, no whole file of `torch.save`; resume from another file, or remove this one"
+    )
+    assert f"{head}{path}: {told}: then the rules restart what they learn" in done.lines
     anew = (
         "gradsurgeon: the rules start without what they had learnt, and steps count from 0: pass --start-step N if the "
         "script continues a training"

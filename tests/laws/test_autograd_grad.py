@@ -259,7 +259,7 @@ def test_a_module_that_runs_under_vmap_alone_is_said_to() -> None:
             optimizer.step()
     texts = [str(one.message) for one in warned]
     assert any(
-        text.endswith("has not fired yet: all tensors it matched had no numbers to read")
+        text.endswith("has not fired yet: all tensors the rule matched had no numbers to read")
         for text in texts
     )
     assert sum("left a tensor alone" in text for text in texts) == 1

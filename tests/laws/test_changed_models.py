@@ -351,7 +351,7 @@ def test_a_rule_whose_parameters_are_gone_before_it_fired_is_mentioned_twice() -
             for _ in range(5):
                 step(model, optimizer)
     said = [event.message for event in session.events if event.kind == "never-fired"]
-    cause = "the parameters it matched are gone from the model"
+    cause = "the parameters the rule matched are gone from the model"
     assert f"was due in 3 steps and has not fired yet: {cause}" in [
         e.message for e in session.events
     ]
@@ -595,7 +595,9 @@ def test_gradients_assigned_by_hand_are_mentioned_once_for_each_rule_that_does_n
         assert found == pytest.approx({0: 3**0.5, 1: 12**0.5})
         assert model[0].weight.grad.eq(2.0).all()
     assert [str(one.message).split(": ")[0] for one in said] == ["rule zero", "rule early"]
-    assert all("use `at: step` for what the optimizer gets" in str(one.message) for one in said)
+    assert all(
+        "use `at: step` to see the gradients of the update" in str(one.message) for one in said
+    )
     assert [(e.kind, e.rule) for e in session.events if e.kind != "never-fired"] == [
         ("notice", "zero"),
         ("notice", "early"),

@@ -296,7 +296,7 @@ def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
     rules = {"version": 1, "rules": [bound]}
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         case.backward(model, 0)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="several feed one update"):
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="several passes feed one update"):
             case.backward(model, 1)
         assert session.status()["c"].fired == 2
 

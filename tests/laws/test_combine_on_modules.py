@@ -939,7 +939,9 @@ def test_heads_that_take_different_tensors() -> None:
         model,
         lambda: loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())]),
     )
-    assert "no two of the modules it matched sent gradients back to one tensor" in why(session)
+    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
+        session
+    )
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
@@ -948,7 +950,9 @@ def test_heads_that_are_trained_in_turn() -> None:
     session = armed(model, PCGRAD)
     turn = iter(range(9))
     train(model, lambda: losses(model(x))[next(turn) % 2])
-    assert "no two of the modules it matched sent gradients back to one tensor" in why(session)
+    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
+        session
+    )
 
 
 def test_inner_modules_join_where_the_outer_one_is_not_matched() -> None:

@@ -378,6 +378,6 @@ def test_a_rule_whose_losses_never_came_says_so() -> None:
                 optimizer.zero_grad()
     said = [event.message for event in session.events if event.kind == "never-fired"]
     assert said[0].endswith(
-        "never fired: no gradsurgeon.backward gave the losses it names (seg, depth), or they reach no "
+        "never fired: no gradsurgeon.backward gave the losses the rule names (seg, depth), or they reach no "
         "parameter it matched"
     )

@@ -205,7 +205,7 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
         warnings.simplefilter("always")
         for _ in range(6):
             loop(model, optimizer)
-    assert ["several feed one update" in str(one.message) for one in said] == [True] * told
+    assert ["several passes feed one update" in str(one.message) for one in said] == [True] * told
 
 
 def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:

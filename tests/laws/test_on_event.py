@@ -233,6 +233,6 @@ def test_a_step_that_the_scaler_skips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_no_function_is_refused() -> None:
     training = Training()
-    with pytest.raises(TypeError, match="on_event= takes a function of one event, not list"):
+    with pytest.raises(TypeError, match="on_event= must be a function of one event, not list"):
         gradsurgeon.apply(training.model, rules(NORMS), on_event=[])  # type: ignore[arg-type]
     assert not training.model.weight._backward_hooks

@@ -142,7 +142,7 @@ def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -
         session = gradsurgeon.apply(model, given)
     with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
         model(data(0, 5, 4)).square().mean().backward()
-    assert "no moment at which all gradients are there" in str(caught.value)
+    assert "at no moment are all gradients there" in str(caught.value)
     for one, two in zip(model.parameters(), before, strict=True):
         assert torch.equal(one, two)
     session.remove()
@@ -174,9 +174,9 @@ class Fused(torch.optim.Optimizer):
 
 
 DROPPED = (
-    "hooks that the script or its optimizer has put on the parameters drop each gradient within the backward pass, as "
-    "optimizers do that update there, and no step() has followed. Rules at `backward` still see each gradient; for all "
-    "others take an optimizer that updates in step()"
+    "hooks of the script or of its optimizer drop each gradient within the backward pass, as optimizers do that "
+    "update there, and no step() has followed. Rules at `backward` still see each gradient; for all others use an "
+    "optimizer that updates in step()"
 )
 
 

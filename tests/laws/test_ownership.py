@@ -97,7 +97,7 @@ def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status
     with (
         gradsurgeon.apply(model, rules(SKIP, bound, norms), optimizer=optimizer) as session,
         pytest.warns(
-            GradSurgeonWarning, match=r"gradients come to 1\.weight, 1\.bias, which"
+            GradSurgeonWarning, match=r"gradients come to 1\.weight, 1\.bias, but no"
         ) as said,
     ):
         for number in range(5):
@@ -128,8 +128,8 @@ def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str)
             optimizer.step()
     said = [(one.step, one.message) for one in session.events if "gradients come to" in one.message]
     text = (
-        "gradients come to {}.weight, {}.bias, which no optimizer updates that has stepped so far: this rule acts right "
-        "before an update, and so not there; give them to an optimizer, or exclude them"
+        "gradients come to {}.weight, {}.bias, but no optimizer that has stepped so far owns these parameters: this rule "
+        "acts right before an update, so it does not act there; give them to an optimizer, or exclude them"
     )
     late = (13, text.format(0, 0))
     assert said == ([(8, text.format(1, 1)), late] if params == "*" else [late])

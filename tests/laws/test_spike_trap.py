@@ -452,7 +452,7 @@ def test_the_report_names_the_layer_at_which_gradients_begin_to_grow(per: str) -
     assert error.name is not None
     assert error.name.startswith(("layers.0.", "layers.1.", "layers.2."))
     (line,) = [line for line in str(error).splitlines() if "begins at" in line]
-    assert line.startswith("in the order of backward it begins at layers.2.")
+    assert line.startswith("in the order of backward the spike begins at layers.2.")
     assert "; layers.3." in line
     grown, before = map(float, re.findall(r"\(([\d.]+) times its running mean\)", line))
     assert 30 < grown < 150
@@ -572,9 +572,9 @@ def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
             other.load_state_dict(state)
         texts = [str(one.message) for one in told]
     assert len(texts) == 3
-    assert any("w.2" in text and "the state says nothing" in text for text in texts)
+    assert any("w.2" in text and "the state does not have" in text for text in texts)
     assert any("rule spikes" in text and "`sigmas`" in text and "`times`" in text for text in texts)
-    assert any("rule new" in text and "begins anew" in text for text in texts)
+    assert any("rule new" in text and "the rule restarts" in text for text in texts)
     assert other.step == 60
     assert learnt(other) == []
 

@@ -81,11 +81,11 @@ def test_with_or_without_a_nan_trap_it_goes_by_the_order_of_backward(
     guarded: bool, parts: int, per: str
 ) -> None:
     line = stopped("layer 2", guarded=guarded, parts=parts, per=per)[-1]
-    assert line.startswith("in the order of backward it begins at 1.0.bias (")
+    assert line.startswith("in the order of backward the spike begins at 1.0.bias (")
     assert "; 2.0.weight (" in line
     line = stopped("loss", guarded=guarded, parts=parts, per=per)[-1]
     assert line.startswith("the first gradient of the backward pass is large already, 4.0.bias")
-    assert "it came with the loss" in line
+    assert "the spike came with the loss" in line
 
 
 def test_the_order_is_not_that_of_the_model() -> None:
@@ -107,7 +107,7 @@ def test_the_order_is_not_that_of_the_model() -> None:
         with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
             optimizer.step()
     line = str(caught.value).splitlines()[-1]
-    assert "in the order of backward it begins at a.weight" in line
+    assert "in the order of backward the spike begins at a.weight" in line
     assert "; b.weight" in line
 
 
@@ -115,7 +115,7 @@ def test_the_order_is_not_that_of_the_model() -> None:
 def test_of_two_optimizers_the_one_does_not_speak_of_what_came_before(guarded: bool) -> None:
     for where in ("layer 2", "loss"):
         line = stopped(where, guarded=guarded, optimizers=("01", "234"))[-1]
-        assert "of the gradients that the rule judges here the first" in line
+        assert "of the gradients that the rule judges here, the first" in line
         assert "large already, 1.0.bias" in line
         assert "4.0.bias, 4.0.weight, 3.0.bias and 3 more" in line
         assert "came with the loss" not in line
@@ -125,7 +125,7 @@ def test_of_two_optimizers_the_one_does_not_speak_of_what_came_before(guarded: b
 
 def test_what_comes_between_is_named_where_another_optimizer_has_it() -> None:
     line = stopped("layer 2", optimizers=("014", "23"))[-1]
-    assert "it begins at 1.0.bias" in line
+    assert "the spike begins at 1.0.bias" in line
     assert "; 4.0.weight (" in line
     assert "which the rule does not judge here (3.0.bias, 3.0.weight, 2.0.bias and 1 more)" in line
 
@@ -172,7 +172,7 @@ def test_passes_that_reach_different_parameters_have_no_common_order() -> None:
             optimizer.step()
     line = str(caught.value).splitlines()[-1]
     assert "the order of backward is not known" in line
-    assert "where it began cannot be told from these" in line
+    assert "these norms do not show where the spike began" in line
 
 
 def test_the_event_of_a_clip_names_what_carries_most() -> None:
@@ -224,7 +224,7 @@ def test_a_layer_is_blamed_where_the_loss_is_a_little_larger_as_well(loss: float
         with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
             optimizer.step()
     line = str(caught.value).splitlines()[-1]
-    assert line.startswith("in the order of backward it begins at 1.0.bias (")
+    assert line.startswith("in the order of backward the spike begins at 1.0.bias (")
     assert "the loss" not in line
 
 
@@ -245,7 +245,7 @@ def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> No
         with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
             optimizer.step()
     text = str(caught.value)
-    assert "it came with the loss" not in text
+    assert "the spike came with the loss" not in text
     assert "look at this layer" not in text
 
 
@@ -265,7 +265,9 @@ def test_by_smallest_norms_no_origin_is_named() -> None:
                 optimizer.step()
         spikes = [event.message for event in session.events if event.kind == "spike"]
     assert spikes
-    assert not [text for text in spikes if "came with the loss" in text or "it begins at" in text]
+    assert not [
+        text for text in spikes if "came with the loss" in text or "the spike begins at" in text
+    ]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class TestTransformers:
         with pytest.raises(GradSurgeonError) as raised:
             train(tmp_path, callback, STEPS, True)
         assert str(raised.value).startswith(f"{path}: ")
-        assert "the rules begin anew" in str(raised.value)
+        assert "the rules restart what they learn" in str(raised.value)
         assert is_free(model)
         session: Any = callback.session
         assert session._attachment.removed

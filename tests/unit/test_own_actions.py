@@ -355,7 +355,7 @@ class TestRefused:
         mine = gradsurgeon.Statistic(lambda grad, _: grad.sum(), merge="sum")
         with pytest.raises(ValueError, match="there is a statistic 'l2' already"):
             gradsurgeon.add_statistic("l2", mine)
-        with pytest.raises(ValueError, match="is no name of a statistic"):
+        with pytest.raises(ValueError, match="is not a name for a statistic"):
             gradsurgeon.add_statistic("my stat", mine)
 
     def test_a_statistic_must_say_how_it_is_merged(self) -> None:

@@ -341,6 +341,6 @@ class TestProblems:
         with pytest.raises(TypeError) as caught:
             gradsurgeon.load(rules)
         assert str(caught.value) == (
-            "a list of rules holds rules built in Python, this one holds a dict: give the whole file "
+            "a list of rules must contain rules built in Python, but this one contains a dict: give the whole file "
             'as a dict, {"version": 1, "rules": [...]}'
         )

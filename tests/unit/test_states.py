@@ -142,18 +142,18 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "another size": (
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(2, 1),
-        "'kept' is of size (2, 1) and, of 4 parameters, should be of (3, 1)",
+        "'kept' is of size (2, 1) and, for 4 parameters, should be of (3, 1)",
     ),
     "a step beyond all": (("step",), 10**30, "should be less than or equal to 9007199254740992"),
     "a name twice": (
         ("rules", "spikes", "statistics", 0, "params", 1),
         "0.weight",
-        "the statistic 0 names a parameter twice",
+        "statistic 0 names a parameter twice",
     ),
     "a name less": (
         ("rules", "spikes", "statistics", 0, "params"),
         ["0.weight"],
-        "'usual' is of size (4,) and, of 1 parameters, should be of (1,)",
+        "'usual' is of size (4,) and, for 1 parameters, should be of (1,)",
     ),
 }
 
@@ -201,7 +201,7 @@ def test_what_is_damaged_is_named_and_changes_nothing(name: str, state: Any) -> 
             session.load_state_dict(state)
         assert " in the state of a session; nothing was changed\n" in str(raised.value)
         assert told in str(raised.value)
-        assert "go on from another one" in str(raised.value)
+        assert "resume from another one" in str(raised.value)
         assert same(session.state_dict(), before)
 
 
@@ -246,7 +246,7 @@ def test_a_rank_without_a_file_goes_on_from_that_of_the_first_one_and_says_so(
         found.load(controller(other))
         assert same(other.state_dict(), session.state_dict())
         (event,) = other.events
-    told = f"rank 2 has no state in {tmp_path}, and goes on from that of rank 0"
+    told = f"rank 2 has no state in {tmp_path}, and resumes from the state of rank 0"
     assert (event.kind, event.message, event.step) == ("notice", told, STEPS)
     state_file.write(tmp_path, controller(session))
     assert {path.name for path in tmp_path.iterdir()} == {"state-0.pt", "state-2.pt"}
@@ -280,10 +280,12 @@ def test_a_file_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
     assert str(raised.value).startswith(f"{path}: ")
     told = {
         "folder": "cannot be read: Is a directory",
-        "no state": "this is no state of a session",
-        "code": "it holds objects that would run code (opcode NEWOBJ); go on",
+        "no state": "this is not the state of a session",
+        "code": "it holds objects that would run code (opcode NEWOBJ); resume",
     }
-    assert told.get(damage, "is damaged, no whole file of `torch.save`; go on") in str(raised.value)
+    assert told.get(damage, "is damaged, no whole file of `torch.save`; resume") in str(
+        raised.value
+    )
     assert "weights_only" not in str(raised.value)
 
 

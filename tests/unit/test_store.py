@@ -76,7 +76,7 @@ def test_what_a_step_takes_is_what_the_documents_say() -> None:
     assert (len(records), records.dropped) == (rows, 1)
     readme = pathlib.Path(__file__).parents[2] / "README.md"
     told_of_rows = " ".join(str(gradsurgeon.apply.__doc__).split())
-    assert "up to 64 MiB, of which a step takes 160 bytes per rule and statistic" in told_of_rows
+    assert "up to 64 MiB: a step uses 160 bytes per rule and statistic" in told_of_rows
     assert "in memory, at most 64 MiB" in readme.read_text("utf-8")
 
 
