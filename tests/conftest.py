@@ -127,9 +127,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(
         "largest difference from one process / from the same set-up without rules"
     )
-    for action in dict.fromkeys(action for _, action in table):
+    # Several processes report in any order.
+    for action in sorted({action for _, action in table}):
         terminalreporter.write_line(action)
-        for setup in dict.fromkeys(setup for setup, _ in table):
+        for setup in sorted({setup for setup, _ in table}):
             terminalreporter.write_line(f"  {setup:<44}{table.get((setup, action), 'not run')}")
 
 

@@ -183,13 +183,19 @@ def _insert(text: str, anchor: str, code: str) -> str:
     return text.replace(f"{anchor}\n", f"{anchor}\n{code}\n")
 
 
-def trained(record: Path) -> list[Trained]:
-    """Return the models that have records, whichever directory they are in; steps without gaps."""
+def trained(record: Path, *, merged: bool = False) -> list[Trained]:
+    """Return the models that have records, whichever directory they are in; steps without gaps.
+
+    Args:
+        record: the directory.
+        merged: whether rank 0 alone has rows, because it merges the parts of all ranks.
+    """
     found = []
     for file in sorted(record.rglob("run.json")):
         with gradsurgeon.open_run(file.parent) as run:
             ranks = [_steps(run, rank) for rank in run.ranks]
-            assert all(own == ranks[0] for own in ranks), (file, ranks)
+            others = [] if merged else ranks[0]
+            assert all(own == others for own in ranks[1:]), (file, ranks)
             start, count = min(ranks[0], default=0), len(ranks[0])
             assert ranks[0] == list(range(start, start + count)), (file, ranks[0])
             origin = run.meta["model"]["origin"]

@@ -44,7 +44,7 @@ class TestExplain:
             "",
             "A factor of zero does not remove a NaN.",
         ]
-        assert "\nUse `zero`, which writes zeros over whatever is there.\n" in done.stdout
+        assert "\nUse `zero`, which overwrites every element with zero.\n" in done.stdout
         rule = "  - id: no-bias\n    action: scale\n"
         assert f"\nFound:\n\n```yaml\nversion: 1\nrules:\n{rule}" in done.stdout
         assert max(map(len, lines)) <= 100
@@ -103,7 +103,7 @@ class TestExplain:
         )
         assert "    # gradient  [3, 4]\n    # recorded  l2 5\n" in norms
         assert "    # gradient  [1, nan]\n    # trips     yes\n" in trap
-        assert " It takes no `at`: it looks after each backward pass" in trap
+        assert " It has no `at`: it looks after each backward pass" in trap
 
     @pytest.mark.parametrize("action", sorted(ACTIONS))
     def test_the_examples_can_be_pasted(

@@ -237,7 +237,7 @@ def test_an_editor_tells_what_a_key_means(
         5: "Shorten a gradient that is longer than a bound",
         6: "Patterns of parameter names",
         7: "The moment at which the rule acts",
-        8: "The longest that is left alone",
+        8: "The largest norm that stays as it is",
     }
     for line, said in words.items():
         assert said in editor.hover(file, line, 2 if line < 4 else 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,16 +106,14 @@ def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) 
 @pytest.mark.slow
 def test_a_diagnosis_shows_where_it_was_born(outputs: list[dict[str, Any]]) -> None:
     diagnosis = page(outputs, "diagnosis")
-    assert diagnosis.texts[:4] == [
-        *("diagnosis: ", "NaN born in the forward pass of the root (Root): aten.sqrt"),
-        # All that came out is NaN: nothing finite proves that the replay made the same.
-        *("certainty: ", "partial"),
-    ]
-    incoming, outgoing = diagnosis.rows("tensor")
-    assert incoming[:8] == ["in", "self", "[1, 1]", "float32", "0", "0", "0", "1"]
-    assert float(incoming[8]) == pytest.approx(-(1 - 0.1 * sum(gradients())), rel=1e-3)
-    assert outgoing[:8] == ["out", "", "[1, 1]", "float32", "1", "0", "0", "1"]
-    assert any("return super().forward(x).sqrt()" in text for text in diagnosis.texts)
+    text = "".join(diagnosis.texts)
+    # All outputs are NaN: nothing finite proves that the replay made the same output.
+    assert text.startswith(
+        "diagnosis (partial): NaN born in the forward pass of the root (Root): aten.sqrt\n"
+    )
+    least = -(1 - 0.1 * sum(gradients()))
+    assert re.search(rf"\n +input .*\[1, 1\].*{least:.3g}", text), text
+    assert "return super().forward(x).sqrt()" in text
 
 
 @pytest.mark.slow

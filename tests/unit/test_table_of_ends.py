@@ -22,12 +22,12 @@ def test_it(record_property, setup, action):
 """
 TABLE = """
 largest difference from one process / from the same set-up without rules
-scale
-  one process                                 one process with scale
-  DDP                                         DDP with scale
 clamp
-  one process                                 one process with clamp
   DDP                                         not run
+  one process                                 one process with clamp
+scale
+  DDP                                         DDP with scale
+  one process                                 one process with scale
 """
 
 
