@@ -59,7 +59,7 @@ def _spikes(run: Run) -> Iterator[Event]:
 
 def summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
     for path, _, events in found:
-        # What several ranks note of a step counts once, as in the report.
+        # An event that several ranks note of a step counts once, as in the report.
         numbers = by_kind(events)
         for kind in kinds:
             if number := numbers[kind]:

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems += [text for text in unknown if text not in problems]
     for line in (*problems, *summary(found, kinds)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
-    # What cannot be read is not taken for clean.
+    # A run that cannot be read counts as a failure.
     return 2 if problems else int(bool(found))
 
 
@@ -144,7 +144,7 @@ def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:
 
 def why_no_page(name: str) -> str:
     """Return why a page cannot be written to a file of this name, nothing if it can."""
-    # Of an empty name the path is the directory that one is in.
+    # The path of an empty name is the current directory.
     place = Path(name)
     if name == "-" or (place.exists() and not place.is_file()):
         return f"--html: `{printable(name)}` is no file that a browser can open: name one, such as report.html"

@@ -65,6 +65,9 @@ class BackwardWatch:
         self._events = events
         self.scaling = context.scaling
         self._watched = list(context.program.watched)
+        # The shapes of all parameters, by which all ranks tell several models apart.
+        params = context.parameters.params()
+        self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
         self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
@@ -157,7 +160,7 @@ class BackwardWatch:
             averaging: the `DistributedDataParallel` wrappers that averaged gradients in the pass.
         """
         with lock:
-            reached = self._reached(running)
+            reached = self._reached(running, averaging)
             if reached is None:
                 tensors = self._changed(before)
             else:
@@ -224,15 +227,19 @@ class BackwardWatch:
                     tensors = self._changed(before).union(seen.order)
                 self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
 
-    def _reached(self, running: RunningPass) -> set[int] | None:
+    def _reached(self, running: RunningPass, averaging: Sequence[Any] = ()) -> set[int] | None:
         """Return the tensors that a pass reaches, if other threads also ran passes.
+
+        DDP also writes an average into parameters that only the graphs of other ranks reach.
 
         ``None`` if only one thread ran passes, or if the leaves of the graph are not the parameters (sharding).
         """
         params = self._context.parameters
         if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
             return None
-        return set(params.owned(running.graph.leaves())).intersection(self._watched)
+        averaged = (param for wrapper in averaging for param in _dist.averaged_by(wrapper))
+        reached = params.owned([*running.graph.leaves(), *averaged])
+        return set(reached).intersection(self._watched)
 
     def _take_seen(self, reached: set[int] | None) -> Seen:
         if reached is not None and not reached:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -150,8 +151,9 @@ def _training(
                 watch.failed(running, begun.get(watch), averaging)
             raise
         averaging = data_parallel.ended(running.reaches)
-        for watch, before in begun.items():
-            watch.end(running, before, averaging)
+        # Ranks may wait for each other here, and may have made their sessions in different orders.
+        for watch in sorted(begun, key=attrgetter("shapes")) if len(begun) > 1 else begun:
+            watch.end(running, begun[watch], averaging)
 
 
 def _begin(call: BackwardCall) -> RunningPass:

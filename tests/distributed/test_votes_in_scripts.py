@@ -82,6 +82,15 @@ def test_ranks_wait_for_one_diagnosis_and_not_for_the_next(ranks: list[dict[str,
     assert other["took"] < LIMIT + 6
 
 
+@pytest.mark.parametrize("part", ["in_another_order", "beside_a_thread"])
+def test_ranks_do_not_wait_for_a_session_that_comes_later(
+    ranks: list[dict[str, Any]], part: str
+) -> None:
+    for rank in ranks:
+        assert rank[part]["events"] == []
+        assert rank[part]["took"] < LIMIT / 2
+
+
 def test_votes_go_on_in_process_groups_that_are_made_anew(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["begun_anew"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -166,6 +167,57 @@ def missed_meeting() -> dict[str, Any]:
     return {**script.told(), "took": time.monotonic() - began}
 
 
+def in_another_order() -> dict[str, Any]:
+    """Train two models by one loss; the ranks put the rules on in different orders."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    ddps = [DistributedDataParallel(net) for net in nets]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    sessions = {
+        place: gradsurgeon.apply(nets[place], trap(), optimizer=optimizers[place])
+        for place in ((0, 1) if dist.get_rank() else (1, 0))
+    }
+    began = time.monotonic()
+    for _ in range(2):
+        sum((ddp(torch.ones(2, 4)).sum() for ddp in ddps), torch.zeros(())).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    took = time.monotonic() - began
+    events = [event.kind for session in sessions.values() for event in session.events]
+    for session in sessions.values():
+        session.remove()
+    return {"events": events, "took": took}
+
+
+def beside_a_thread() -> dict[str, Any]:
+    """Leave a branch that has rules out on rank 1, while another thread runs backward passes."""
+    torch.manual_seed(0)
+    trunk, branch = nn.Linear(4, 4), nn.Linear(4, 4)
+    net = nn.ModuleDict({"trunk": trunk, "branch": branch})
+
+    def forward(both: bool) -> Tensor:  # as DDP hands it on
+        hidden: Tensor = trunk(torch.ones(2, 4))
+        return hidden + branch(hidden) if both else hidden
+
+    net.forward = forward
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session = gradsurgeon.apply(branch, trap(), optimizer=optimizer)
+    # A thread that has run a pass counts from then on.
+    other = threading.Thread(target=lambda: nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward())
+    other.start()
+    other.join()
+    began = time.monotonic()
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(dist.get_rank() == 0 or step % 2 == 0).sum().backward()
+        optimizer.step()
+    took = time.monotonic() - began
+    events = [event.kind for event in session.events]
+    session.remove()
+    return {"events": events, "took": took}
+
+
 def begun_anew() -> dict[str, Any]:
     """Destroy the process groups and make them anew, with another store."""
     script = Script()
@@ -194,6 +246,8 @@ def main() -> dict[str, Any]:
         accumulated,
         repaired,
         missed_meeting,
+        in_another_order,
+        beside_a_thread,
         begun_anew,
     )
     return {part.__name__: part() for part in parts}
