@@ -23,7 +23,7 @@ from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules
 from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
-from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
+from gradsurgeon.runtime.manual_steps import NO_PARAMETER, ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import (
@@ -319,10 +319,9 @@ class Controller:
         return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
 
     def _count_due_rules(self, counter: StepCounter) -> None:
-        if not self.context.event_log.silent:
-            return
-        of, owned = self._module_counters.of, self.steps.owned
-        count_due_rules(self.context, counter, of, owned=owned, arrived=self.model.arrived)
+        if self.context.event_log.silent:
+            of, owned = self._module_counters.of, self.steps.owned
+            count_due_rules(self.context, counter, of, owned=owned, arrived=self.model.arrived)
 
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
         """Return whether an update can follow a pass; if not, and updates are manual, emit a notice once."""
@@ -336,11 +335,7 @@ class Controller:
         if not (self.manual.declared or event_log.is_noticed("no parameter")) and (
             self.manual.active or not self.expects_update()
         ):
-            text = (
-                "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
-                "with other tensors, inputs=), so it does not count as a step; if the script updates other tensors "
-                f"instead of the parameters, {how_to_tick(self.context)} right before each update"
-            )
+            text = NO_PARAMETER.format(tick=how_to_tick(self.context))
             event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
 

@@ -34,6 +34,12 @@ _TAKEN_OVER = (
     "the count continues from there; create it before the first backward pass, or pass apply(..., optimizer=)"
 )
 
+NO_PARAMETER = (
+    "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
+    "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
+    "right before each update"
+)
+
 
 def how_to_tick(context: Context) -> str:
     if context.outside:
