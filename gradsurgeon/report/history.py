@@ -191,11 +191,13 @@ class _Part:
 
     def ends(self, row: int) -> tuple[float, float]:
         """Return the first and the last norm of a tensor."""
-        places = np.flatnonzero(self.there[row])[[0, -1]]
+        places = np.flatnonzero(self.there[row])[[0, -1]].tolist()
         if self.exact:
             return float(self.raw[row, places[0]]), float(self.raw[row, places[1]])
-        pairs = [self.pairs(row, place, place + 1) for place in places]
-        return float(pairs[0][1][0]), float(pairs[1][1][-1])
+        begin, end = (self.pairs(row, place, place + 1)[1] for place in places)
+        if not (len(begin) and len(end)):
+            raise cast("StoredSeries", self.series).damaged()
+        return float(begin[0]), float(end[-1])
 
     def pairs(self, row: int, start: int, stop: int) -> tuple[Ints, Floats]:
         """Return steps and norms of one tensor in some chunks, which are read anew."""
@@ -456,7 +458,9 @@ def _zero_since(
     part, row = parts[0]
     if not part.exact and len(parts) == 1:
         near, values = part.pairs(row, alive, alive + 2)
-        rest = near[np.flatnonzero(values != 0)[-1] + 1 :]
+        if not len(nonzero := np.flatnonzero(values != 0)):
+            raise cast("StoredSeries", part.series).damaged()
+        rest = near[nonzero[-1] + 1 :]
         return int(rest[0]) if len(rest) >= _DEAD else None
     # An expert that is rarely chosen rests as long between two choices.
     pauses = np.diff(np.flatnonzero((there & ~dead)[there]), prepend=-1)
