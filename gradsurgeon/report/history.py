@@ -430,7 +430,7 @@ def _joined(
 
     A tensor moves to a new series when another optimizer claims it. Where a step has one record, the later counts.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 and once:
         part, row = parts[0]
         return part.steps, part.tops[row], part.lows[row], part.bad[row], part.there[row]
     fields = [
@@ -438,10 +438,12 @@ def _joined(
         for part, row in parts
     ]
     steps, tops, lows, bad, there = (np.concatenate(field) for field in zip(*fields, strict=True))
-    # A row without the tensor says nothing where another series has it.
+    # A row without the tensor says nothing if another series, or another call, has it in the same step.
     order = np.lexsort((there, steps))
     if once:
         order = order[np.append(np.diff(steps[order]) > 0, [True])]
+    else:
+        order = order[there[order] | ~np.isin(steps[order], steps[there])]
     return steps[order], tops[order], lows[order], bad[order], there[order]
 
 
