@@ -85,7 +85,7 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> Iterator[str]:
     first = min(begin for begin, _ in spans.values())
     last = max(end for _, end in spans.values())
     names = listed([track.name for track in bad if spans[track.name][0] == first])
-    again = all(int(track.steps[-1]) > last for track in bad)
+    again = all(math.isfinite(track.last) for track in bad)
     until = f"until step {last}, finite again since" if again else ""
     text = f"{_word('non-finite', kind)}: {count(len(bad), nouns(kind))}, first at step {first}: {names}"
     yield f"{text}; {until}" if until else text

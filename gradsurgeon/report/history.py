@@ -50,6 +50,7 @@ class Track:
         tops: the largest finite norm, NaN where there is none.
         bad: how many norms were not finite.
         there: whether the tensor had a gradient, or a value.
+        nonfinite_steps: the first and the last step with a non-finite norm, -1 if there is none.
         first: the first norm.
         median: of all finite norms.
         largest: the largest finite norm.
@@ -66,6 +67,7 @@ class Track:
     tops: Floats
     bad: Ints
     there: Flags
+    nonfinite_steps: tuple[int, int]
     first: float
     median: float
     largest: float
@@ -78,12 +80,6 @@ class Track:
     @property
     def nonfinite(self) -> int:
         return int(self.bad.sum())
-
-    @property
-    def nonfinite_steps(self) -> tuple[int, int]:
-        """The first and the last step with a non-finite norm; only if there is one."""
-        steps = self.steps[self.bad > 0]
-        return int(steps[0]), int(steps[-1])
 
     @property
     def is_zero(self) -> bool:
@@ -215,9 +211,11 @@ class History:
 
     def _track(self, name: str, source: Source) -> Track:
         parts = self._by_source[source, name]
-        steps, tops, bad, there = joined(parts, once=source.point not in _OF_EACH_CALL)
-        part, row = parts[0]
-        first, last = part.ends(row)[0], max(parts, key=lambda one: one[0].steps[-1])[0:2]
+        is_once = source.point not in _OF_EACH_CALL
+        steps, tops, bad, there = joined(parts, once=is_once)
+        # Where a step has one record, the later series counts.
+        begin, begin_row = min(parts[::-1] if is_once else parts, key=lambda one: _span(one)[0])
+        end, end_row = max(parts[::-1], key=lambda one: _span(one)[1])
         finite = tops[~np.isnan(tops)].astype(float)
         sample = np.concatenate([part.sample[row] for part, row in parts])
         usual = sample[np.isfinite(sample)].astype(float)
@@ -228,10 +226,11 @@ class History:
             tops,
             bad,
             there,
-            first=first,
+            nonfinite_steps=_nonfinite_steps(parts, steps, bad),
+            first=begin.ends(begin_row)[0],
             median=float(np.median(usual)) if len(usual) else np.nan,
             largest=float(finite.max()) if len(finite) else np.nan,
-            last=last[0].ends(last[1])[1],
+            last=end.ends(end_row)[1],
             spike=self._spike(parts, steps, tops),
             zero_since=_zero_since(parts, steps, tops, bad, there),
             growth=_growth(finite),
@@ -247,6 +246,7 @@ class History:
         # The sample tells what is usual around a chunk, and only chunks that stand out from it are read.
         near = part.usual[row]
         with np.errstate(all="ignore"):
+            near = np.where(near > 0, near, np.nanmedian(part.sample[row]))
             bounds = np.where(near > 0, tops / near, 0)
         found = []
         for chunk in np.argsort(-bounds, kind="stable")[:_CHUNKS].tolist():
@@ -317,6 +317,28 @@ def _sampled_wholes(parts: Sequence[tuple[Part, list[int]]], first: Part) -> Flo
     return found
 
 
+def _span(of: tuple[Part, int]) -> tuple[int, int]:
+    """Return the first and the last step of a tensor in one series."""
+    part, row = of
+    steps = part.steps[part.there[row]]
+    return int(steps[0]), int(steps[-1])
+
+
+def _nonfinite_steps(parts: Sequence[tuple[Part, int]], steps: Ints, bad: Ints) -> tuple[int, int]:
+    if not bad.any():
+        return -1, -1
+    if parts[0][0].exact:
+        found = steps[bad > 0]
+        return int(found[0]), int(found[-1])
+    near = []
+    for part, row in parts:
+        places = np.flatnonzero(part.bad[row]).tolist()
+        for place in {*places[:1], *places[-1:]}:
+            of_chunk, values = part.pairs(row, place, place + 1)
+            near += of_chunk[~np.isfinite(values)].tolist()
+    return min(near, default=-1), max(near, default=-1)
+
+
 def _zero_since(
     parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats, bad: Ints, there: Flags
 ) -> int | None:
@@ -330,11 +352,16 @@ def _zero_since(
     part, row = parts[0]
     if not part.exact and len(parts) == 1:
         near, values = part.pairs(row, alive, alive + 2)
-        rest = near[np.flatnonzero(values != 0)[-1] + 1 :]
-        return int(rest[0]) if len(rest) >= _DEAD else None
+        if not len(nonzero := np.flatnonzero(values != 0)):
+            raise part.damaged()
+        rest = near[nonzero[-1] + 1 :]
+        number = len(rest) + CHUNK * max(0, len(after) - 1)
+        pauses = np.append(np.diff(nonzero, prepend=-1), CHUNK * (np.diff(places, prepend=-1) - 1))
+    else:
+        rest, number = after, len(after)
+        pauses = np.diff(np.flatnonzero((there & ~dead)[there]), prepend=-1)
     # An expert that is rarely chosen rests as long between two choices.
-    pauses = np.diff(np.flatnonzero((there & ~dead)[there]), prepend=-1)
-    return int(after[0]) if len(after) >= max(_DEAD, 3 * int(pauses.max())) else None
+    return int(rest[0]) if number >= max(_DEAD, 3 * int(pauses.max())) else None
 
 
 def _growth(finite: Floats) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from gradsurgeon.errors import RecordError
 from gradsurgeon.store import WholeSeries
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.tables import arrays
@@ -105,8 +106,15 @@ class Part:
             if present[0, column]:
                 found.append(float(values[0, column]))
             else:
-                found.append(float(self.pairs(row, place, place + 1)[1][end]))
+                values = self.pairs(row, place, place + 1)[1]
+                if not len(values):
+                    raise self.damaged()
+                found.append(float(values[end]))
         return found[0], found[1]
+
+    def damaged(self) -> RecordError:
+        """Return the error for summaries that do not fit their rows."""
+        return cast("StoredSeries", self.series).damaged()
 
     def pairs(self, row: int, start: int, stop: int) -> tuple[Ints, Floats]:
         """Return steps and norms of one tensor in some chunks, which are read anew."""
@@ -138,13 +146,15 @@ def joined(parts: Sequence[tuple[Part, int]], *, once: bool) -> tuple[Ints, Floa
 
     A tensor moves to a new series when another optimizer claims it. Where a step has one record, the later counts.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 and once:
         part, row = parts[0]
         return part.steps, part.tops[row], part.bad[row], part.there[row]
     fields = [(part.steps, part.tops[row], part.bad[row], part.there[row]) for part, row in parts]
     steps, tops, bad, there = (np.concatenate(field) for field in zip(*fields, strict=True))
-    # A row without the tensor says nothing where another series has it.
+    # A row without the tensor says nothing if another series, or another call, has it in the same step.
     order = np.lexsort((there, steps))
     if once:
         order = order[np.append(np.diff(steps[order]) > 0, [True])]
+    else:
+        order = order[there[order] | ~np.isin(steps[order], steps[there])]
     return steps[order], tops[order], bad[order], there[order]

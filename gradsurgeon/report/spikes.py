@@ -41,7 +41,7 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     """Return the norm that stands out most from its own past, None if none does.
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
-    spread on a log scale, and if the next few norms are lower again.
+    spread around a trend on a log scale, and if the next few norms are lower again.
 
     Args:
         steps: shape ``[n]``, ascending.
@@ -85,12 +85,12 @@ def _times(values: Floats, places: Ints) -> Floats:
     with np.errstate(all="ignore"):
         usual = np.nanmedian(past, axis=1)
         logs = np.where(past > 0, np.log(np.where(past > 0, past, 1.0)), np.nan)
-        spread = _NORMAL * _row_median(np.abs(logs - np.log(usual)[:, None]))
+        trend = _trend(logs)
+        spread = _NORMAL * _row_median(np.abs(logs - trend[:, :-1]))
         peak = values[places]
         times = np.where(usual > 0, peak / usual, 0.0)
-        stands_out = (
-            np.log(times, where=times > 0, out=np.full(len(times), -np.inf)) > _SPREADS * spread
-        )
+        above = np.log(peak) - np.fmax(np.log(usual), trend[:, -1])
+        stands_out = above > _SPREADS * spread
         # What comes after it to stay is a new level; at the end the steps right before it decide.
         few = np.isfinite(after).sum(axis=1) < _FALLS
         falls = np.where(
@@ -99,6 +99,16 @@ def _times(values: Floats, places: Ints) -> Floats:
             peak > _FALLS * _row_median(after),
         )
     return np.where(stands_out & falls, times, 0.0)
+
+
+def _trend(logs: Floats) -> Floats:
+    """Return a straight line through each row and one step on: a norm that only falls or grows has no spread."""
+    halves = logs[:, : PAST // 2], logs[:, PAST // 2 :]
+    known = np.all([np.isfinite(half).any(axis=1) for half in halves], axis=0)
+    early, late = map(_row_median, halves)
+    slope = np.where(known, (late - early) / (PAST // 2), 0.0)
+    line = slope[:, None] * np.arange(PAST + 1)
+    return np.asarray(line + _row_median(logs - line[:, :-1])[:, None])
 
 
 def _row_median(rows: Floats) -> Floats:

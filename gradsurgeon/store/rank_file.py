@@ -202,6 +202,10 @@ class StoredSeries:
         )
         return 0 if top is None else int(top) - self._low + 1
 
+    def damaged(self) -> RecordError:
+        """Return an error: what the file says of this series does not fit together."""
+        return self._file.damaged("its summaries do not fit its rows")
+
     def ends(self) -> tuple[int, ...]:
         last = max(0, len(self) - 1)
         return tuple(row.step for start in (0, last) for row in self.rows(start, start + 1))

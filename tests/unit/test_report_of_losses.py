@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from commands import call_here
+from gradsurgeon.report.loss_lines import compared_remarks
+from gradsurgeon.report.signed_curve import by_step, means_of, runs_below
 from html_views import Page
 from runs import meta, values
 
@@ -20,11 +22,9 @@ from gradsurgeon import RecordError, open_run
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.live import LiveRun
-from gradsurgeon.report.loss_lines import compared_remarks
-from gradsurgeon.report.losses import MOST_VALUES, Compared, split_pair
+from gradsurgeon.report.losses import Compared, split_pair
 from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import screen
-from gradsurgeon.report.signed_curve import by_step, means_of, runs_below
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
@@ -100,6 +100,16 @@ def report_of(path: pathlib.Path) -> dict[str, Any]:
         return to_dict(from_run(opened))
 
 
+def in_memory_of(path: pathlib.Path) -> dict[str, Any]:
+    """Return the report of a session with the records of a run."""
+    records = Records()
+    with open_run(path) as opened:
+        for series in opened:
+            for row in series.rows():
+                records.add(series.key, row.step, row.values.tobytes(), row.absent)
+    return to_dict(Report("t", (), rules_of("tasks"), {}, records))
+
+
 def recorded(
     by_stat: Mapping[str, Sequence[Row]], names: Sequence[str], rule: str = "tasks"
 ) -> Records:
@@ -113,17 +123,13 @@ def recorded(
 def compared(cosines: Sequence[Row], names: Sequence[str], losses: Sequence[str]) -> Compared:
     records = recorded({"cosine": cosines}, names)
     report = Report("t", (), rules_of("tasks", losses=losses), {}, records)
-    (found,) = report.of_losses().compared
+    (found,) = report.losses.compared
     return found
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_the_numbers_are_those_of_the_rows(
-    run: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if long:
-        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
-    (found,) = report_of(run)["conflicts"]
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -> None:
+    (found,) = (in_memory_of(run) if in_memory else report_of(run))["conflicts"]
     assert {key: found[key] for key in ("rule", "losses", "steps", "one_call_in")} == {
         "rule": "tasks",
         "losses": list(LOSSES),
@@ -234,7 +240,7 @@ def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: path
         assert "norms: no l2 recorded; recorded: cosine, distance, linf," in str(from_run(opened))
     # A statistic of somebody's own may be called like one of these.
     records = recorded({"weight": [[1.0]], "cosine": [[0.5]]}, ["a.weight"])
-    of_losses = Report("t", (), rules_of("tasks", losses=()), {}, records).of_losses()
+    of_losses = Report("t", (), rules_of("tasks", losses=()), {}, records).losses
     assert not of_losses.compared
     assert not of_losses.combined
 
@@ -253,16 +259,11 @@ def test_of_several_ranks_it_is_the_lowest(tmp_path: pathlib.Path) -> None:
             (2, -0.25),
         ]
         assert opened.latest("seg", "weight") == 1.0
-        (found,) = from_run(opened).of_losses().compared
+        (found,) = from_run(opened).losses.compared
     assert found.pairs[0].cosine == pytest.approx(-0.3125, abs=1e-6)
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_another_rank_adds_pairs_that_only_it_has(
-    tmp_path: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if long:
-        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> None:
     writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
     for writer, names in zip(writers, (("seg/depth",), ("seg/depth", "seg/edges")), strict=True):
         rank = writer.rank
@@ -270,7 +271,7 @@ def test_another_rank_adds_pairs_that_only_it_has(
         writer.add(key, 0, values(*[0.5 - rank] * len(names)), frozenset())
         writer.close()
     with open_run(tmp_path / "run") as opened:
-        (found,) = from_run(opened).of_losses().compared
+        (found,) = from_run(opened).losses.compared
     assert [(one.name, one.curve) for one in found.pairs] == [
         ("seg/depth", [(0, 0.5)]),
         ("seg/edges", [(0, -0.5)]),
@@ -400,7 +401,7 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
     for step in range(4):
         key, row = (first, [0.5]) if step % 2 else (both, [-0.5, 0.25, 0.0])
         records.add(key, step, values(*row))
-    (found,) = Report("t", (), rules_of("tasks"), {}, records).of_losses().compared
+    (found,) = Report("t", (), rules_of("tasks"), {}, records).losses.compared
     assert [one.curve for one in found.pairs][:2] == [
         [(0, -0.5), (1, 0.5), (2, -0.5), (3, 0.5)],
         [(0, 0.25), (2, 0.25)],
@@ -411,11 +412,8 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
     run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 26)
-    for on_disk in (False, True):
-        monkeypatch.setattr(
-            "gradsurgeon.report.sources._MOST_VALUES", 0 if on_disk else MOST_VALUES
-        )
-        (found,) = report_of(run)["conflicts"]
+    for report in (report_of(run), in_memory_of(run)):
+        (found,) = report["conflicts"]
         assert found["one_call_in"] == 2
         assert found["pairs"][0]["cosine"] == pytest.approx(-0.125, abs=1e-6)
         assert [one["calls"] for one in found["pairs"]] == [2, 2, 2]
