@@ -19,9 +19,8 @@ from gradsurgeon.report.loss_lines import (
     weight_rows,
 )
 from gradsurgeon.report.losses import Combined, Compared, Pair
-from gradsurgeon.report.page_values import line_data, number
+from gradsurgeon.report.page_values import Line, line_data, number
 from gradsurgeon.report.signed_curve import Curve, by_step, means_of
-from gradsurgeon.report.whole_norm import Line
 
 _PAIRS, _MATRICES, _CURVES, _WEIGHTS = 100, 12, 8, 20
 # Points of a curve: fewer than pixels, and enough to see since when.

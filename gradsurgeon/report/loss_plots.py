@@ -21,7 +21,7 @@ _CURVES, _POINTS = 10, 800
 def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw cosines of pairs and weights: of those that conflict most, or of those that are named."""
     report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
-    found = report.of_losses()
+    found = report.losses
     panels: list[tuple[str, str, dict[str, Curve]]] = [
         ("cosine", one.rule, _worst_first(one)) for one in found.compared
     ]

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from operator import itemgetter
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from gradsurgeon.report.measurements import WholeMeasurements
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.signed_curve import Curve, runs_below, tells_of_turns
-from gradsurgeon.store import Key
+from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import Stored, unpack_absent
+
+if TYPE_CHECKING:
+    from gradsurgeon.store.rank_file import StoredSeries
 
 COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
 WEIGHT, DISTANCE = "weight", "distance"
@@ -182,13 +185,32 @@ class Rows(NamedTuple):
     repeated: frozenset[int] = frozenset()
 
 
-def of_measurements(measurements: WholeMeasurements, rules: Mapping[str, RuleInfo]) -> OfLosses:
-    """Return what was recorded of several losses, by rule in file order."""
-    series = [pair for pair in measurements.series() if pair[0].key.stat in LOSS_STATS]
-    values = sum(len(one) * len(one.key.names) for one, _ in series)
+def of_series(
+    series: Iterable[tuple[WholeSeries, frozenset[int]]],
+    rules: Mapping[str, RuleInfo],
+    newest: int | None = None,
+) -> OfLosses:
+    """Return what was recorded of several losses, by rule in file order.
+
+    Args:
+        series: each series, with columns that another one has recorded as well.
+        rules: every rule by id.
+        newest: read only so many of the newest rows of each series.
+    """
+    shown = [pair for pair in series if pair[0].key.stat in LOSS_STATS]
+    values = sum(min(len(one), newest or len(one)) * len(one.key.names) for one, _ in shown)
     every = max(1, -(-values // MOST_VALUES))
-    rows = [Rows(one.key, measurements.one_in(every, one), skipped) for one, skipped in series]
+    rows = [Rows(one.key, _rows(one, every, newest), skipped) for one, skipped in shown]
     return of_rows(rows, rules, every=every)
+
+
+def _rows(series: WholeSeries, every: int, newest: int | None) -> Iterable[Stored]:
+    start = 0 if newest is None else max(0, len(series) - newest)
+    if every == 1 or not hasattr(series, "summaries"):
+        return islice(series.stored(), start, None, every)
+    # A look-up per row is faster than reading the rows between.
+    numbers = range(start, len(series), every)
+    return chain.from_iterable(cast("StoredSeries", series).stored(n, n + 1) for n in numbers)
 
 
 def of_rows(some: Iterable[Rows], rules: Mapping[str, RuleInfo], *, every: int = 1) -> OfLosses:

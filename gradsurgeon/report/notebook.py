@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from gradsurgeon import _html
 from gradsurgeon.events import Event
@@ -22,13 +23,6 @@ from gradsurgeon.report.loss_lines import (
     weight_rows,
 )
 from gradsurgeon.report.losses import OfLosses
-from gradsurgeon.report.norms import (
-    NORM_NUMBERS,
-    NormTable,
-    norm_cells,
-    norm_head,
-    spikiest,
-)
 from gradsurgeon.report.rules_and_events import (
     RULE_NUMBERS,
     RULES_HEAD,
@@ -39,16 +33,20 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import decades, largest
 
+if TYPE_CHECKING:
+    from gradsurgeon.report.norms import NormTable
+
 _WIDTH, _HEIGHT = 160, 18
 _PAIRS = 28  # those of eight losses
 _BAD = "#e3262d"
 
 
 def page(
-    header: str,
+    head: Sequence[str],
     *,
-    norms: NormTable | None,
-    sampled: int,
+    tables: Sequence[NormTable],
+    norms_title: str,
+    remarks: Sequence[str],
     of_losses: OfLosses,
     rules: Sequence[Sequence[object]],
     events: Sequence[Event],
@@ -57,17 +55,18 @@ def page(
     """Return a report as a notebook shows it.
 
     Args:
-        header: the first line.
-        norms: ``None`` if only losses were recorded.
-        sampled: the median is that of one step in so many.
+        head: the first lines.
+        tables: of norms, one for each kind of tensors.
+        norms_title: what stands in their place.
+        remarks: what stands out.
         of_losses: what was recorded of several losses.
         rules: a row for each rule, as `RULES_HEAD` names the cells.
         events: oldest first.
         observed: whether rules only said what they would have changed.
     """
     return _html.page(
-        _html.element("p", _html.bold(header)),
-        *(() if norms is None else _norms(norms, sampled)),
+        *(_html.element("p", _html.bold(line)) for line in head),
+        *_norms(tables, norms_title, remarks),
         *_losses(of_losses, observed=observed),
         *_rules(rules),
         *_events(events),
@@ -112,30 +111,36 @@ def level_line(curve: Curve, low: float, high: float) -> _html.Markup:
     return _svg(f"{zero}{drawn}")
 
 
-def _norms(found: NormTable, sampled: int) -> Iterator[_html.Markup]:
-    yield _html.element("p", _html.bold(found.title))
-    if not found.rows:
-        return
-    yield _html.table(norm_head(several=found.several), _norm_rows(found), right=NORM_NUMBERS)
-    notes = [
-        "history: a log scale per row; red: a norm that is not finite; a tick at the bottom: norm 0; a gap: no gradient",
-        *found.remarks,
-    ]
-    if len(found.shown) < len(found.rows):
-        notes.insert(0, f"and {len(found.rows) - len(found.shown):,} more; the worst are shown")
-    if found.others:
-        notes.append(f"recorded as well, not shown: {found.others}")
-    if sampled > 1:
-        notes.append(f"median: that of one step in {sampled:,}; all else is of every step")
-    yield _html.listing(notes)
+def _norms(
+    tables: Sequence[NormTable], title: str, remarks: Sequence[str]
+) -> Iterator[_html.Markup]:
+    from gradsurgeon.report.norms import NORM_NUMBERS, norm_head  # noqa: PLC0415 # needs numpy
+
+    for found in tables:
+        yield _html.element("p", _html.bold(found.title))
+        yield _html.table(norm_head(found), _norm_rows(found), right=NORM_NUMBERS)
+        if found.notes:
+            yield _html.listing(found.notes)
+    if title:
+        yield _html.element("p", _html.bold(title))
+    elif tables:
+        yield _html.listing(
+            [
+                "history: a log scale per row; red: a norm that is not finite; a tick at the bottom: norm 0; a gap: no gradient"
+            ]
+        )
+    if remarks:
+        yield _html.listing(remarks)
 
 
 def _norm_rows(found: NormTable) -> Iterator[list[object]]:
+    from gradsurgeon.report.norms import norm_cells, spikiest  # noqa: PLC0415 # needs numpy
+
     worst = spikiest(found.shown)
-    for row in found.shown:
-        cells: list[object] = [*norm_cells(row, several=found.several)]
-        cells[1] = sparkline(row.history.norms)
-        if row is worst:
+    for track in found.shown:
+        cells: list[object] = [*norm_cells(track, several=found.several)]
+        cells[1] = sparkline(track.cells(_WIDTH // 2))
+        if track is worst:
             cells[4] = _html.bold(cells[4])  # the spike
         yield cells
 

@@ -1,4 +1,4 @@
-"""A run as it is right now, as lines for a terminal: at most as many as it has, none of them longer.
+"""The report of a running training, fitted to a terminal: at most as many lines as it has, none of them longer.
 
 Every text of the run is written with `printable`, so that no name can steer the terminal.
 """
@@ -6,24 +6,29 @@ Every text of the run is written with `printable`, so that no name can steer the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count, grid
-from gradsurgeon.report.live import FINISHED, Snapshot, drift
+from gradsurgeon.report.callouts import whole_name
+from gradsurgeon.report.history import Track
+from gradsurgeon.report.live import Snapshot
 from gradsurgeon.report.loss_lines import cosine, pair_cells
 from gradsurgeon.report.losses import Combined, Compared
-from gradsurgeon.report.norms import NormRow
-from gradsurgeon.report.rules_and_events import edits_of, rule_lines
+from gradsurgeon.report.norms import NormTable, ranked
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.rules_and_events import by_kind, edits_of, rule_lines
 from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import level_line, sparkline
 
 Style = Literal["plain", "head", "bad", "warning", "faint"]
 
 _CUT = "…"
-_RULES, _PAIRS = 8, 5
+_RULES, _PAIRS, _WORST = 8, 5, 10
+# Traps come first, but must not hide everything else.
+_TRAPS, _OTHERS = 5, 5
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _NAME_LEAST = 16
 _LEAST_LINES = 3  # of a table: what it is, the names of its columns, and a row
@@ -41,16 +46,18 @@ def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str 
     Args:
         snapshot: what is to be shown.
         columns: the width of the terminal; longer lines are cut.
-        rows: its height, ``None`` for as many lines as there are.
+        rows: its height, `None` for as many lines as there are.
         hint: what the last line says, nothing where there is no place for it.
     """
+    report = snapshot.report
     sections = [
-        [_head(snapshot, columns)],
-        list(_events(snapshot)),
-        list(_worst(snapshot, columns)),
-        list(_total(snapshot, columns)),
-        *map(list, _losses(snapshot)),
-        list(_rules(snapshot)),
+        list(_head(snapshot, columns)),
+        list(_events(report)),
+        *(list(_norms(report, table, columns)) for table in report.norms),
+        [Line(report.norms_title, "head")] if report.norms_title else [],
+        *(list(_compared(one)) for one in report.losses.compared),
+        *(list(_combined(one)) for one in report.losses.combined),
+        list(_rules(report)),
         [Line(hint, "faint")] if hint else [],
     ]
     lines = _fitted([section for section in sections if section], rows)
@@ -59,22 +66,20 @@ def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str 
 
 def status_line(snapshot: Snapshot) -> str:
     """Return the run in one line, for where there is no terminal."""
-    parts = [_step(snapshot), _pace(snapshot)]
-    if snapshot.total is not None and snapshot.total.history:
-        parts.append(f"total norm {snapshot.total.history[-1][1]:.3g}")
-    parts.append(count(sum(snapshot.kinds.values()), "event"))
-    if snapshot.newest is not None:
-        parts.append(f"newest: {_event(snapshot.newest, snapshot.states)}")
+    report = snapshot.report
+    parts = [_step(report), _pace(snapshot)]
+    wholes, number = report.history.wholes()[:1], len(report.params)
+    parts += [f"{whole_name(whole, number)} {whole.values[-1]:.3g}" for whole in wholes]
+    parts.append(count(by_kind(report.events).total(), "event"))
+    if report.events:
+        parts.append(f"newest: {_event(report.events[-1], report)}")
     return "  ".join(filter(None, parts))
 
 
 def ending(snapshot: Snapshot) -> str:
     """Return why there is nothing more to watch."""
-    if snapshot.state == FINISHED:
-        return "the run has finished"
-    stopped = [str(rank) for rank, state in snapshot.states.items() if state != FINISHED]
-    who = f"rank {', '.join(stopped)} has" if len(snapshot.states) > 1 else "the run has"
-    return f"{who} stopped without being closed: the last second may be missing"
+    ended = snapshot.report.ended
+    return "" if ended is None else "\n".join(ended.lines(snapshot.report.events))
 
 
 def cut(text: str, columns: int) -> str:
@@ -109,20 +114,25 @@ def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
     return lines
 
 
-def _head(snapshot: Snapshot, columns: int) -> Line:
-    states = list(snapshot.states.values())
-    parts = [snapshot.state]
-    if len(states) > 1:
-        others = [f"{states.count(s)} {s}" for s in dict.fromkeys(states) if s != snapshot.state]
-        parts.append(f"{len(states)} ranks" + (f" ({', '.join(others)})" if others else ""))
-    parts += filter(None, (_step(snapshot), _pace(snapshot), _elapsed(snapshot.elapsed)))
-    rest = f": {', '.join(parts)}"
-    title = _cut_inside(printable(snapshot.title), max(_NAME_LEAST, columns - len(rest)))
-    return Line(title + rest, "head")
+def _head(snapshot: Snapshot, columns: int) -> Iterator[Line]:
+    report = snapshot.report
+    parts = [_step(report), _pace(snapshot), _elapsed(snapshot.elapsed)]
+    rest = f": {', '.join(filter(None, parts))}"
+    title = _cut_inside(printable(report.title), max(_NAME_LEAST, columns - len(rest)))
+    ended = report.ended
+    if ended is None:
+        yield Line(title + rest, "head")
+        return
+    level = ended.level(report.events)
+    style: Style = "bad" if level == "bad" else "warning" if level == "warning" else "head"
+    first, *more = ended.lines(report.events)
+    yield Line(title + rest, "head")
+    yield Line(first, style)
+    yield from (Line(line, style) for line in more)
 
 
-def _step(snapshot: Snapshot) -> str:
-    return "no step yet" if snapshot.step is None else f"step {snapshot.step}"
+def _step(report: Report) -> str:
+    return "no step yet" if report.steps is None else f"step {report.steps[1]}"
 
 
 def _pace(snapshot: Snapshot) -> str:
@@ -137,16 +147,22 @@ def _elapsed(seconds: float | None) -> str:
     return f"{hour}:{minute:02}:{second:02}"
 
 
-def _events(snapshot: Snapshot) -> Iterator[Line]:
-    kinds = ", ".join(f"{kind} {number:,}" for kind, number in snapshot.kinds.items())
-    yield Line(f"events ({sum(snapshot.kinds.values()):,}){kinds and ': '}{kinds}", "head")
-    for event in snapshot.events:
-        style: Style = "bad" if is_trip(event, edits_of(snapshot.rules)) else "plain"
-        yield Line(f"  {_event(event, snapshot.states)}", style)
+def _events(report: Report) -> Iterator[Line]:
+    kinds = by_kind(report.events)
+    listed = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
+    yield Line(f"events ({kinds.total():,}){listed and ': '}{listed}", "head")
+    edits = edits_of(report.rules)
+    once = {(e.kind, e.rule, e.step, e.message): e for e in report.events}.values()
+    newest = list(reversed(list(once)))
+    traps = [event for event in newest if is_trip(event, edits)][:_TRAPS]
+    others = [event for event in newest if not is_trip(event, edits)][:_OTHERS]
+    for event in (*traps, *others):
+        yield Line(f"  {_event(event, report)}", "bad" if event in traps else "plain")
 
 
-def _event(event: Event, ranks: Mapping[int, str]) -> str:
-    rank = f"rank {event.rank}" if len(ranks) > 1 else ""
+def _event(event: Event, report: Report) -> str:
+    several = report.ended is not None and len(report.ended.ranks) > 1
+    rank = f"rank {event.rank}" if several else ""
     message = event.message.partition("\n")[0]
     for said in (f"step {event.step}, rule {event.rule}: ", f"step {event.step}: "):
         message = message.removeprefix(said)
@@ -154,72 +170,59 @@ def _event(event: Event, ranks: Mapping[int, str]) -> str:
     return "  ".join(printable(text) for text in texts if text)
 
 
-def _worst(snapshot: Snapshot, columns: int) -> Iterator[Line]:
-    number, noun = snapshot.measured
-    if not number and snapshot.of_losses.stats:
-        return  # nobody asked for norms
-    if not number or snapshot.span is None:
-        yield Line("norms: no l2 recorded yet", "head")
-        return
-    first, last = snapshot.span
-    yield Line(f"worst norms (l2) of {count(number, noun)}, in steps {first}..{last}", "head")
-    table = [[noun, "", "last", "median", "max", ""], *map(_cells, snapshot.worst)]
+def _norms(report: Report, found: NormTable, columns: int) -> Iterator[Line]:
+    shown = ranked(found.tracks)[:_WORST]
+    yield Line(found.title, "head")
+    table = [[found.noun, "", "last", "median", "max", ""], *map(_cells, shown)]
     # Each column but the name and the sparkline takes what it needs, with 2 characters before it.
     needed = sum(2 + max(map(len, column)) for column in list(zip(*table, strict=True))[2:])
     longest = max(len(cells[0]) for cells in table)
     width = max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - needed - longest - 4))
     room = max(_NAME_LEAST, columns - needed - width - 4)
-    for row, cells in zip(snapshot.worst, table[1:], strict=True):
+    for track, cells in zip(shown, table[1:], strict=True):
         cells[0] = _cut_inside(cells[0], room)
-        cells[1] = sparkline(row.history.norms, width)
-    styles: list[Style] = ["faint", *map(_style, snapshot.worst)]
+        cells[1] = sparkline(track.cells(width), width)
+    styles: list[Style] = ["faint", *map(_style, shown)]
     for text, style in zip(grid(table, right=frozenset({2, 3, 4})), styles, strict=True):
         yield Line(text, style)
+    for whole in report.history.wholes(found.kind) if found.kind == "gradient" else ():
+        values = whole.values.tolist()
+        bad = not math.isfinite(values[-1])
+        text = f"  {whole_name(whole, len(report.params))}: {values[-1]:.3g} at step {whole.steps[-1]}  "
+        line = sparkline(values, max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - len(text))))
+        yield Line(f"{text}{line}", "bad" if bad else "head")
 
 
-def _cells(row: NormRow) -> list[str]:
-    history = row.history
-    numbers = (history.last, history.median, history.largest)
-    return [printable(row.name), "", *(f"{number:.3g}" for number in numbers), _remark(row)]
+def _cells(track: Track) -> list[str]:
+    numbers = (track.last, track.median, track.largest)
+    return [printable(track.name), "", *(f"{number:.3g}" for number in numbers), _remark(track)]
 
 
-def _remark(row: NormRow) -> str:
-    history, spike, decades = row.history, row.history.spike, drift(row)
-    if history.nonfinite:
-        return f"{history.nonfinite} non-finite, from {history.nonfinite_step}"
+def _drift(track: Track) -> float:
+    """Return how many decades the last norm is above the median, below 0 for below it."""
+    last, usual = track.last, track.median
+    if not (math.isfinite(last) and math.isfinite(usual)) or last == usual:
+        return 0.0
+    if last <= 0 or usual <= 0:
+        return math.inf if last > usual else -math.inf
+    return math.log10(last / usual)
+
+
+def _remark(track: Track) -> str:
+    spike, decades = track.spike, _drift(track)
+    if track.nonfinite:
+        return f"{track.nonfinite} non-finite, from {track.nonfinite_steps[0]}"
     if spike is not None:
-        times = f" {spike.times:.3g}x" if math.isfinite(spike.times) else ""
-        return f"spike{times} at step {spike.step}"
+        return f"spike {spike.times:.3g}x at step {spike.step}"
     if math.isinf(decades):
         return "was 0" if decades > 0 else "now 0"
     return f"{10**decades:.3g}x its median" if abs(decades) >= _DRIFT else ""
 
 
-def _style(row: NormRow) -> Style:
-    if row.history.nonfinite:
+def _style(track: Track) -> Style:
+    if track.nonfinite:
         return "bad"
-    return "warning" if row.times or abs(drift(row)) >= _DRIFT else "plain"
-
-
-def _total(snapshot: Snapshot, columns: int) -> Iterator[Line]:
-    total = snapshot.total
-    if total is None or not total.history:
-        return
-    values = [value for _, value in total.history]
-    noun = snapshot.measured[1]
-    of = f"{count(len(total.names), noun)}, {printable(total.rule)} at {printable(total.point)}"
-    text = f"total norm {values[-1]:.3g} at step {total.history[-1][0]}  "
-    width = max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - len(text) - len(of) - 2))
-    bad = not math.isfinite(values[-1])
-    yield Line(f"{text}{sparkline(values, width)}  {of}", "bad" if bad else "head")
-
-
-def _losses(snapshot: Snapshot) -> Iterator[Iterator[Line]]:
-    """Yield the sections on several losses: those that conflict most in the newest calls."""
-    for compared in snapshot.of_losses.compared:
-        yield _compared(compared)
-    for combined in snapshot.of_losses.combined:
-        yield _combined(combined)
+    return "warning" if track.spike is not None or abs(_drift(track)) >= _DRIFT else "plain"
 
 
 def _compared(found: Compared) -> Iterator[Line]:
@@ -254,9 +257,8 @@ def _signed(curve: Curve, low: float, high: float) -> str:
     return level_line([value for _, value in means_of(curve, _SPARK_WIDTH // 2)], low, high)
 
 
-def _rules(snapshot: Snapshot) -> Iterator[Line]:
-    trips = [event for event in snapshot.events if is_trip(event)]
-    lines = list(rule_lines(snapshot.rules, snapshot.statuses, trips))
+def _rules(report: Report) -> Iterator[Line]:
+    lines = list(rule_lines(report.rules, report.statuses, report.events))
     if not lines:
         return
     title, names, *rules = lines

@@ -35,6 +35,7 @@ _BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
+_MAPPING = TypeAdapter(dict[str, Any])
 
 
 class Row(NamedTuple):
@@ -117,6 +118,11 @@ class RankFile:
             return float(rows[0][0]) if rows else None
         except ValueError:
             raise self.damaged() from None
+
+    def written(self, key: str) -> dict[str, Any]:
+        """Return a mapping that the writer left at the end of the run, empty if there is none."""
+        rows = dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
+        return self._parsed(rows[key], _MAPPING) if key in rows else {}
 
     @property
     def state(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
@@ -67,6 +68,23 @@ class Run(RecordQueries):
     def states(self) -> dict[int, str]:
         """The state of each rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
         return {file.rank: file.state for file in self._files}
+
+    @property
+    def endings(self) -> dict[int, dict[str, Any]]:
+        """What each rank wrote of its end: `error`, and the `step` and `rule` of a trap; nothing of a clean end."""
+        return {file.rank: file.written("ended") for file in self._files}
+
+    @property
+    def pending(self) -> dict[str, int]:
+        """By name of a parameter, the update that its last records waited for, and that never came."""
+        steps = self._files[0].written("pending")
+        return {name: step for name, step in steps.items() if isinstance(step, int)}
+
+    def last_write(self, rank: int) -> float | None:
+        """Return when a rank last wrote to its file, in seconds since 1970."""
+        path = self.path / database_name(rank)
+        times = [one.stat().st_mtime for one in (path, *logs(path)) if one.is_file()]
+        return max(times, default=None)
 
     @property
     def events(self) -> list[Event]:

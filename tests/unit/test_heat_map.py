@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from runs import meta, values, write
-
-from gradsurgeon.report import heat_map as module
-from gradsurgeon.report import whole_norm
 from gradsurgeon.report.heat_map import (
     ABSENT,
     FIRST,
@@ -23,6 +19,10 @@ from gradsurgeon.report.heat_map import (
     heat_map,
 )
 from gradsurgeon.report.whole_norm import Line, whole_norms
+from runs import meta, values, write
+
+from gradsurgeon.report import heat_map as module
+from gradsurgeon.report import whole_norm
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter

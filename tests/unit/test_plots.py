@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.over_time import COLUMNS, DECADES, NormsOverTime
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -23,8 +25,6 @@ from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
-from gradsurgeon.report.measurements import InMemory
-from gradsurgeon.report.over_time import COLUMNS, DECADES, NormsOverTime
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import Run
 from gradsurgeon.store.writer import RunWriter

@@ -8,14 +8,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.stored_measurements import OnDisk
 from runs import KEY, meta, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import RuleInfo, from_run, summary
-from gradsurgeon.report.measurements import InMemory
 from gradsurgeon.report.sparkline import NONFINITE
-from gradsurgeon.report.stored_measurements import OnDisk
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter

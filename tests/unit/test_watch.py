@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.newest_rows import NewestRows
 from runs import KEY, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
 from gradsurgeon.report.live import LiveRun, Snapshot
-from gradsurgeon.report.measurements import InMemory
-from gradsurgeon.report.newest_rows import NewestRows
 from gradsurgeon.report.screen import ending, screen, status_line
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from commands import call_here
+from gradsurgeon.report.heat_map import NONFINITE, code
 from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.heat_map import NONFINITE, code
 from gradsurgeon.report.live import LiveRun
 from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.web_page import BEGINNING, web_page
