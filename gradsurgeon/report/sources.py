@@ -14,9 +14,8 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.losses import LOSS_STATS
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.rules_and_events import LOSS_STATS, RuleInfo
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import section

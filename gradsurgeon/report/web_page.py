@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradsurgeon.events import TRIPS, Event
-from gradsurgeon.report.callouts import GRADIENT
+from gradsurgeon.report.callouts import GRADIENT, nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.history import Grid, Track, Whole, grid_of
 from gradsurgeon.report.loss_charts import combined_data, compared_data
@@ -155,15 +155,16 @@ def _ending(report: Report) -> dict[str, Any]:
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_LARGEST]
+    several = len({track.source for track in table.tracks}) > 1
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
     wholes = report.history.wholes(table.kind) if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     return {
         "kind": table.kind,
-        "noun": table.noun,
-        "title": table.title,
-        "notes": table.notes,
-        "largest": [_summary(track, table) for track in shown],
+        "noun": nouns(table.kind),
+        "title": table.table.title,
+        "notes": list(table.table.notes),
+        "largest": [_summary(track, several=several) for track in shown],
         "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
         "map": _map(table.tracks, grid_of(table.tracks, most)),
     }
@@ -190,12 +191,12 @@ def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
             yield word, str(run.meta[key])
 
 
-def _summary(track: Track, table: NormTable) -> dict[str, Any]:
+def _summary(track: Track, *, several: bool) -> dict[str, Any]:
     spike = track.spike
     return {
         "name": track.name,
         # Norms of two rules or points are not alike: each is told by its source.
-        "source": f"{track.source.rule} at {track.source.point}" if table.several else "",
+        "source": f"{track.source.rule} at {track.source.point}" if several else "",
         **{key: number(getattr(track, key)) for key in ("first", "median", "largest", "last")},
         "nonfinite": track.nonfinite,
         "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else 0,
