@@ -19,6 +19,7 @@ from laws.bypass_worker import BYPASSED
 from laws.trainings import Training
 from ranks import run_ranks
 from runs import meta
+from torch import Tensor
 
 import gradsurgeon
 from gradsurgeon.store import Key
@@ -149,24 +150,33 @@ def test_a_bad_batch_is_the_largest_spike(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("bad", [61_803, 99_999])
-def test_a_bad_batch_in_a_hundred_thousand_steps_is_found(tmp_path: Path, bad: int) -> None:
-    # Eight tensors whose norms fall and vary; in one step, also the very last, all are 200 times the usual.
+def hundred_thousand(path: Path, bad: int | None) -> Tensor:
+    """Write and return norms of eight tensors that fall and vary; in a bad step all are 200 times as large."""
     called = tuple(f"layers.{place}.weight" for place in range(8))
-    draw = torch.Generator().manual_seed(0)
-    norms = torch.randn(100_000, 8, generator=draw).mul(0.3).exp()
+    norms = torch.randn(100_000, 8, generator=torch.Generator().manual_seed(0)).mul(0.3).exp()
     norms *= (1 + torch.arange(100_000) / 1000)[:, None].rsqrt()
-    usual = float(norms[bad - 100 : bad].square().sum(1).sqrt().median())
-    norms[bad] *= 200
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(called))
+    if bad is not None:
+        norms[bad] *= 200
+    writer = RunWriter(path, rank=0, meta=meta(called))
     key = Key("norms", "l2", "accumulated", called)
     for step, row in enumerate(norms.numpy()):
         writer.add(key, step, row.tobytes())
     writer.close()
+    return norms
+
+
+@pytest.mark.parametrize("bad", [61_803, 99_999])
+def test_a_bad_batch_in_a_hundred_thousand_steps_is_found(tmp_path: Path, bad: int) -> None:
+    norms = hundred_thousand(tmp_path / "run", bad)
     (remark,) = only(stored(tmp_path / "run"), "largest spike")
     assert bad in numbers(remark)
-    assert tells(remark, float(norms[bad].norm()))
-    assert tells(remark, float(norms[bad].norm()) / usual, within=0.2)
+    usual = float(norms[bad - 64 : bad].square().sum(1).sqrt().median())
+    assert tells(remark, float(norms[bad].norm()), float(norms[bad].norm()) / usual)
+
+
+def test_a_hundred_thousand_steps_without_a_bad_batch_have_no_remark(tmp_path: Path) -> None:
+    hundred_thousand(tmp_path / "run", None)
+    assert stored(tmp_path / "run") == []
 
 
 def test_a_nan_that_goes_away_is_told_with_its_first_and_last_step(tmp_path: Path) -> None:
@@ -228,6 +238,11 @@ def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[dict[str, Any
         trainings.stochastic_depth,
         trainings.accumulation,
         trainings.recurrence,
+        trainings.lazy_penalty,
+        trainings.zero_initialised,
+        trainings.alternating_tasks,
+        trainings.warm_restarts,
+        trainings.rare_rows,
     ],
 )
 def test_a_healthy_training_has_no_remark(healthy: Callable[[], Training], tmp_path: Path) -> None:

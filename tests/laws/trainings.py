@@ -169,7 +169,11 @@ def diverging(steps: int) -> Training:
 
 def blown_up() -> Training:
     """A healthy network whose learning rate is multiplied by 1,000 at step 100: it is infinite a few steps later."""
-    model = perceptron()
+    # Leaky, so that no unit dies on the way.
+    model = nn.Sequential(
+        *(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2)),
+        nn.Linear(32, 4),
+    )
     optimizer = SGD(model.parameters(), lr=0.02)
     batch = regression()
 
@@ -636,3 +640,86 @@ def recurrence() -> Training:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     return fitted(model, Adam(model.parameters(), lr=3e-3), loss_at, 300, before=before)
+
+
+def lazy_penalty() -> Training:
+    """A gradient penalty in every sixteenth step, sixteen times as heavy, as for the discriminator of StyleGAN."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Softplus(), nn.Linear(32, 1))
+    teacher = torch.randn(8)
+
+    def loss_at(step: int) -> Tensor:
+        inputs = torch.randn(64, 8, requires_grad=step % 16 == 0)
+        scores = model(inputs)
+        right = (inputs.detach() @ teacher > 0).float()[:, None]
+        loss = functional.binary_cross_entropy_with_logits(scores, right)
+        if step % 16 == 0:
+            (slope,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+            loss = loss + 16 * slope.square().sum(1).mean()
+        return loss
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 200)
+
+
+class ZeroInitialised(Residual):
+    """A residual branch that starts at zero, so that only its last layer has a gradient at step 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+
+def zero_initialised() -> Training:
+    """Branches that start at zero: their outputs and some gradients are exactly 0 at step 0, and grow from there."""
+    model = nn.Sequential(*[ZeroInitialised(16) for _ in range(3)], nn.Linear(16, 4))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    return fitted(model, optimizer, loss_at, 200, rules=(NORMS, OUTPUTS))
+
+
+def alternating_tasks() -> Training:
+    """Two tasks by turns: one head rests in each step, and the losses differ ten times."""
+    trunk = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+    model = nn.ModuleDict({"trunk": trunk, "first": nn.Linear(32, 4), "second": nn.Linear(32, 4)})
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        inputs, targets = batch()
+        hidden = model["trunk"](inputs)
+        if step % 2 == 0:
+            return functional.mse_loss(model["first"](hidden), targets)
+        return 10 * functional.mse_loss(model["second"](hidden), targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
+
+
+def warm_restarts() -> Training:
+    """A cosine that starts again every 100 steps: the norm rises with the learning rate, and falls with it."""
+    model = perceptron()
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    schedule = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 100) / 100)))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, optimizer, loss_at, 400, after=lambda _step: schedule.step())
+
+
+def rare_rows() -> Training:
+    """Embeddings of rare words beside a dense layer, with sums over rows whose number differs from step to step."""
+    model = nn.Sequential(nn.EmbeddingBag(500, 16, mode="sum"), nn.Linear(16, 4))
+    shares = torch.arange(1, 501).float().reciprocal()  # as words are spread
+
+    def loss_at(_step: int) -> Tensor:
+        length = int(torch.randint(1, 40, ()))
+        words = torch.multinomial(shares, 16 * length, replacement=True).view(16, length)
+        return functional.cross_entropy(model(words), words[:, 0] % 4)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
