@@ -20,7 +20,8 @@ import numpy as np
 from gradsurgeon.events import TRIPS, Event
 from gradsurgeon.report.callouts import GRADIENT, nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
-from gradsurgeon.report.history import Grid, Track, Whole, grid_of
+from gradsurgeon.report.grid import Grid, grid_of
+from gradsurgeon.report.history import Track, Whole
 from gradsurgeon.report.loss_charts import combined_data, compared_data
 from gradsurgeon.report.norms import NormTable, labels, ranked
 from gradsurgeon.report.page_values import Line, line_data, number, thinned
