@@ -217,8 +217,10 @@ class History:
         begin, begin_row = min(parts[::-1] if is_once else parts, key=lambda one: _span(one)[0])
         end, end_row = max(parts[::-1], key=lambda one: _span(one)[1])
         finite = tops[~np.isnan(tops)].astype(float)
-        sample = np.concatenate([part.sample[row] for part, row in parts])
-        usual = sample[np.isfinite(sample)].astype(float)
+        usual = finite
+        if not parts[0][0].exact:
+            sample = np.concatenate([part.sample[row] for part, row in parts])
+            usual = sample[np.isfinite(sample)].astype(float)
         return Track(
             name,
             source,
@@ -270,13 +272,7 @@ class History:
                 if self.shown.get((kind, name)) == source and (names is None or name in names)
             ]
             if rows and len(part.steps):
-                place = (
-                    source.point,
-                    int(part.steps[0]),
-                    int(part.steps[-1]),
-                    len(part.steps),
-                    part.exact,
-                )
+                place = source.point, part.steps.tobytes(), part.exact
                 groups.setdefault(place, []).append((part, rows))
         return [self._whole(group) for group in groups.values()]
 
