@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store import WholeSeries
-from gradsurgeon.store.layout import CHUNK
+from gradsurgeon.store.layout import CHUNK, summarise
 from gradsurgeon.store.tables import arrays
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Part:
         if exact:
             self._read_rows(newest, pending)
         else:
-            self._read_summaries(cast("StoredSeries", series))
+            self._read_summaries(cast("StoredSeries", series), pending)
 
     def _read_rows(self, newest: int | None, pending: int | None) -> None:
         steps, values, present = [], [], []
@@ -66,8 +66,13 @@ class Part:
         self.sample = self.tops
         self.bad = (self.there & ~finite).astype(np.int64)
 
-    def _read_summaries(self, series: StoredSeries) -> None:
-        chunks = list(series.summaries())
+    def _read_summaries(self, series: StoredSeries, pending: int | None) -> None:
+        chunks, width = list(series.summaries()), len(series.key.names)
+        self._length = len(series)
+        if self._length > 1 and chunks[-1].last == pending:
+            self._length -= 1
+            rest = [*series.stored((len(chunks) - 1) * CHUNK, self._length)]
+            chunks[-1:] = [summarise(rest, width)] if rest else []
 
         def stacked(field: str) -> Any:
             rows = [np.array(getattr(chunk, field), copy=False) for chunk in chunks]
@@ -76,7 +81,7 @@ class Part:
         self.steps = np.array([chunk.first for chunk in chunks], np.int64)
         self.tops, self.bad = stacked("maxima"), stacked("nonfinite").astype(np.int64)
         self.there = stacked("present") > 0
-        width, length = len(series.key.names), len(series)
+        length = self._length
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, width)))
         self.every = max(1, length // most)
         # A look-up per row jumps from one to the next.
@@ -120,7 +125,7 @@ class Part:
         """Return steps and norms of one tensor in some chunks, which are read anew."""
         name = self.series.key.names[self.columns[row]]
         series = cast("StoredSeries", self.series)
-        found = series.between(name, max(0, start) * CHUNK, stop * CHUNK)
+        found = series.between(name, max(0, start) * CHUNK, min(stop * CHUNK, self._length))
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, np.int64), np.array(values, float)
 
