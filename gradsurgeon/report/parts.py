@@ -69,6 +69,8 @@ class Part:
     def _read_summaries(self, series: StoredSeries, pending: int | None) -> None:
         chunks, width = list(series.summaries()), len(series.key.names)
         self._length = len(series)
+        if not chunks:
+            raise self.damaged()
         if self._length > 1 and chunks[-1].last == pending:
             self._length -= 1
             rest = [*series.stored((len(chunks) - 1) * CHUNK, self._length)]
@@ -87,9 +89,11 @@ class Part:
         # A look-up per row jumps from one to the next.
         numbers = range(0, length, self.every)
         rows = [row for number in numbers for row in series.stored(number, number + 1)]
+        self._first, self._last = ([*series.stored(place, place + 1)] for place in (0, length - 1))
+        if not (rows and self._first and self._last):
+            raise self.damaged()
         self.sample_steps, values, present = arrays(rows, width)
         self.sample = np.where(present, values, np.float32(np.nan))[:, self.columns].T
-        self._first, self._last = ([*series.stored(place, place + 1)] for place in (0, length - 1))
 
     @cached_property
     def usual(self) -> Floats:
