@@ -21,7 +21,7 @@ from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import CHUNK
 
 STAT = "l2"
-MOST_VALUES = 20 * 2**20
+MOST_VALUES = 8 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
