@@ -51,18 +51,7 @@ _LOSS = re.compile(
 # Of a loss, which is one number, they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
-_SCRIPTS = (
-    "uplot.min.js",
-    "shared.js",
-    "charts.js",
-    "name_tree.js",
-    "heat_map.js",
-    "density.js",
-    "losses.js",
-    "captures.js",
-    "live.js",
-    "page.js",
-)
+_SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "live.js", "page.js")
 
 
 def web_page(
@@ -162,7 +151,8 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "kind": table.kind,
         "noun": table.noun,
         "title": table.title,
-        "notes": table.notes,
+        # The map shows all tensors: none is left out.
+        "notes": [text for text in table.notes if not text.startswith("and ")],
         "largest": [_summary(track, table) for track in shown],
         "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
         "map": _map(table.tracks, grid_of(table.tracks, most)),
