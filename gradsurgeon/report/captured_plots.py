@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from gradsurgeon.report import plots
 from gradsurgeon.report.captures import Calls, Capture, pair, several, single
-from gradsurgeon.report.names import Name
+from gradsurgeon.report.names import AnySession, Name
 from gradsurgeon.report.picture import NONFINITE, Picture, plain
 from gradsurgeon.tensors.saliency import grad_cam, resized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon.session import Session
     from gradsurgeon.store import RecordQueries
 
 _CHANNELS, _PER_ROW = 64, 8
@@ -39,7 +38,7 @@ def histogram(
     call: int | None = None,
 ) -> Picture:
     """Draw the elements of tensors that a `capture` rule has kept, or the norms of all parameters."""
-    session = cast("Session", source) if hasattr(source, "captured") else None
+    session = cast("AnySession", source) if hasattr(source, "captured") else None
     ids = (
         []
         if session is None
@@ -79,7 +78,7 @@ def _elements(captures: Sequence[Capture]) -> Picture:
 
 
 def features(
-    source: Session,
+    source: AnySession,
     *,
     name: Name | None = None,
     rule: str | None = None,
@@ -111,7 +110,7 @@ def features(
 
 
 def cam(
-    source: Session,
+    source: AnySession,
     *,
     name: Name | None = None,
     rule: str | Sequence[str] | None = None,

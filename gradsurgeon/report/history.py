@@ -7,23 +7,18 @@ spikes are searched in the chunks that can hold one.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.parts import Flags, Floats, Ints, Part, is_stored, joined
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import CHUNK
-from gradsurgeon.store.tables import arrays
-
-if TYPE_CHECKING:
-    from gradsurgeon.store.rank_file import StoredSeries
 
 STAT = "l2"
 MOST_VALUES = 20 * 2**20
@@ -31,14 +26,9 @@ MOST_VALUES = 20 * 2**20
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
-_BATCH = 2**18  # values of a series in memory that are converted at a time
-_SAMPLE_VALUES, _SAMPLE_MOST, _SAMPLE_LEAST = 4 * 2**20, 4096, 64
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
+_CHUNKS = 4  # so many are read in search of a spike
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
-
-Floats = NDArray[np.floating[Any]]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class Source(NamedTuple):
@@ -129,99 +119,6 @@ class Whole(NamedTuple):
     every: int
 
 
-class _Part:
-    """The rows of one series, exact or one per chunk. Arrays have the shape ``[tensors, rows]``."""
-
-    def __init__(
-        self,
-        series: WholeSeries,
-        columns: Sequence[int],
-        *,
-        newest: int | None,
-        pending: int | None,
-        exact: bool,
-    ) -> None:
-        self.series, self.exact, self.every = series, exact, 1
-        self.columns = list(columns)
-        self.row = {series.key.names[column]: row for row, column in enumerate(columns)}
-        if exact:
-            self._read_rows(newest, pending)
-        else:
-            self._read_summaries(cast("StoredSeries", series))
-
-    def _read_rows(self, newest: int | None, pending: int | None) -> None:
-        steps, values, present = [], [], []
-        for block in _blocks(self.series, newest):
-            steps.append(block[0])
-            values.append(block[1][:, self.columns].T)
-            present.append(block[2][:, self.columns].T)
-        self.steps: Ints = np.concatenate([np.empty(0, np.int64), *steps])
-        empty = np.empty((len(self.columns), 0))
-        self.raw: Floats = np.concatenate([empty.astype(np.float32), *values], axis=1)
-        self.there: Flags = np.concatenate([empty.astype(bool), *present], axis=1)
-        if len(self.steps) > 1 and self.steps[-1] == pending:
-            # A pass has left the row for an update that never came.
-            self.steps, self.raw, self.there = self.steps[:-1], self.raw[:, :-1], self.there[:, :-1]
-        finite = self.there & np.isfinite(self.raw)
-        self.tops = np.where(finite, self.raw, np.float32(np.nan))
-        self.lows, self.sample = self.tops, self.tops
-        self.bad = (self.there & ~finite).astype(np.int64)
-
-    def _read_summaries(self, series: StoredSeries) -> None:
-        chunks = list(series.summaries())
-
-        def stacked(field: str) -> Any:
-            rows = [
-                np.frombuffer(getattr(chunk, field), getattr(chunk, field).typecode)
-                for chunk in chunks
-            ]
-            return np.stack(rows)[:, self.columns].T
-
-        self.steps = np.array([chunk.first for chunk in chunks], np.int64)
-        self.tops, self.lows = stacked("maxima"), stacked("minima")
-        self.bad, self.there = stacked("nonfinite").astype(np.int64), stacked("present") > 0
-        most = _SAMPLE_VALUES // max(1, len(series.key.names))
-        self.every = max(1, len(series) // max(_SAMPLE_LEAST, min(_SAMPLE_MOST, most)))
-        rows = [(row.step, row.values, row.absent) for row in series.sample(self.every)]
-        sample = np.array([values for _, values, _ in rows], np.float32)
-        for number, (_, _, absent) in enumerate(rows):
-            sample[number, list(absent)] = np.nan
-        self.sample_steps = np.array([step for step, _, _ in rows], np.int64)
-        self.sample = sample[:, self.columns].T
-
-    def ends(self, row: int) -> tuple[float, float]:
-        """Return the first and the last norm of a tensor."""
-        places = np.flatnonzero(self.there[row])[[0, -1]]
-        if self.exact:
-            return float(self.raw[row, places[0]]), float(self.raw[row, places[1]])
-        pairs = [self.pairs(row, place, place + 1) for place in places]
-        return float(pairs[0][1][0]), float(pairs[1][1][-1])
-
-    def pairs(self, row: int, start: int, stop: int) -> tuple[Ints, Floats]:
-        """Return steps and norms of one tensor in some chunks, which are read anew."""
-        name = self.series.key.names[self.columns[row]]
-        series = cast("StoredSeries", self.series)
-        found = series.between(name, max(0, start) * CHUNK, stop * CHUNK)
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return np.array(steps, np.int64), np.array(values, float)
-
-
-def _is_stored(series: WholeSeries) -> bool:
-    # Its class needs SQLite, which a session in memory does without.
-    return hasattr(series, "summaries")
-
-
-def _blocks(series: WholeSeries, newest: int | None) -> Iterator[tuple[Any, Any, Any]]:
-    width = len(series.key.names)
-    start = 0 if newest is None else max(0, len(series) - newest)
-    if _is_stored(series):
-        batches: Iterator[Any] = cast("StoredSeries", series).batches(start)
-    else:
-        rows = islice(series.stored(), start, None)
-        batches = iter(lambda: list(islice(rows, max(1, _BATCH // max(1, width)))), [])
-    return (arrays(rows, width) for rows in batches)
-
-
 class History:
     """The l2 norms of one run.
 
@@ -262,23 +159,23 @@ class History:
         norms: Sequence[tuple[WholeSeries, frozenset[int]]],
         rule: str | None,
         newest: int | None,
-    ) -> list[_Part]:
+    ) -> list[Part]:
         size = sum(len(one) * len(one.key.names) for one, _ in norms)
         exact = newest is not None or size <= MOST_VALUES
         parts = []
         for one, without in norms:
             columns = [column for column in range(len(one.key.names)) if column not in without]
             if columns and rule in (None, one.key.rule):
-                is_exact = exact or not _is_stored(one)
+                is_exact = exact or not is_stored(one)
                 pending = self._pending(one)
-                parts.append(_Part(one, columns, newest=newest, pending=pending, exact=is_exact))
+                parts.append(Part(one, columns, newest=newest, pending=pending, exact=is_exact))
         return parts
 
     def source_of(self, key: Key) -> Source:
         return Source(self._kinds.get(key.rule, "gradient"), key.rule, key.point)
 
-    def _tensors(self) -> dict[tuple[Source, str], list[tuple[_Part, int]]]:
-        found: dict[tuple[Source, str], list[tuple[_Part, int]]] = {}
+    def _tensors(self) -> dict[tuple[Source, str], list[tuple[Part, int]]]:
+        found: dict[tuple[Source, str], list[tuple[Part, int]]] = {}
         for part in self._parts:
             source, there = self.source_of(part.series.key), np.asarray(part.there.any(axis=1))
             for name, row in part.row.items():
@@ -318,7 +215,7 @@ class History:
 
     def _track(self, name: str, source: Source) -> Track:
         parts = self._by_source[source, name]
-        steps, tops, lows, bad, there = _joined(parts, once=source.point not in _OF_EACH_CALL)
+        steps, tops, bad, there = joined(parts, once=source.point not in _OF_EACH_CALL)
         part, row = parts[0]
         first, last = part.ends(row)[0], max(parts, key=lambda one: one[0].steps[-1])[0:2]
         finite = tops[~np.isnan(tops)].astype(float)
@@ -335,29 +232,28 @@ class History:
             median=float(np.median(usual)) if len(usual) else np.nan,
             largest=float(finite.max()) if len(finite) else np.nan,
             last=last[0].ends(last[1])[1],
-            spike=self._spike(parts, steps, tops, lows),
+            spike=self._spike(parts, steps, tops),
             zero_since=_zero_since(parts, steps, tops, bad, there),
             growth=_growth(finite),
             jitter=_jitter(usual if len(parts) == 1 else finite),
         )
 
     @staticmethod
-    def _spike(
-        parts: Sequence[tuple[_Part, int]], steps: Ints, tops: Floats, lows: Floats
-    ) -> Spike | None:
+    def _spike(parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats) -> Spike | None:
         part, row = parts[0]
         if part.exact or len(parts) > 1:
             finite = ~np.isnan(tops)
             return largest_spike(steps[finite], tops[finite])
-        # A chunk holds a spike only if its largest norm stands out from the least norm of the steps before.
-        before = np.fmin(lows, np.concatenate([[np.inf], lows[:-1]]))
-        found = []
+        # The sample tells what is usual around a chunk, and only chunks that stand out from it are read.
+        near = part.usual[row]
         with np.errstate(all="ignore"):
-            bounds = np.where(before > 0, tops / before, 0)
-        for chunk in np.argsort(-bounds, kind="stable")[:_ENDS].tolist():
-            near_steps, near = part.pairs(row, chunk - 1, chunk + 2)
-            finite = np.isfinite(near)
-            found.append(largest_spike(near_steps[finite], near[finite]))
+            bounds = np.where(near > 0, tops / near, 0)
+        found = []
+        for chunk in np.argsort(-bounds, kind="stable")[:_CHUNKS].tolist():
+            if bounds[chunk] > TIMES:
+                near_steps, norms = part.pairs(row, chunk - 1, chunk + 2)
+                finite = np.isfinite(norms)
+                found.append(largest_spike(near_steps[finite], norms[finite]))
         return max(filter(None, found), key=lambda spike: spike.times, default=None)
 
     def wholes(self, kind: str = "gradient", names: Collection[str] | None = None) -> list[Whole]:
@@ -365,7 +261,7 @@ class History:
 
         A sum over whatever a step happens to have would rise and fall with the rules that are due.
         """
-        groups: dict[tuple[object, ...], list[tuple[_Part, list[int]]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[Part, list[int]]]] = {}
         for part in self._parts:
             source = self.source_of(part.series.key)
             rows = [
@@ -384,7 +280,7 @@ class History:
                 groups.setdefault(place, []).append((part, rows))
         return [self._whole(group) for group in groups.values()]
 
-    def _whole(self, parts: Sequence[tuple[_Part, list[int]]]) -> Whole:
+    def _whole(self, parts: Sequence[tuple[Part, list[int]]]) -> Whole:
         names = tuple(
             part.series.key.names[part.columns[row]] for part, rows in parts for row in rows
         )
@@ -410,7 +306,7 @@ class History:
         return Whole(names, sources, steps, values[there], 1 if first.exact else CHUNK)
 
 
-def _sampled_wholes(parts: Sequence[tuple[_Part, list[int]]], first: _Part) -> Floats:
+def _sampled_wholes(parts: Sequence[tuple[Part, list[int]]], first: Part) -> Floats:
     """Return the largest whole norm of the sampled rows of each chunk."""
     squares = sum(
         np.nansum(np.square(part.sample[rows].astype(float)), axis=0) for part, rows in parts
@@ -421,30 +317,8 @@ def _sampled_wholes(parts: Sequence[tuple[_Part, list[int]]], first: _Part) -> F
     return found
 
 
-def _joined(
-    parts: Sequence[tuple[_Part, int]], *, once: bool
-) -> tuple[Ints, Floats, Floats, Ints, Flags]:
-    """Return the rows of a tensor over several series of one rule, in the order of steps.
-
-    A tensor moves to a new series when another optimizer claims it. Where a step has one record, the later counts.
-    """
-    if len(parts) == 1:
-        part, row = parts[0]
-        return part.steps, part.tops[row], part.lows[row], part.bad[row], part.there[row]
-    fields = [
-        (part.steps, part.tops[row], part.lows[row], part.bad[row], part.there[row])
-        for part, row in parts
-    ]
-    steps, tops, lows, bad, there = (np.concatenate(field) for field in zip(*fields, strict=True))
-    # A row without the tensor says nothing where another series has it.
-    order = np.lexsort((there, steps))
-    if once:
-        order = order[np.append(np.diff(steps[order]) > 0, [True])]
-    return steps[order], tops[order], lows[order], bad[order], there[order]
-
-
 def _zero_since(
-    parts: Sequence[tuple[_Part, int]], steps: Ints, tops: Floats, bad: Ints, there: Flags
+    parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats, bad: Ints, there: Flags
 ) -> int | None:
     """Return the step from which on a tensor that was alive has only norms of 0, None if it rests now and then."""
     dead = (tops == 0) & (bad == 0)
@@ -475,53 +349,3 @@ def _growth(finite: Floats) -> float:
 def _jitter(values: Floats) -> float:
     positive = values[values > 0]
     return float(np.median(np.abs(np.diff(np.log(positive))))) if len(positive) > 1 else np.nan
-
-
-class Grid(NamedTuple):
-    """Tensors x columns; a column stands for one step or for several, by the largest norm in them.
-
-    Attributes:
-        firsts: the first step of each column.
-        lasts: the last step that was recorded in it.
-        tops: the largest finite norm, NaN where there is none.
-        bad: how many norms were not finite.
-        there: something was measured, and the tensor had a gradient.
-        measured: something was measured, be it that there was no gradient.
-        each: so many steps share a column, at most.
-    """
-
-    firsts: Ints
-    lasts: Ints
-    tops: Floats
-    bad: Ints
-    there: Flags
-    measured: Flags
-    each: int
-
-
-def grid_of(tracks: Sequence[Track], most: int) -> Grid:
-    """Return some tensors over the same columns, at most so many."""
-    every = np.unique(np.concatenate([np.empty(0, np.int64), *(track.steps for track in tracks)]))
-    if not len(every):
-        none = np.empty((len(tracks), 0))
-        flags = none.astype(bool)
-        return Grid(every, every, none, none.astype(np.int64), flags, flags, 1)
-    width = -(-(int(every[-1]) - int(every[0]) + 1) // most)
-    column = (every - every[0]) // width
-    used, starts = np.unique(column, return_index=True)
-    firsts, lasts = every[starts], every[np.append(starts[1:], len(every)) - 1]
-    shape = len(tracks), len(used)
-    tops, bad = np.full(shape, np.nan, np.float64), np.zeros(shape, np.int64)
-    there, measured = np.zeros(shape, bool), np.zeros(shape, bool)
-    for row, track in enumerate(tracks):
-        at = np.searchsorted(used, (track.steps - every[0]) // width)
-        begins = np.flatnonzero(np.diff(at, prepend=-1))
-        to = at[begins]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tops[row, to] = np.fmax.reduceat(track.tops, begins)
-        bad[row, to] = np.add.reduceat(track.bad, begins)
-        there[row, to] = np.logical_or.reduceat(track.there, begins)
-        measured[row, to] = True
-    each = int(np.diff(np.append(starts, len(every))).max())
-    return Grid(firsts, lasts, tops, bad, there, measured, each)

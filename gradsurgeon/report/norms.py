@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count, grid
+from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import GRADIENT, nouns, remarkable, whole_name
 from gradsurgeon.report.history import History, Source, Track, Whole
-from gradsurgeon.report.sparkline import NONFINITE, ZERO, sparkline
+from gradsurgeon.report.tables import Table
 
-_SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _ROWS = 40
 NORM_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
+_HEAD = ("history", "first", "median", "max", "last", "non-finite")
+_CELLS = 80  # of a history, as wide as the widest view
 
 
 class NormTable(NamedTuple):
-    """The norms of one kind, as every view shows them.
-
-    Attributes:
-        kind: such as "gradient" or "output".
-        tracks: every tensor that has norms.
-        shown: those of them that are shown: what stands out and the largest, if these are many.
-        title: whose norms these are, and what recorded them.
-        others: what was recorded as well.
-        sampled: the median is that of one step in so many.
-    """
+    """The norms of one kind of tensors, as every view shows them."""
 
     kind: str
     tracks: Sequence[Track]
-    shown: Sequence[Track]
-    title: str
-    others: str
-    sampled: int
-
-    @property
-    def several(self) -> bool:
-        """Whether several rules have recorded what is shown."""
-        return len({track.source for track in self.tracks}) > 1
-
-    @property
-    def noun(self) -> str:
-        return nouns(self.kind)
-
-    @property
-    def notes(self) -> list[str]:
-        """Return what a reader has to know of the table."""
-        notes = []
-        if len(self.shown) < len(self.tracks):
-            more = len(self.tracks) - len(self.shown)
-            notes.append(f"and {more:,} more; those that stand out and the largest are shown")
-        if self.others:
-            notes.append(f"recorded as well, not shown: {self.others}")
-        if self.sampled > 1:
-            notes.append(f"median: that of one step in {self.sampled:,}; all else is of every step")
-        return notes
+    table: Table
 
 
 def norm_tables(history: History) -> list[NormTable]:
@@ -66,13 +33,39 @@ def norm_tables(history: History) -> list[NormTable]:
     tables = []
     for kind in history.kinds:
         tracks = history.of_kind(kind)
-        sources = {track.source for track in tracks}
-        noun = "parameter" if kind == GRADIENT else kind
-        title = f"norms (l2) of {count(len(tracks), noun)}, recorded by {_named(sources)}"
-        hidden = {source for source in history.hidden if source.kind == kind}
-        shown = selected(tracks, special)
-        tables.append(NormTable(kind, tracks, shown, title, _named(hidden), history.sampled))
+        table = _table(history, kind, tracks, selected(tracks, special))
+        tables.append(NormTable(kind, tracks, table))
     return tables
+
+
+def newest_table(history: History, found: NormTable, most: int) -> Table:
+    """Return a table with fewer rows, the most urgent first."""
+    return _table(history, found.kind, found.tracks, ranked(found.tracks)[:most])
+
+
+def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence[Track]) -> Table:
+    sources = {track.source for track in tracks}
+    several = len(sources) > 1
+    noun = "parameter" if kind == GRADIENT else kind
+    worst = spikiest(shown)
+    notes = []
+    if len(shown) < len(tracks):
+        more = len(tracks) - len(shown)
+        notes.append(f"and {more:,} more; those that stand out and the largest are shown")
+    if hidden := {source for source in history.hidden if source.kind == kind}:
+        notes.append(f"recorded as well, not shown: {_named(hidden)}")
+    if history.sampled > 1:
+        notes.append(f"median: that of one step in {history.sampled:,}; all else is of every step")
+    return Table(
+        f"norms (l2) of {count(len(tracks), noun)}, recorded by {_named(sources)}",
+        [nouns(kind), *_HEAD, *["rule"] * several],
+        [norm_cells(track, several=several) for track in shown],
+        right=NORM_NUMBERS,
+        curves=[track.cells(_CELLS) for track in shown],
+        levels=["bad" if track.nonfinite else "warning" if track.spike else "" for track in shown],
+        marks=[_MARK * (track is worst) for track in shown],
+        notes=notes,
+    )
 
 
 def nothing_recorded(history: History) -> str:
@@ -137,36 +130,6 @@ def labels(wholes: Sequence[Whole], params: int) -> list[str]:
         f"{text}: {whole.names[0]} ..." if texts.count(text) > 1 else text
         for text, whole in zip(texts, wholes, strict=True)
     ]
-
-
-def norm_lines(tables: Sequence[NormTable], remarks: Sequence[str], columns: int) -> Iterator[str]:
-    for table in tables:
-        yield table.title
-        yield from _table(table, columns)
-        yield from (f"  {'... ' * note.startswith('and')}{note}" for note in table.notes)
-        yield ""
-    yield f"  log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
-    yield from (f"  {remark}" for remark in remarks)
-
-
-def _table(found: NormTable, columns: int) -> Iterator[str]:
-    shown, several = found.shown, found.several
-    table = [norm_head(found), *(norm_cells(track, several=several) for track in shown)]
-    # The sparkline gets the room that is left; names are never cut, because people copy them.
-    widths = [2 + max(map(len, column)) for column in zip(*table, strict=True)]
-    room = columns - (sum(widths) - widths[1] + 2) - len(_MARK)
-    width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
-    for track, cells in zip(shown, table[1:], strict=True):
-        cells[1] = sparkline(track.cells(width), width)
-    worst = spikiest(shown)
-    marks = ["", *(_MARK if track is worst else "" for track in shown)]
-    for line, mark in zip(grid(table, right=NORM_NUMBERS), marks, strict=True):
-        yield line + mark
-
-
-def norm_head(found: NormTable) -> list[str]:
-    head = [found.noun, "history", "first", "median", "max", "last", "non-finite", "rule"]
-    return head if found.several else head[:-1]
 
 
 def norm_cells(track: Track, *, several: bool) -> list[str]:

@@ -66,7 +66,6 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "missing": pair.missing,
         **{key: json_number(getattr(pair, key)) for key in numbers},
         "below_from": pair.below_from,
-        "since": pair.since,
     }
 
 

@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import TRIPS, is_trip
-from gradsurgeon.report.history import Grid, History, Track, Whole, grid_of
+from gradsurgeon.report.grid import Grid, grid_of
+from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain

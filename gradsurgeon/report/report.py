@@ -14,25 +14,28 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
 from gradsurgeon.report import notebook
 from gradsurgeon.report.ending import Ending
-from gradsurgeon.report.loss_lines import loss_lines
-from gradsurgeon.report.losses import OfLosses, of_series
 from gradsurgeon.report.rules_and_events import (
     RuleInfo,
     by_kind,
     event_lines,
     listed,
-    rule_lines,
-    rule_rows,
+    rule_table,
 )
+from gradsurgeon.report.sparkline import NONFINITE, ZERO
+from gradsurgeon.report.tables import Table
 from gradsurgeon.store import Records, WholeSeries
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
+    from gradsurgeon.report.losses import OfLosses
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.store.rank_file import StoredSeries
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
+_LEGEND = (
+    f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
+)
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,8 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return notebook.page(
-            self.head,
-            tables=self.norms,
-            norms_title=self.norms_title,
-            remarks=self.remarks,
-            of_losses=self.losses,
-            rules=list(rule_rows(self.rules, self.statuses, self.events)),
-            events=self.events,
-            observed=self.observed,
-        )
+        norms = len(self.norms)
+        return notebook.page(self.head, self.tables, self.remarks, self.events, norms=norms)
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.
@@ -99,21 +94,24 @@ class Report:
             width: columns to fill, those of the terminal where not given.
         """
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        losses = loss_lines(self.losses, observed=self.observed, columns=columns)
-        rules = rule_lines(self.rules, self.statuses, self.events)
-        norms = self._norm_lines(columns)
-        parts = [self.head, norms, losses, self.captures, rules, event_lines(self.events)]
+        lines = [list(_lines(table, columns)) for table in self.tables]
+        if self.norms:
+            lines[len(self.norms) - 1].append(f"  {_LEGEND}")
+        stands_out = [f"  {remark}" for remark in self.remarks]
+        lines = [self.head, stands_out, *lines]
+        parts = [*lines, list(self.captures), list(event_lines(self.events))]
         return "\n\n".join(filter(None, map("\n".join, parts)))
 
-    def _norm_lines(self, columns: int) -> Iterator[str]:
-        from gradsurgeon.report.norms import norm_lines  # noqa: PLC0415 # needs numpy
+    @cached_property
+    def tables(self) -> list[Table]:
+        """Every table in the order of a reader: norms by kind, losses, and last the rules."""
+        from gradsurgeon.report.loss_tables import loss_tables  # noqa: PLC0415 # needs numpy
 
-        if self.norms:
-            yield from norm_lines(self.norms, self.remarks, columns)
-            return
+        norms = [found.table for found in self.norms]
         if self.norms_title:
-            yield self.norms_title
-        yield from (f"  {remark}" for remark in self.remarks)
+            norms.append(Table(self.norms_title, (), ()))
+        rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
+        return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
 
     @property
     def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
@@ -171,6 +169,8 @@ class Report:
     @cached_property
     def losses(self) -> OfLosses:
         """What was recorded of several losses."""
+        from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
+
         return of_series(self.series, self.rules, self.newest)
 
     @cached_property
@@ -238,3 +238,8 @@ class Report:
     @property
     def extent(self) -> str:
         return f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
+
+
+def _lines(table: Table, columns: int) -> Iterator[str]:
+    yield from table.lines(columns)
+    yield from (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)

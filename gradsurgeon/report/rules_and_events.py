@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
-from gradsurgeon.planning.table import count, grid
+from gradsurgeon.planning.table import count
+from gradsurgeon.report.tables import Table
 
+COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
+WEIGHT, DISTANCE = "weight", "distance"
+LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
 _EVENTS = 20
 _NAMES = 4
 
@@ -61,13 +65,11 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
     return {rule for rule, info in infos.items() if info.role == "edit"}
 
 
-def rule_lines(
+def rule_table(
     infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
-) -> Iterator[str]:
-    if not statuses:
-        return
-    yield f"rules ({len(statuses)})"
-    yield from grid([RULES_HEAD, *rule_rows(infos, statuses, events)], right=RULE_NUMBERS)
+) -> Table:
+    rows = list(rule_rows(infos, statuses, events))
+    return Table(f"rules ({len(statuses)})", RULES_HEAD, rows, right=RULE_NUMBERS)
 
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:

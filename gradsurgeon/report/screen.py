@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
-from gradsurgeon.planning.table import count, grid
+from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.history import Track
 from gradsurgeon.report.live import Snapshot
-from gradsurgeon.report.loss_lines import cosine, pair_cells
-from gradsurgeon.report.losses import Combined, Compared
-from gradsurgeon.report.norms import NormTable, ranked
+from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import by_kind, edits_of, rule_lines
-from gradsurgeon.report.signed_curve import Curve, means_of
-from gradsurgeon.report.sparkline import level_line, sparkline
+from gradsurgeon.report.rules_and_events import by_kind, edits_of
+from gradsurgeon.report.sparkline import sparkline
+from gradsurgeon.report.tables import Table
 
 Style = Literal["plain", "head", "bad", "warning", "faint"]
 
 _CUT = "…"
-_RULES, _PAIRS, _WORST = 8, 5, 10
+_ROWS, _WORST = 8, 10
 # Traps come first, but must not hide everything else.
 _TRAPS, _OTHERS = 5, 5
-_SPARK_WIDTH, _SPARK_LEAST = 32, 8
+_SPARK_WIDTH = 32
 _NAME_LEAST = 16
 _LEAST_LINES = 3  # of a table: what it is, the names of its columns, and a row
-_DRIFT = 1.0  # decades, as for a spike
 
 
 class Line(NamedTuple):
@@ -53,11 +50,13 @@ def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str 
     sections = [
         list(_head(snapshot, columns)),
         list(_events(report)),
-        *(list(_norms(report, table, columns)) for table in report.norms),
-        [Line(report.norms_title, "head")] if report.norms_title else [],
-        *(list(_compared(one)) for one in report.losses.compared),
-        *(list(_combined(one)) for one in report.losses.combined),
-        list(_rules(report)),
+        [Line(remark, "warning") for remark in report.remarks],
+        *(
+            list(_table(newest_table(report.history, one, _WORST), columns, _WORST))
+            for one in report.norms
+        ),
+        list(_wholes(report)),
+        *(list(_table(one, columns, _ROWS)) for one in report.tables[len(report.norms) :]),
         [Line(hint, "faint")] if hint else [],
     ]
     lines = _fitted([section for section in sections if section], rows)
@@ -170,100 +169,29 @@ def _event(event: Event, report: Report) -> str:
     return "  ".join(printable(text) for text in texts if text)
 
 
-def _norms(report: Report, found: NormTable, columns: int) -> Iterator[Line]:
-    shown = ranked(found.tracks)[:_WORST]
-    yield Line(found.title, "head")
-    table = [[found.noun, "", "last", "median", "max", ""], *map(_cells, shown)]
-    # Each column but the name and the sparkline takes what it needs, with 2 characters before it.
-    needed = sum(2 + max(map(len, column)) for column in list(zip(*table, strict=True))[2:])
-    longest = max(len(cells[0]) for cells in table)
-    width = max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - needed - longest - 4))
-    room = max(_NAME_LEAST, columns - needed - width - 4)
-    for track, cells in zip(shown, table[1:], strict=True):
-        cells[0] = _cut_inside(cells[0], room)
-        cells[1] = sparkline(track.cells(width), width)
-    styles: list[Style] = ["faint", *map(_style, shown)]
-    for text, style in zip(grid(table, right=frozenset({2, 3, 4})), styles, strict=True):
-        yield Line(text, style)
-    for whole in report.history.wholes(found.kind) if found.kind == "gradient" else ():
+def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
+    """Yield a table with its names cut to the width of the terminal."""
+    shown = table._replace(rows=table.rows[:most], curves=table.curves[:most])
+    rows = [list(row) for row in shown.rows]
+    longest = max((len(line) for line in shown.lines(columns)), default=0)
+    names = max((len(row[0]) for row in rows), default=0)
+    room = max(_NAME_LEAST, names - max(0, longest - columns))
+    for row in rows:
+        row[0] = _cut_inside(row[0], room)
+    title, *head = shown._replace(rows=rows).lines(columns)
+    yield Line(title, "head")
+    yield from (Line(line, "faint") for line in head[:1])
+    for line, level in zip_longest(head[1:], table.levels[:most]):
+        yield Line(line, level or "plain")
+    if len(rows) < len(table.rows):
+        yield Line(f"  ... and {len(table.rows) - len(rows):,} more", "faint")
+
+
+def _wholes(report: Report) -> Iterator[Line]:
+    for whole in report.history.wholes():
         values = whole.values.tolist()
         bad = not math.isfinite(values[-1])
-        text = f"  {whole_name(whole, len(report.params))}: {values[-1]:.3g} at step {whole.steps[-1]}  "
-        line = sparkline(values, max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - len(text))))
-        yield Line(f"{text}{line}", "bad" if bad else "head")
-
-
-def _cells(track: Track) -> list[str]:
-    numbers = (track.last, track.median, track.largest)
-    return [printable(track.name), "", *(f"{number:.3g}" for number in numbers), _remark(track)]
-
-
-def _drift(track: Track) -> float:
-    """Return how many decades the last norm is above the median, below 0 for below it."""
-    last, usual = track.last, track.median
-    if not (math.isfinite(last) and math.isfinite(usual)) or last == usual:
-        return 0.0
-    if last <= 0 or usual <= 0:
-        return math.inf if last > usual else -math.inf
-    return math.log10(last / usual)
-
-
-def _remark(track: Track) -> str:
-    spike, decades = track.spike, _drift(track)
-    if track.nonfinite:
-        return f"{track.nonfinite} non-finite, from {track.nonfinite_steps[0]}"
-    if spike is not None:
-        return f"spike {spike.times:.3g}x at step {spike.step}"
-    if math.isinf(decades):
-        return "was 0" if decades > 0 else "now 0"
-    return f"{10**decades:.3g}x its median" if abs(decades) >= _DRIFT else ""
-
-
-def _style(track: Track) -> Style:
-    if track.nonfinite:
-        return "bad"
-    return "warning" if track.spike is not None or abs(_drift(track)) >= _DRIFT else "plain"
-
-
-def _compared(found: Compared) -> Iterator[Line]:
-    first, last = found.steps
-    yield Line(f"worst cosines of losses, {printable(found.rule)} in steps {first}..{last}", "head")
-    shown = found.worst()[:_PAIRS]
-    table = [["losses", "", "last", "mean", "< 0"]]
-    for one in shown:
-        name, _, mean, _, below, *_ = pair_cells(one)
-        now = cosine(one.curve[-1][1]) if one.curve else "-"
-        table.append([name, _signed(one.curve, -1.0, 1.0), now, mean, below])
-    styles: list[Style] = ["faint", *("warning" if one.cosine < 0 else "plain" for one in shown)]
-    for text, style in zip(grid(table, right=frozenset({2, 3, 4})), styles, strict=True):
-        yield Line(text, style)
-    if len(shown) < len(found.pairs):
-        yield Line(f"  ... and {len(found.pairs) - len(shown):,} more", "faint")
-
-
-def _combined(found: Combined) -> Iterator[Line]:
-    first, last = found.steps
-    yield Line(f"weights of losses, {printable(found.rule)} in steps {first}..{last}", "head")
-    table = [["loss", "", "last", "mean"]]
-    for one in found.weights[:_PAIRS]:
-        drawn = _signed(one.curve, min(0.0, one.least), max(1.0, one.largest))
-        numbers = (f"{value:.3g}" for value in (one.curve[-1][1], one.mean))
-        table.append([printable(one.name), drawn, *numbers])
-    yield from map(Line, grid(table, right=frozenset({2, 3})))
-    yield Line(f"  distance from the sum, over its norm: {found.curve[-1][1]:.3g}")
-
-
-def _signed(curve: Curve, low: float, high: float) -> str:
-    return level_line([value for _, value in means_of(curve, _SPARK_WIDTH // 2)], low, high)
-
-
-def _rules(report: Report) -> Iterator[Line]:
-    lines = list(rule_lines(report.rules, report.statuses, report.events))
-    if not lines:
-        return
-    title, names, *rules = lines
-    yield Line(title, "head")
-    yield Line(names, "faint")
-    yield from map(Line, rules[:_RULES])
-    if len(rules) > _RULES:
-        yield Line(f"  ... and {len(rules) - _RULES:,} more", "faint")
+        text = (
+            f"{whole_name(whole, len(report.params))}: {values[-1]:.3g} at step {whole.steps[-1]}  "
+        )
+        yield Line(f"{text}{sparkline(values, _SPARK_WIDTH)}", "bad" if bad else "head")

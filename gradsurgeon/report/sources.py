@@ -14,15 +14,14 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.losses import LOSS_STATS
+from gradsurgeon.report.names import AnySession
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.rules_and_events import LOSS_STATS, RuleInfo
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
-    from gradsurgeon.session import Session
     from gradsurgeon.store.captures import CapturedByRule
     from gradsurgeon.store.run import Run
 
@@ -31,7 +30,7 @@ STAT = "l2"
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
 
-def summary(session: Session | Run) -> Report:
+def summary(session: AnySession | Run) -> Report:
     """Return the report of a session, running or removed, or of a run. Waits for the device."""
     if hasattr(session, "ranks"):
         return from_run(cast("Run", session))
