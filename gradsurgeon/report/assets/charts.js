@@ -2,8 +2,8 @@
 // Curves over the steps, drawn with uPlot. A logarithmic chart draws log10 of its values on a linear axis.
 
 const Y_AXIS = 56;
-const TRIPS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn" };
-const SKIPPED = ["skipped-step", "scaler-skip"];
+// Kinds of events that a chart shows, by their colours.
+const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "skipped-step": "skipped", "scaler-skip": "skipped" };
 
 /** The x axis that all charts and maps of a run share: the steps that are seen, and the one below the mouse. */
 class Steps {
@@ -18,7 +18,7 @@ class Steps {
   zoom([min, max] = this.whole) {
     if (max - min < 2 && min !== this.whole[0]) return;
     [this.min, this.max] = [min, max];
-    for (const view of this.views) view.rescale();
+    for (const view of this.views) view.update();
     panel.zoomed(this, min !== this.whole[0]);
   }
 
@@ -76,8 +76,8 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width and digits. */
 class Chart {
-  constructor(part, axis, { title, hint = "", lines, log = true, height = 170, events = [] }) {
-    Object.assign(this, { axis, lines, log, height, events });
+  constructor(part, axis, { title, hint = "", lines, log = true, height = 170, marks = [] }) {
+    Object.assign(this, { axis, lines, log, height, marks });
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
     this.entries = lines.map((line, index) => this.entry(line, index));
@@ -141,7 +141,7 @@ class Chart {
       focus: { alpha: this.lines.length > 1 ? 0.2 : 1 },
       cursor: { y: false, focus: { prox: 16 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.axis.zoom() } },
       hooks: {
-        drawAxes: [() => this.drawEvents()],
+        drawAxes: [(plot) => this.drawMarks(plot)],
         draw: [() => { this.triangles(this.bad, "nonfinite", true); this.triangles(this.zeros, "zero", false); }],
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.moved(plot)],
@@ -155,14 +155,11 @@ class Chart {
   }
 
   /** Draws a line for every trip, and shades the steps that were skipped. */
-  drawEvents() {
-    const { ctx, bbox, valToPos } = this.plot, drawn = new Set();
-    for (const { kind, step, paint } of this.events.filter((event) => this.seen(event.step))) {
-      const name = SKIPPED.includes(kind) ? "skipped" : paint || TRIPS[kind], x = valToPos(step, "x", true);
-      if (!name || drawn.has(name + step)) continue;
-      drawn.add(name + step);
+  drawMarks({ ctx, bbox, valToPos }) {
+    for (const [step, kind, paint] of this.marks.filter(([one]) => this.seen(one))) {
+      const name = paint || MARKS[kind], x = valToPos(step, "x", true);
       const wide = name === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
-      ctx.fillStyle = colour(name);
+      ctx.fillStyle = name ? colour(name) : "transparent";
       ctx.fillRect(x - wide / 2, bbox.top, wide, bbox.height);
     }
   }
@@ -207,16 +204,12 @@ class Chart {
     this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 10 });
   }
 
-  rescale() {
-    this.plot.setScale("x", { min: this.axis.min, max: this.axis.max });
-  }
-
-  redraw() {
-    this.plot.redraw(false, true);
-  }
-
-  resize() {
+  /** Draws anew: in another width, over other steps, or in other colours. */
+  update() {
+    const { min, max } = this.axis;
     this.plot.setSize({ width: this.width(), height: this.height });
+    this.plot.setScale("x", { min, max });
+    this.plot.redraw(false, true);
   }
 
   remove() {

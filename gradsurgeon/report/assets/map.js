@@ -150,7 +150,7 @@ class HeatMap {
     this.labels.replaceChildren(...this.rows.map((row, index) => this.label(row, index, text)));
     this.labels.style.height = this.field.style.height = `${this.rows.length * ROW}px`;
     this.read(null);
-    this.redraw();
+    this.update();
   }
 
   label(row, index, searched) {
@@ -183,7 +183,7 @@ class HeatMap {
     return node.cells;
   }
 
-  redraw() {
+  update() {
     const ratio = devicePixelRatio || 1, high = Math.round(ROW * ratio), across = Math.round(this.field.clientWidth * ratio), paint = this.palette();
     Object.assign(this.canvas, { width: across, height: this.rows.length * high });
     if (!across || !this.rows.length) return;
@@ -200,14 +200,6 @@ class HeatMap {
       for (let y = 1; y < bottom; y++) pixels.copyWithin(y * across, 0, across);
       context.putImageData(image, 0, row * high);
     });
-  }
-
-  rescale() {
-    this.redraw();
-  }
-
-  resize() {
-    this.redraw();
   }
 
   remove() {

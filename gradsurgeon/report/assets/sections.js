@@ -18,35 +18,17 @@ function lossMatrix({ part, cells: [head, ...rows], tints }) {
 }
 
 function lossSections(run, axis) {
-  if (!run.conflicts.length && !run.combined.length) return;
+  if (!run.versus.length) return;
   const part = section("Losses against each other");
-  const curves = (title, lines) => {
-    const most = Math.max(...lines.map((line) => line.every));
-    if (lines.length) addChart(part, axis, { title, lines, log: false, events: run.events, hint: most > 1 ? `The run is long: a point is the mean of up to ${most} steps.` : "" });
-  };
-  for (const one of run.conflicts) {
-    part.append(element("h3", {}, one.title, " ", help([one.matrix_hint, ...one.hints].join(" "))), list(one.remarks), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
-    if (one.parts_left_out) part.append(note(`and ${one.parts_left_out} more parts; those with the lowest mean cosines are shown`));
-    part.append(table(one.head, one.pairs, { numbers: [1, 2, 3, 4, 5, 6] }));
-    if (one.left_out) part.append(note(`and ${one.left_out} more pairs; the lowest mean cosines are shown`));
-    curves(one.curves.length < one.pairs.length ? `cosine of the ${one.curves.length} worst` : "cosine", one.curves);
+  for (const one of run.versus) {
+    part.append(element("h3", {}, one.table.title, " ", one.hint ? help(one.hint) : ""), list(one.table.notes), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
+    if (one.left_out) part.append(note(`and ${one.left_out} more parts; those with the lowest mean cosines are shown`));
+    part.append(table(one.table));
+    for (const [title, lines] of one.charts) {
+      const most = Math.max(...lines.map((line) => line.every)), hint = most > 1 ? `The run is long: a point is the mean of up to ${most} steps.` : "";
+      if (lines.length) new Chart(part, axis, { title, lines, hint, log: false, marks: run.marks });
+    }
   }
-  for (const one of run.combined) {
-    part.append(element("h3", {}, one.title), list(one.remarks), table(one.head, one.weights, { numbers: [1, 2, 3, 4] }));
-    curves("weight", one.curves);
-    curves("distance from the plain sum, over its norm", [one.distance]);
-  }
-}
-
-function figure(caption, ...children) {
-  return element("figure", {}, element("figcaption", {}, caption), ...children);
-}
-
-function svg(tag, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
 }
 
 /** Draws bars by the logarithm of the counts: most elements are often in one of them. */

@@ -49,10 +49,13 @@ function nameOf(text, most = 200) {
   return element("span", { class: "name", title: short(text, 1000) }, ...parts.flatMap((part) => [part, element("wbr", {})]));
 }
 
-/** Makes a table; `numbers` are the columns that stand at the right, `names` those of names. */
-function table(head, rows, { numbers = [], names = [0] } = {}) {
-  const content = (cell, index) => (typeof cell !== "string" ? cell : names.includes(index) ? nameOf(cell) : short(cell, 300));
-  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, index) => element(tag, { class: numbers.includes(index) ? "number" : tag === "td" && names.includes(index) ? "name" : "" }, content(cell, index))));
+const NUMBER = /^([-<>]?[\d.,]+(e[-+]\d+)?%?|-|-?inf|nan)?$/i;
+
+/** Makes a table; names stand in the first column, and columns of numbers at the right. */
+function table({ head, rows }) {
+  const numeric = head.map((_, at) => rows.every((cells) => NUMBER.test(cells[at])));
+  const content = (cell, at) => (typeof cell !== "string" ? cell : at ? short(cell, 300) : nameOf(cell));
+  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, at) => element(tag, { class: [numeric[at] ? "number" : "", /^-?(nan|inf)$/i.test(cell) ? "problem" : ""].join(" ") }, content(cell, at))));
   return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...rows.map((cells) => row("td", cells)))));
 }
 
@@ -81,4 +84,15 @@ function shown(value, digits = 3) {
   if (!Number.isFinite(v)) return String(v).replace("inity", "");
   const size = Math.abs(v);
   return v !== 0 && (size >= 1e5 || size < 1e-3) ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
+}
+
+function figure(caption, ...children) {
+  return element("figure", {}, element("figcaption", {}, caption), ...children);
+}
+
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
 }
