@@ -81,7 +81,7 @@ class Chart {
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
     this.entries = lines.map((line, index) => this.entry(line, index));
-    this.legend = element("div", { class: "legend" }, element("h3", {}, title, " ", hint ? help(hint) : null), element("p", { class: "scale" }, log ? "log scale " : "", this.step), element("ul", {}, ...this.entries));
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, log ? "log scale " : "", this.step), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.

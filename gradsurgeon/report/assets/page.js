@@ -20,7 +20,7 @@ const panel = {
 };
 
 function section(title, hint = "") {
-  const made = element("section", {}, element("h2", {}, title, " ", hint ? help(hint) : null));
+  const made = element("section", {}, heading("h2", title, hint));
   main.append(made);
   return made;
 }
@@ -119,7 +119,7 @@ async function kindSection(run, kind, axis, state) {
   if (asked !== current) return;
   const largest = kind.largest.map((name) => kind.map.names.indexOf(name)), count = largest.length;
   const whole = kind.wholes.length === 1 ? [{ ...kind.wholes[0], colour: "whole", width: 4 }] : [];
-  const curves = element("div", {});
+  const curves = element("div", { class: "curves" });
   let drawn = null;
   const draw = () => {
     const lines = (map.chosen.length ? map.chosen : largest).map((row, at) => ({ ...map.curve(row), colour: `curve-${at % 10}` }));
@@ -128,8 +128,8 @@ async function kindSection(run, kind, axis, state) {
   };
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
-    element("h3", {}, `The ${count} largest `, help("Order: first what was not finite, then by the largest spike (times the steps around it), then by median.")), table(kind.table), curves,
-    element("h3", {}, `All ${kind.map.names.length.toLocaleString("en")} ${kind.noun}s `, help(`A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`)), map.box);
+    heading("h3", `The ${count} largest`, "Order: first what was not finite, then by the largest spike (times the steps around it), then by median."), table(kind.table), curves,
+    heading("h3", `All ${kind.map.names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
   axis.views.add(map);
   current.maps[kind.kind] = map;
   if (state) map.restore(state);

@@ -21,7 +21,7 @@ function lossSections(run, axis) {
   if (!run.versus.length) return;
   const part = section("Losses against each other");
   for (const one of run.versus) {
-    part.append(element("h3", {}, one.table.title, " ", one.hint ? help(one.hint) : ""), list(one.table.notes), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
+    part.append(heading("h3", one.table.title, one.hint), list(one.table.notes), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
     if (one.left_out) part.append(note(`and ${one.left_out} more parts; those with the lowest mean cosines are shown`));
     part.append(table(one.table));
     for (const [title, lines] of one.charts) {

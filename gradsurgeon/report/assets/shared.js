@@ -43,6 +43,11 @@ function help(text) {
   return element("details", { class: "help" }, element("summary", { "aria-label": "what this shows" }, "?"), note(text));
 }
 
+/** A heading with a "?" beside it. */
+function heading(tag, text, hint = "") {
+  return element("div", { class: "heading" }, element(tag, {}, text), hint ? help(hint) : null);
+}
+
 /** A name that breaks at its dots before it breaks anywhere else. */
 function nameOf(text, most = 200) {
   const parts = short(text, most).split(/(?<=\.)/);
