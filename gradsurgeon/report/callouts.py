@@ -121,7 +121,7 @@ def _exploding(tracks: Sequence[Track], kind: str) -> Iterator[str]:
         yield f"{_word('exploding', kind)}: {names}; {text}"
         return
     most = max(grown, key=lambda track: track.growth)
-    begin = most.tops[~np.isnan(most.tops)][0]
+    begin = most.tops[most.tops > 0][0]
     text = f"{printable(most.name)} has grown from {begin:.3g} to {_end(most):.3g}"
     if most.nonfinite and most.nonfinite_steps[1] >= int(most.steps[~np.isnan(most.tops)][-1]):
         text += f" before it was non-finite at step {most.nonfinite_steps[0]}"
@@ -135,18 +135,22 @@ def spike_words(spike: Spike) -> str:
 def _spike(
     tracks: Sequence[Track], wholes: Sequence[Whole], kind: str, params: int
 ) -> Iterator[str]:
+    # A noisy tensor has peaks all the time, and an explosion ends in one.
+    loud = {track.name for track in (*_noisy_ones(tracks), *_exploded(tracks))}
+    tracks = [track for track in tracks if track.name not in loud]
     for whole in wholes:
         finite = np.isfinite(whole.values)
-        if len(whole.names) > 1 and (
-            spike := largest_spike(whole.steps[finite], whole.values[finite])
+        if (
+            loud.isdisjoint(whole.names)
+            and len(whole.names) > 1
+            and (spike := largest_spike(whole.steps[finite], whole.values[finite]))
         ):
-            with_it = [
-                one for one in tracks if one.spike is not None and one.spike.step == spike.step
-            ]
-            with_it.sort(key=lambda one: -_times(one))
-            where = f"; most in {listed([one.name for one in with_it])}" if with_it else ""
-            yield f"largest spike: the {whole_name(whole, params)}, {spike_words(spike)}{where}"
-            return
+            at_once = [one for one in tracks if one.spike and one.spike.step == spike.step]
+            if at_once:
+                names = listed([one.name for one in sorted(at_once, key=_times, reverse=True)])
+                whole_words = f"the {whole_name(whole, params)}, {spike_words(spike)}"
+                yield f"largest spike: {whole_words}; most in {names}"
+                return
     worst = max(tracks, key=_times, default=None)
     if worst is not None and worst.spike is not None:
         yield f"{_word('largest spike', kind)}: {printable(worst.name)}, {spike_words(worst.spike)}"
@@ -168,7 +172,8 @@ def _dead(tracks: Sequence[Track], kind: str) -> Iterator[str]:
         yield f"{_word('norm always exactly 0', kind)}: {listed(zero)}"
     since: dict[int, list[str]] = {}
     for track in tracks:
-        if track.zero_since is not None:
+        # A training that converges to nothing shrinks before.
+        if track.zero_since is not None and not track.growth * _FAR < 1:
             since.setdefault(track.zero_since, []).append(track.name)
     first = sorted(since)[:_DEATHS]
     for step in first:
@@ -193,13 +198,15 @@ def _usual(tracks: Sequence[Track]) -> float:
 def _vanished(tracks: Sequence[Track]) -> list[Track]:
     if len(tracks) < _LEAST_COMPARED:
         return []
-    usual = _usual(tracks)
+    # Beside an explosion all else is small.
+    exploded = {track.name for track in _exploded(tracks)}
+    usual = _usual([track for track in tracks if track.name not in exploded])
     largest: dict[str, float] = {}
     for track in tracks:
         module = _module(track.name)
         largest[module] = max(largest.get(module, 0.0), track.median)
     # A training that converges shrinks all norms alike.
-    growths = [track.growth for track in tracks if track.growth > 0]
+    growths = [t.growth for t in tracks if t.growth > 0 and t.name not in exploded]
     middle = float(np.median(growths)) if growths else math.nan
     return [
         track
@@ -211,10 +218,12 @@ def _vanished(tracks: Sequence[Track]) -> list[Track]:
 
 
 def _vanishing(tracks: Sequence[Track], kind: str) -> Iterator[str]:
-    far = _vanished(tracks)
+    far = sorted(_vanished(tracks), key=lambda track: track.median)
     if not far:
         return
-    usual, names = _usual(tracks), listed([track.name for track in far])
+    exploded = {track.name for track in _exploded(tracks)}
+    usual = _usual([track for track in tracks if track.name not in exploded])
+    names = listed([track.name for track in far])
     low = [track for track in far if track.median * _FAR < usual]
     if low:
         most = min(low, key=lambda track: track.median)

@@ -21,13 +21,14 @@ from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import CHUNK
 
 STAT = "l2"
-MOST_VALUES = 20 * 2**20
+MOST_VALUES = 8 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
 _CHUNKS = 4  # so many are read in search of a spike
+_TURNS = 4  # so many losses that take turns are no noise
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
 
 
@@ -58,7 +59,7 @@ class Track:
         spike: the norm that stands out most from the steps before it.
         zero_since: the step from which on all norms are 0 until the end.
         growth: how many times the first norms the last finite ones are.
-        jitter: the median distance of the logarithms of successive norms.
+        jitter: the median distance of the logarithms of norms of successive steps.
     """
 
     name: str
@@ -235,7 +236,7 @@ class History:
             last=end.ends(end_row)[1],
             spike=self._spike(parts, steps, tops),
             zero_since=_zero_since(parts, steps, tops, bad, there),
-            growth=_growth(finite),
+            growth=_growth(finite, broken=bool(bad[there][-1:].any())),
             jitter=_jitter(usual if len(parts) == 1 else finite),
         )
 
@@ -360,15 +361,25 @@ def _zero_since(
     return int(rest[0]) if number >= max(_DEAD, 3 * int(pauses.max())) else None
 
 
-def _growth(finite: Floats) -> float:
-    """Return how many times the first norms the last finite ones are, NaN where that says nothing."""
+def _growth(finite: Floats, *, broken: bool) -> float:
+    """Return how many times the first norms the last finite ones are, NaN where that says nothing.
+
+    The last norms before a non-finite one may have grown within a step or two; otherwise a single high norm at
+    the end is no growth.
+    """
     positive = finite[finite > 0]
     if len(positive) < 4:  # noqa: PLR2004 # of fewer nobody can say
         return np.nan
     begin = np.median(positive[: max(1, min(_ENDS, len(positive) // 4))])
-    return float(positive[-min(3, len(positive) // 4) :].min() / begin) if begin > 0 else np.nan
+    end = positive[-min(3, len(positive) // 4) :]
+    return float((end.max() if broken else end.min()) / begin) if begin > 0 else np.nan
 
 
 def _jitter(values: Floats) -> float:
-    positive = values[values > 0]
-    return float(np.median(np.abs(np.diff(np.log(positive))))) if len(positive) > 1 else np.nan
+    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time.
+
+    Losses that take turns have a different norm in each step, and the same again a few steps later.
+    """
+    logs = np.log(values[values > 0])
+    lags = range(1, min(_TURNS, len(logs) - 1) + 1)
+    return min((float(np.median(np.abs(logs[lag:] - logs[:-lag]))) for lag in lags), default=np.nan)

@@ -26,16 +26,14 @@ def compared_data(found: Compared) -> dict[str, Any]:
     worst = found.worst()
     parts = list(dict.fromkeys(one.part for one in worst))  # those of the worst pairs first
     shown = parts[:_MATRICES]
-    table = compared_table(found).plain()
+    curves = [_curve(pair_name(one), one.curve) for one in worst[:_CURVES] if one.calls]
+    few = f" of the {len(curves)} worst" if len(curves) < len(worst) else ""
     return {
-        "title": table["title"],
-        "remarks": table["notes"],
-        "matrix_hint": MATRIX_HINT,
+        "table": compared_table(found).plain(),
+        "hint": MATRIX_HINT,
         "matrices": [_matrix(part, found.losses, found.parts[part]) for part in shown],
-        "parts_left_out": len(parts) - len(shown),
-        "head": table["head"],
-        "pairs": table["rows"],
-        "curves": [_curve(pair_name(one), one.curve) for one in worst[:_CURVES] if one.calls],
+        "left_out": len(parts) - len(shown),
+        "charts": [[f"cosine{few}", curves]],
     }
 
 
@@ -50,14 +48,14 @@ def _matrix(part: str, losses: Sequence[str], pairs: Sequence[Pair]) -> dict[str
 
 
 def combined_data(found: Combined, *, observed: bool) -> dict[str, Any]:
-    table = combined_table(found, observed=observed).plain()
+    weights = [_curve(one.name, one.curve) for one in found.weights[:_WEIGHTS]]
+    distance = [_curve("distance", found.curve)]
     return {
-        "title": table["title"],
-        "remarks": table["notes"],
-        "head": table["head"],
-        "weights": table["rows"],
-        "curves": [_curve(one.name, one.curve) for one in found.weights[:_WEIGHTS]],
-        "distance": _curve("distance", found.curve),
+        "table": combined_table(found, observed=observed).plain(),
+        "hint": "",
+        "matrices": [],
+        "left_out": 0,
+        "charts": [["weight", weights], ["distance from the plain sum, over its norm", distance]],
     }
 
 

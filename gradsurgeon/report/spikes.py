@@ -41,7 +41,7 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     """Return the norm that stands out most from its own past, None if none does.
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
-    spread around a trend on a log scale, and if the next few norms are lower again.
+    spread around their trend on a log scale, if none of them was a third as high, and if the next few are lower again.
 
     Args:
         steps: shape ``[n]``, ascending.
@@ -90,12 +90,14 @@ def _times(values: Floats, places: Ints) -> Floats:
         peak = values[places]
         times = np.where(usual > 0, peak / usual, 0.0)
         above = np.log(peak) - np.fmax(np.log(usual), trend[:, -1])
-        stands_out = above > _SPREADS * spread
+        # Heavy tails, and peaks that come again and again, have been as high before.
+        highest = np.fmax.reduce(logs - trend[:, :-1], axis=1)
+        stands_out = above > np.fmax(_SPREADS * spread, highest + np.log(_FALLS))
         # What comes after it to stay is a new level; at the end the steps right before it decide.
         few = np.isfinite(after).sum(axis=1) < _FALLS
         falls = np.where(
             few,
-            peak > TIMES * np.nanmax(past[:, -_AFTER:], axis=1),
+            peak > TIMES * np.fmax.reduce(past[:, -_AFTER:], axis=1),
             peak > _FALLS * _row_median(after),
         )
     return np.where(stands_out & falls, times, 0.0)

@@ -56,6 +56,8 @@ class Table(NamedTuple):
             for row, curve in zip(rows, self.curves, strict=True):
                 row[_HISTORY] = self._drawn(curve, width)
         yield self.title
+        if not self.head:
+            return
         for line, mark in zip(grid([self.head, *rows], right=self.right), marks, strict=True):
             yield line + mark
 
@@ -70,7 +72,8 @@ class Table(NamedTuple):
         for row, curve in zip(rows, self.curves, strict=False):
             row[_HISTORY] = log_curve(curve) if self.ends is None else level_curve(curve, self.ends)
         yield _html.element("p", _html.bold(self.title))
-        yield _html.table(self.head, rows, right=self.right)
+        if self.head:
+            yield _html.table(self.head, rows, right=self.right)
         if self.notes:
             yield _html.listing(self.notes)
 

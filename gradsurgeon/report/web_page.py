@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -23,10 +23,10 @@ from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.history import Track, Whole
 from gradsurgeon.report.loss_charts import combined_data, compared_data
-from gradsurgeon.report.norms import NormTable, labels, ranked
-from gradsurgeon.report.page_values import Line, line_data, number, thinned
+from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
+from gradsurgeon.report.page_values import Line, line_data, thinned
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import rule_rows
+from gradsurgeon.report.rules_and_events import EventGroup, event_groups, rule_table
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.layout import section
@@ -42,8 +42,7 @@ LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 _MOST_VALUES = 20 * 2**20
-# The beginning tells what went wrong first, the end what stopped the run.
-_MOST_EVENTS = 600
+_MOST_MARKS = 600
 _MOST_LOSSES = 8
 # A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
 _LOSS = re.compile(
@@ -52,18 +51,7 @@ _LOSS = re.compile(
 # Of a loss, which is one number, they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
-_SCRIPTS = (
-    "uplot.min.js",
-    "shared.js",
-    "charts.js",
-    "name_tree.js",
-    "heat_map.js",
-    "density.js",
-    "losses.js",
-    "captures.js",
-    "live.js",
-    "page.js",
-)
+_SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "live.js", "page.js")
 
 
 def web_page(
@@ -130,11 +118,11 @@ def page_data(run: Run) -> dict[str, Any]:
         "nothing": report.norms_title,
         "losses": [line_data(line) for line in _losses(run)],
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
-        "conflicts": [compared_data(one) for one in report.losses.compared],
-        "combined": [
-            combined_data(one, observed=report.observed) for one in report.losses.combined
+        "versus": [
+            *(compared_data(one) for one in report.losses.compared),
+            *(combined_data(one, observed=report.observed) for one in report.losses.combined),
         ],
-        "rules": list(rule_rows(report.rules, report.statuses, report.events)),
+        "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": _rule_files(run),
         **_events(report.events),
     }
@@ -156,19 +144,27 @@ def _ending(report: Report) -> dict[str, Any]:
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_LARGEST]
-    several = len({track.source for track in table.tracks}) > 1
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
     wholes = report.history.wholes(table.kind) if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
+    largest = newest_table(report.history, table, _LARGEST).plain()
+    largest["head"] = [*largest["head"], "spike"]
+    largest["rows"] = [[*row, _spike(one)] for row, one in zip(largest["rows"], shown, strict=True)]
     return {
         "kind": table.kind,
         "noun": nouns(table.kind),
-        "title": table.table.title,
-        "notes": list(table.table.notes),
-        "largest": [_summary(track, several=several) for track in shown],
+        # The map shows all tensors: none is left out.
+        "notes": [text for text in largest.pop("notes") if not text.startswith("and ")],
+        "table": largest,
+        "largest": [track.name for track in shown],
         "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
         "map": _map(table.tracks, grid_of(table.tracks, most)),
     }
+
+
+def _spike(track: Track) -> str:
+    spike = track.spike
+    return "-" if spike is None else f"{spike.times:.3g} x at step {spike.step}"
 
 
 def _line(label: str, whole: Whole) -> Line:
@@ -190,22 +186,6 @@ def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
     for key, word in (("created", "began"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
         if key in run.meta:
             yield word, str(run.meta[key])
-
-
-def _summary(track: Track, *, several: bool) -> dict[str, Any]:
-    spike = track.spike
-    return {
-        "name": track.name,
-        # Norms of two rules or points are not alike: each is told by its source.
-        "source": f"{track.source.rule} at {track.source.point}" if several else "",
-        **{key: number(getattr(track, key)) for key in ("first", "median", "largest", "last")},
-        "nonfinite": track.nonfinite,
-        "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else 0,
-        "zero_since": track.zero_since,
-        "spike": None
-        if spike is None
-        else {"step": spike.step, "value": number(spike.value), "times": number(spike.times)},
-    }
 
 
 def _losses(run: Run) -> Iterator[Line]:
@@ -268,18 +248,28 @@ def _rule_files(run: Run) -> list[dict[str, str]]:
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
-    half = _MOST_EVENTS // 2
-    shown: Iterable[Event] = events
-    if len(events) > _MOST_EVENTS:
-        shown = (*events[:half], *events[-half:])
-    fields = ("kind", "rule", "step", "rank", "name", "message")
+    first, left_out, last = event_groups(events)
+    marks = sorted({(event.step, event.kind) for event in events})
+    half = _MOST_MARKS // 2
     return {
-        "events": [
-            {
-                **{field: getattr(event, field) for field in fields},
-                "diagnosis": diagnosis_of(event.message),
-            }
-            for event in shown
-        ],
-        "left_out": max(0, len(events) - _MOST_EVENTS),
+        "events": [_event(group) for group in (*first, *last)],
+        "left_out": left_out,
+        # The beginning tells what went wrong first, the end what stopped the run.
+        "marks": marks if len(marks) <= _MOST_MARKS else [*marks[:half], *marks[-half:]],
+    }
+
+
+def _event(group: EventGroup) -> dict[str, Any]:
+    """Return events that say the same as one, with where they were: steps, how often, and ranks."""
+    (low, high), ranks = group.steps, group.ranks
+    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
+    if group.times > 1:
+        where.append(f"{group.times:,} times")
+    if ranks != [0]:
+        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
+    event = group.first
+    return {
+        **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
+        "where": ", ".join(where),
+        "diagnosis": diagnosis_of(event.message),
     }
