@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradsurgeon.errors import RecordError
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 from gradsurgeon.store import WholeSeries
 from gradsurgeon.store.layout import CHUNK, summarise
 from gradsurgeon.store.tables import arrays
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH = 2**18  # values of a series in memory that are converted at a time
 _SAMPLE_VALUES, _SAMPLE_MOST, _SAMPLE_LEAST = 4 * 2**20, 4096, 64
+_CHUNKS = 4  # so many are read in search of a spike
 _AROUND = 9  # so many samples around a chunk tell what is usual
 
 Floats = NDArray[np.floating[Any]]
@@ -121,6 +123,20 @@ class Part:
                 found.append(float(values[end]))
         return found[0], found[1]
 
+    def spike(self, row: int) -> Spike | None:
+        """Return the norm of a tensor that stands out most, of the chunks that stand out from the sample."""
+        near = self.usual[row]
+        with np.errstate(all="ignore"):
+            near = np.where(near > 0, near, _median(self.sample[row]))
+            bounds = np.where(near > 0, self.tops[row] / near, 0)
+        found = []
+        for chunk in np.argsort(-bounds, kind="stable")[:_CHUNKS].tolist():
+            if bounds[chunk] > TIMES:
+                steps, norms = self.pairs(row, chunk - 1, chunk + 2)
+                finite = np.isfinite(norms)
+                found.append(largest_spike(steps[finite], norms[finite]))
+        return max(filter(None, found), key=lambda spike: spike.times, default=None)
+
     def damaged(self) -> RecordError:
         """Return the error for summaries that do not fit their rows."""
         return cast("StoredSeries", self.series).damaged()
@@ -132,6 +148,11 @@ class Part:
         found = series.between(name, max(0, start) * CHUNK, min(stop * CHUNK, self._length))
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, np.int64), np.array(values, float)
+
+
+def _median(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else np.nan
 
 
 def is_stored(series: WholeSeries) -> bool:
