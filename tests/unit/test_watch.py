@@ -434,8 +434,8 @@ def test_a_small_screen_has_fewer_parts_and_no_heading_alone(tmp_path: pathlib.P
             "events",
             "norms",
             "parameter",
-            "a",
             "b",
+            "a",
             "norm",
             "rules",
         ]
