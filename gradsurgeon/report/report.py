@@ -225,7 +225,10 @@ class Report:
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
         ends = [end for one, _ in self.series for end in self._ends(one)]
-        ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        # A rule that has seen a pass without its update has acted in no step of that number.
+        waiting = set(self.pending.values())
+        lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        ends += [last - (last in waiting and bool(ends)) for last in lasts]
         if self.end is not None and self.end > (self.start or 0):
             ends.append(self.end - 1)
         if self.start is not None and ends:

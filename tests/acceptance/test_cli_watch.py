@@ -172,7 +172,7 @@ class TestInATerminal:
             "events (3): trap 3",
             *(f"  step {step}  trap  norms  w\\x1b[2J  bad" for step in (5, 4, 3)),
         ]
-        assert "norm of a.weight: 500 at step 5" in "\n".join(last)
+        assert "norm of w: 500 at step 5" in "\n".join(last)
         assert any(re.search(r" steps/s$", frame[0]) for frame in frames)
         # The last screen stays on the terminal, and why it is the last one.
         after = watched.text.partition(LEAVE)[2].rstrip().split("\r\n")
@@ -305,7 +305,7 @@ class TestElsewhere:
         assert len(lines) >= 2
         one = (
             r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)(  [0-9.]+ steps/s)?  "
-            r"total norm 2.24  0 events"
+            r"norm of all 2 parameters 2.24  0 events"
         )
         found = [re.fullmatch(one, line) for line in lines]
         steps = [int(match[1]) for match in found if match]
