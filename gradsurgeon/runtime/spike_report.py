@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from gradsurgeon.actions import Spikes
-from gradsurgeon.errors import printable, shorten_names
+from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
@@ -16,13 +16,6 @@ from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
 _SHOWN = 8
 # Smaller factors do not count as growth.
 _LEAST, _GROWN = 2.0, 1.5
-_FROM_THE_LOSS = (
-    "the spike came with the loss, or from the operations between the loss and this layer: look at the batch of this step "
-    "(a label, a length, an outlier)"
-)
-_IN_THE_MODEL = "look at this layer and its neighbors"
-_NO_ORDER = "the order of backward is not known"
-_NOBODY_KNOWS = "these norms do not show where the spike began"
 
 
 def spike_report(
@@ -33,8 +26,8 @@ def spike_report(
     Args:
         names: the names of all parameters.
         judged: norms, at least one of them a spike.
-        arrived: all tensors in the order in which backward produced their gradients. Tensors with an unknown order among
-            them share a group; empty if no order is known. -1 stands for a tensor that is no parameter of the model.
+        arrived: all tensors in the order in which backward produced their gradients, empty if it is unknown. The tensors
+            of one node share a group; -1 stands for a tensor that is no parameter of the model.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
     places = [p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)]
@@ -109,7 +102,7 @@ def _by_share(names: Sequence[str], judged: JudgedNorms) -> Iterator[tuple[str, 
 def _growth(
     names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
 ) -> Iterator[str]:
-    """Report where, in the order of backward, gradients begin to exceed their past."""
+    """Report where, in the order of backward, gradients begin to exceed their past; nothing if the order is unknown."""
     times = {
         tensor: norm / mean
         for tensor, norm, mean in zip(
@@ -117,63 +110,37 @@ def _growth(
         )
         if mean and math.isfinite(norm)
     }
-    if not times or max(times.values()) < _LEAST:
+    order = [group for group in arrived if not times.keys().isdisjoint(group)]
+    is_known = times.keys() <= {tensor for group in order for tensor in group}
+    # If all come from one node, as in a fully compiled model, they have no order.
+    if not is_known or len(order) < min(len(times), 2):
         return
-    known = times.keys() <= {tensor for group in arrived for tensor in group}
-    order = [group for group in arrived if not times.keys().isdisjoint(group)] if known else []
-    if len(order) < min(len(times), 2):
-        # The order is unknown, or all come from one node, as in a fully compiled model.
-        order = [[tensor] for tensor in reversed(times)]
-        known = False
+    if (largest := max(times.values(), default=0.0)) < _LEAST:
+        return
     # Half of the growth on a logarithmic scale.
-    half = math.sqrt(max(times.values()))
+    half = math.sqrt(largest)
     first = next(place for place, group in enumerate(order) if _largest(times, group)[0] >= half)
     grown, tensor = _largest(times, order[first])
     before = max((_largest(times, group)[0] for group in order[:first]), default=0.0)
     # Nearly all of the growth in one place outweighs growth by the loss, or by chance, before it.
-    if before and (before < _LEAST <= grown / before or grown / before >= half**1.5):
+    if before and grown >= before * (_LEAST if before < _LEAST else half**1.5):
         earlier = _largest(times, order[first - 1])[1]
-        way = "in the order of backward"
-        what = _IN_THE_MODEL
-        if not known:
-            way = f"from the last layer of the model to the first ({_NO_ORDER})"
-            what = _NOBODY_KNOWS
-        elif others := _unjudged(names, times, arrived, order[first - 1], order[first]):
-            what = f"look at this layer, and at tensors between the two, which the rule does not judge here ({others})"
         yield (
-            f"{way} the spike begins at {_times(names, times, tensor)}; {_times(names, times, earlier)} right "
-            f"before it: {what}"
+            f"in the order of backward the spike begins at {_times(names, times, tensor)}; "
+            f"{_times(names, times, earlier)} right before it: look at this layer, and at the layers between the two"
         )
-    elif not first and min(times[one] for one in order[0] if one in times) >= _GROWN:
-        begun = f"is large already, {_times(names, times, _largest(times, order[0])[1])}"
-        if not known:
-            yield f"the last layer of the model {begun} ({_NO_ORDER}): {_NOBODY_KNOWS}"
-        elif others := _unjudged(names, times, arrived, (), order[0]):
+    # An earlier gradient that the rule does not judge could be the origin.
+    elif not first and order[0] is arrived[0] and times.keys() >= set(order[0]):
+        begun = f"the first gradient of the backward pass is large already, {_times(names, times, tensor)}"
+        if min(times[one] for one in order[0]) >= _GROWN:
             yield (
-                f"of the gradients that the rule judges here, the first of the backward pass {begun}; others came before "
-                f"it ({others}): {_NOBODY_KNOWS}"
+                f"{begun}: the spike came with the loss, or from the operations between the loss and this layer: look "
+                "at the batch of this step (a label, a length, an outlier)"
             )
-        else:
-            yield f"the first gradient of the backward pass {begun}: {_FROM_THE_LOSS}"
 
 
 def _largest(times: Mapping[int, float], group: Sequence[int]) -> tuple[float, int]:
     return max((times[tensor], tensor) for tensor in group if tensor in times)
-
-
-def _unjudged(
-    names: Sequence[str],
-    times: Mapping[int, float],
-    arrived: Sequence[Sequence[int]],
-    earlier: Sequence[int],
-    later: Sequence[int],
-) -> str:
-    """Name the gradients between two groups, or before the later one, that have no past to compare with."""
-    start = arrived.index(earlier) if earlier else 0
-    between = [one for group in arrived[start : arrived.index(later) + 1] for one in group]
-    others = list(dict.fromkeys(one for one in between if one not in times))
-    told = [names[one] for one in others if one >= 0]
-    return shorten_names([*told, *(["tensors of no layer of this model"] if -1 in others else [])])
 
 
 def _times(names: Sequence[str], times: Mapping[int, float], tensor: int) -> str:

@@ -18,10 +18,8 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
 from gradsurgeon.runtime.gradient_edits import shorten
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.locked_bounds import LOOK_EVERY, LockedBounds, told_of_size
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
-    NormsOnHost,
     RunningStatistic,
     moved,
     regrouped,
@@ -45,7 +43,6 @@ class SpikeTraps:
         self._entered_at = 0
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
-        self._locked = LockedBounds()
 
     def looks(
         self, update: StepContext, arrived: Callable[[], Sequence[Sequence[int]]]
@@ -68,12 +65,10 @@ class SpikeTraps:
                     judged[rule] = self._compare(
                         bound_rule, update.gradients, tensors, update.overflow
                     )
-                if update.step % LOOK_EVERY == 0:
-                    self._look_at_size(judged[rule], update.step)
                 if not bound_rule.edits:
                     self._context.event_log.count_fired(rule, update.step)
         return [
-            Look((one.flags,), partial(self._findings, one, update.step, arrived))
+            Look((one.flags,), partial(self._findings, one, arrived))
             for one in judged.values()
             if not one.bound_rule.edits
         ]
@@ -81,29 +76,12 @@ class SpikeTraps:
     def _findings(
         self,
         judged: JudgedNorms,
-        step: int,
         arrived: Callable[[], Sequence[Sequence[int]]],
         spikes: Sequence[int],
     ) -> list[Finding]:
         names = self._context.program.names
         report = spike_report(names, judged, arrived()) if spikes else None
-        self._follow(judged, step, tripped=bool(spikes))
         return [(judged.bound_rule.rule.id, report)]
-
-    def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
-        """Warn once, as soon as the norms can be read, that they are too small for a bound to see a spike."""
-        rule, names, log = (
-            judged.bound_rule.rule.id,
-            self._context.program.names,
-            self._context.event_log,
-        )
-        if judged.spikes.bound.slack and not log.is_noticed("small", rule):
-
-            def tell(kept: Tensor) -> None:
-                if text := told_of_size(names, judged, *kept.reshape(2, -1).tolist()):
-                    log.notice_once("small", text, rule=rule, step=step, warn=True)
-
-            log.when_read(judged.before[:2].flatten(), tell)
 
     def _compare(
         self,
@@ -171,25 +149,11 @@ class SpikeTraps:
             if known.cut:
                 text, name = told_of_cut(self._context.program.names, judged, known)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            self._tell_of_lock(judged, known, step)
             if not on_host:
                 cut = len(tensors) if judged.spikes.over_rule else len(known.cut)
                 log.count_changed(rule, cut)
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
-
-    def _follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
-        """Count consecutive trips of a rule that reports. Waits for the device if the rule has tripped."""
-        if not tripped:
-            self._locked.end(judged)
-        elif judged.spikes.then == "warn":  # other rules stop at once, or give up
-            self._tell_of_lock(judged, judged.read(judged.to_be_read().cpu()), step)
-
-    def _tell_of_lock(self, judged: JudgedNorms, known: NormsOnHost, step: int) -> None:
-        topic = f"locked {judged.statistic.tensors[0]}"
-        for text in self._locked.follow(self._context.program.names, judged, known):
-            rule = judged.bound_rule.rule.id
-            self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def state(self) -> dict[str, Any]:
         """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
@@ -227,7 +191,6 @@ class SpikeTraps:
         """
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
-        self._locked = LockedBounds()
         self._judged.clear()
         self._before.clear()
         for rule, of_rule in rules.items():
