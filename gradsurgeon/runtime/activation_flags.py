@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.tensors.measure import read
 
 # Bounds the flags that a long validation between two updates collects.

@@ -19,8 +19,6 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.current_pass import RunningPass, lock, threads, training
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
-_SETTLED = 4  # passes; by then most optimizers have stepped
-
 
 @dataclass(slots=True, eq=False)
 class Seen:
@@ -72,8 +70,6 @@ class BackwardWatch:
         self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
         self._is_waited_for = True
-        # The number of passes watched so far.
-        self._passes = 0
 
     def is_training(self, param: Tensor) -> bool:
         """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
@@ -165,8 +161,6 @@ class BackwardWatch:
                 tensors = self._changed(before)
             else:
                 tensors = set(self._context.parameters.grads(sorted(reached))[0])
-            if reached is None:
-                self._look_for_dropped(running)
         seen = self._take_seen(reached)
         order = tuple(dict.fromkeys(seen.order))
         if order:
@@ -191,26 +185,6 @@ class BackwardWatch:
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
-
-    def _look_for_dropped(self, running: RunningPass) -> None:
-        """Report gradients that hooks of the script dropped, as optimizers that update inside backward do.
-
-        A walk over the graph is too slow for every pass, so it runs with exponential back-off.
-        """
-        self._passes += 1
-        if self._passes & (self._passes - 1):
-            return
-        params, param = self._context.parameters, self._context.parameters.param
-        lacking = {
-            tensor
-            for tensor in self._watched
-            if (p := param(tensor)) is not None and p.requires_grad and p.grad is None
-            if any(
-                not type(hook).__module__.startswith("gradsurgeon.") for hook in _torch.hooks_of(p)
-            )
-        }
-        if lacking and (dropped := lacking.intersection(params.owned(running.graph.leaves()))):
-            self._events.gradients_dropped(dropped, certain=self._passes >= _SETTLED)
 
     def failed(
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]

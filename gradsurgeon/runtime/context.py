@@ -19,10 +19,16 @@ from gradsurgeon.events import Event
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime.activation_flags import Flags
-from gradsurgeon.runtime.due_rules import NONFINITE, NOTHING_DUE, DueRules, RulesByCounter
+from gradsurgeon.runtime.due_rules import (
+    NONFINITE,
+    NOTHING_DUE,
+    DueRules,
+    RulesByCounter,
+    StepCounter,
+    StepCounters,
+)
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
-from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 
 Mode = Literal["act", "observe"]
 

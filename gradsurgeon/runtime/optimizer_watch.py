@@ -23,9 +23,9 @@ from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.optimizers import Arguments, Update
-from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 

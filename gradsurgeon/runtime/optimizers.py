@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from gradsurgeon import _live, _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.training_events import Step
 
 # The numbers that an optimizer keeps for itself, each with the dictionary that keeps it.

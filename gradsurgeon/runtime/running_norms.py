@@ -1,13 +1,15 @@
-"""The running statistics of `spike-trap` rules, and the norms of one update that they judge."""
+"""The running statistics of `spike-trap` rules, their saved form, and the norms of one update that they judge."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import torch
+from pydantic import AfterValidator, InstanceOf, ValidationInfo
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from gradsurgeon import _torch
@@ -175,3 +177,68 @@ def wide(norms: Tensor) -> Tensor:
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+
+
+_Value = TypeVar("_Value")
+# Rows of the learnt state: a count and a mean. Rounding may put a variance, the third row, below 0.
+_ABOVE_0 = 2
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    flaws = []
+    # The checks below need plain memory.
+    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not (is_plain and tensor.is_floating_point()):
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        flaws.append(f"is of {kind}, and should hold floating point numbers")
+    elif bad := int((~tensor.isfinite()).sum()):
+        flaws.append(
+            f"{bad} of {tensor.numel()} numbers are NaN or infinite, which a rule never learns"
+        )
+    elif bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
+        flaws.append("has numbers below 0, but no count or norm is negative")
+    return _sound(tensor.detach(), flaws)
+
+
+def sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
+    rows: Mapping[str, int] = info.context or {}
+    flaws = []
+    for number, part in enumerate(rule.statistics):
+        if len(set(part.params)) < len(part.params):
+            flaws.append(f"statistic {number} names a parameter twice")
+        count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
+        height = rows.get(rule.bound, kept[0] if kept else 0)
+        wanted = {"kept": (height, 1 if rule.per == "rule" else count), "usual": (count,)}
+        for what, size in {"kept": kept, "usual": usual}.items():
+            if size != wanted[what]:
+                told = f"{what!r} is of size {size} and, for {count} parameters, should be of {wanted[what]}"
+                flaws.append(f"in statistic {number} {told}")
+    return _sound(rule, flaws)
+
+
+def _sound(value: _Value, flaws: list[str]) -> _Value:
+    if flaws:
+        raise PydanticCustomError("state", "{flaws}", {"flaws": "; ".join(flaws)})
+    return value
+
+
+_Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """The learnt state of a rule for parameters with a common optimizer: see `RunningStatistic`."""
+
+    params: list[str]
+    kept: _Numbers
+    usual: _Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class LearntByRule:
+    """The learnt state of a rule, for every optimizer."""
+
+    bound: str
+    per: Literal["rule", "parameter"]
+    params: list[str]
+    statistics: list[Learnt]

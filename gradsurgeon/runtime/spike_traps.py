@@ -13,23 +13,20 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable, shorten_names
+from gradsurgeon.runtime.conclusions import Finding, Look, StepContext
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE
-from gradsurgeon.runtime.gradient_edits import shorten
-from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
+from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients, shorten
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
+    Learnt,
+    LearntByRule,
     RunningStatistic,
     moved,
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
-from gradsurgeon.runtime.state_form import Learnt, LearntByRule
-from gradsurgeon.runtime.step_context import StepContext
-from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.trips import Finding, Look
+from gradsurgeon.runtime.trap_report import spike_report, told_of_cut
 
 
 class SpikeTraps:
@@ -37,10 +34,9 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. The tensors of one rule that share a counter share a statistic.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # The state before the update that entered last; the counter of this update, and its number.
-        self._before: list[tuple[RunningStatistic, Tensor, Tensor]] = []
-        self._entered: StepCounter | None = None
-        self._entered_at = 0
+        # The counter and number of the update that entered last, and the states before it.
+        self._entered: tuple[StepCounter, int] | None = None
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
@@ -158,8 +154,8 @@ class SpikeTraps:
     def state(self) -> dict[str, Any]:
         """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
         # SIGTERM can end a script in the middle of an update, whose number a resumed run will repeat.
-        is_counted = self._entered is None or self._entered.step != self._entered_at
-        earlier = {id(one): (kept, usual) for one, kept, usual in self._before if not is_counted}
+        entered = self._entered
+        earlier = self._before if entered and entered[0].step == entered[1] else {}
         names, found = self._context.program.names, {}
         for rule, spikes in self._context.spikes.items():
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
@@ -245,10 +241,10 @@ class SpikeTraps:
 
     def update(self, counter: StepCounter) -> None:
         """Learn from the update that was judged last: it has taken place."""
-        self._before, self._entered, self._entered_at = [], counter, counter.step
+        self._before, self._entered = {}, (counter, counter.step)
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
-            self._before.append((statistic, statistic.kept, statistic.usual))
+            self._before[id(statistic)] = statistic.kept, statistic.usual
             with torch.no_grad():
                 if spikes.over_rule or judged.columns is None:
                     statistic.kept = judged.after
@@ -256,11 +252,6 @@ class SpikeTraps:
                     statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
                 if spikes.over_rule and spikes.then != "clip":
                     statistic.usual = moved(statistic.usual, judged)
-
-    def take_back(self, counter: StepCounter) -> None:
-        """Undo the last `update`: it was a part of an update that goes on."""
-        for statistic, kept, usual in self._before if self._entered is counter else ():
-            statistic.kept, statistic.usual = kept, usual
 
     def forget(self, counter: StepCounter) -> None:
         """Discard the update that was judged last: it did not take place."""

@@ -15,8 +15,8 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.shared_inputs import SharedInputs
-from gradsurgeon.runtime.step_counter import StepCounter
 
 # A loop without updates only drops its tensors, and their entries must not pile up.
 _MOST = 1024

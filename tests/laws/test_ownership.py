@@ -413,24 +413,6 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
         assert session.step == session.status()["half"].fired == 3
 
 
-@pytest.mark.parametrize("assigned", [True, False])
-def test_late_optimizers_edit_what_is_theirs_once(assigned: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
-    with gradsurgeon.apply(model, rules(half)):
-        model(torch.ones(1, 2)).sum().backward()
-        true = [param.grad.clone() * 2 for param in model.parameters() if param.grad is not None]
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
-        if assigned:
-            for param, grad in zip(model.parameters(), true, strict=True):
-                param.grad = grad.clone()
-        before = [param.detach().clone() for param in model.parameters()]
-        for optimizer in optimizers:
-            optimizer.step()
-    for param, old, grad in zip(model.parameters(), before, true, strict=True):
-        assert torch.allclose(old - param.detach(), grad / 2)
-
-
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
 def test_a_first_tick_tells_what_the_pass_before_it_came_to(then: str) -> None:
     model = nn.Linear(2, 1)
