@@ -25,7 +25,7 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import NO_PARAMETER, ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.module_hooks import ModuleHooks
+from gradsurgeon.runtime.module_hooks import ModuleHooks, TensorHooks
 from gradsurgeon.runtime.notices import (
     SETTLED,
     UnownedParams,
@@ -41,7 +41,6 @@ from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankA
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import (
     GOES_ON,
     BackwardPass,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule
@@ -121,7 +120,7 @@ class LossEffects:
             return None
         problem = "the weights are non-finite"
         try:
-            with _Drawing(f"{rule}/{step}/{self._call(rule, step)}"):
+            with _drawing(f"{rule}/{step}/{self._call(rule, step)}"):
                 weights = effect.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
@@ -191,34 +190,16 @@ def _averaged(block: Tensor, group: object) -> Tensor:
     return _dist.reduce(block, (group,)) / len(_dist.members(group))
 
 
-_DRAWN = {torch.rand, torch.randn, torch.randint, torch.randperm}
+@contextmanager
+def _drawing(call: str) -> Iterator[None]:
+    """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
 
-
-class _Drawing(TorchFunctionMode):
-    """Gives torch functions that draw random numbers on the host a separate generator, in this thread.
-
-    The generator of the script stays untouched: other threads may draw from it now, and its numbers must not depend
-    on the rules. The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the
-    numbers of an uninterrupted run.
+    The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the numbers of an
+    uninterrupted run.
     """
-
-    def __init__(self, call: str) -> None:
-        super().__init__()
-        digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
+    digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
+    # The script may have set another default device.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # 63 bits, because no release of torch reads such a seed as a negative number.
-        seed = int.from_bytes(digest[:8], "big") >> 1
-        self._generator = torch.Generator("cpu").manual_seed(seed)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        options = dict(kwargs or {})
-        if func in _DRAWN:
-            # The script may have set another default device.
-            options = {"generator": self._generator, "device": "cpu"} | options
-        return func(*args, **options)
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        yield

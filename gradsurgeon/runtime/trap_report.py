@@ -13,7 +13,7 @@ from gradsurgeon import _dist
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.runtime.activation_flags import Flag
+from gradsurgeon.runtime.context import Flag
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
 from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict

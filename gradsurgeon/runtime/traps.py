@@ -15,9 +15,8 @@ from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, Rows, StepContext, Trip
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
