@@ -269,9 +269,7 @@ def test_hidden_gradients_come_back_whatever_happens_in_the_step(where: str, hel
         except RuntimeError as error:
             kept = error if held else None
         fail = False
-        if not held:
-            assert torch.equal(model.bias.grad, before)
-            assert session.step == 1  # an attempt
+        # The attempt ends with the next pass or step of this thread.
         # The next step is one of its own, also while the error is still at hand.
         optimizer.step()
         assert torch.equal(model.bias.grad, before)
