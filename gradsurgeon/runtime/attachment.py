@@ -48,7 +48,7 @@ class Attachment:
         matched = [len(plan.of(rule.id)) for rule in rules]
         event_log = EventLog(rules, matched, options.on_event)
         recorder = Recorder(
-            Records(), writer, event_log, sinks, step=self._latest, state=self._state
+            Records(), event_log, writer, sinks, step=self._latest, state=self._state
         )
         self.context = Context(
             program=program,
