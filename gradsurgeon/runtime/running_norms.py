@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from pydantic import AfterValidator, InstanceOf, ValidationInfo
@@ -35,24 +35,6 @@ class RunningStatistic:
     tensors: tuple[int, ...]
     kept: Tensor
     usual: Tensor
-
-
-class NormsOnHost(NamedTuple):
-    """The norms of one update as numbers, for messages.
-
-    Attributes:
-        norms: the norms that were compared.
-        passed: the same norms as the bound let them through.
-        before: the state before the update, of shape ``[rows, len(norms)]``.
-        cut: the places of the norms above the bound.
-        largest: the largest norm of a single gradient and its place, if one norm over all was cut.
-    """
-
-    norms: list[float]
-    passed: list[float]
-    before: Tensor
-    cut: list[int]
-    largest: tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +96,19 @@ class JudgedNorms:
             parts += self.each.max(0, keepdim=True)
         return torch.cat(parts)
 
-    def read(self, numbers: Tensor) -> NormsOnHost:
-        """Return the parts of `to_be_read`, once its numbers are on the host."""
+    def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
+        """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
         count, rows = len(self.norms), self.spikes.bound.rows
         table = numbers[: (2 + rows) * count].reshape(-1, count)
         norms, passed = table[:2].tolist()
-        cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
-        norm, place = math.nan, -1
-        if cut and self.spikes.over_rule:
-            on_host = _torch.is_host(self.each)
-            norm, place = (
-                torch.stack([*map(wide, self.each.max(0))]) if on_host else numbers[-2:]
-            ).tolist()
-        return NormsOnHost(norms, passed, table[2:], cut, (norm, int(place)))
+        return norms, passed, table[2:]
+
+    def largest(self, numbers: Tensor) -> tuple[float, int]:
+        """Return the largest norm of a single gradient and its place, under a rule with one norm over all."""
+        if _torch.is_host(self.each):
+            norm, place = self.each.max(0)
+            return float(norm), int(place)
+        return float(numbers[-2]), int(numbers[-1])
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
         """Return the factors of gradients, float32: one for all, or one for each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -139,15 +140,15 @@ class SpikeTraps:
         on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:
-            log, known = self._context.event_log, judged.read(numbers)
-            if not all(map(math.isfinite, known.norms)):
+            log, (norms, passed, _) = self._context.event_log, judged.read(numbers)
+            if not all(map(math.isfinite, norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            if known.cut:
-                text, name = told_of_cut(self._context.program.names, judged, known)
+            cut = sum(map(operator.lt, passed, norms))
+            if cut:
+                text, name = told_of_cut(self._context.program.names, judged, numbers)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            if not on_host:
-                cut = len(tensors) if judged.spikes.over_rule else len(known.cut)
-                log.count_changed(rule, cut)
+            if cut and not on_host:
+                log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
 

@@ -14,7 +14,7 @@ from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.context import Flag
-from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
+from gradsurgeon.runtime.running_norms import JudgedNorms
 from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
@@ -295,12 +295,14 @@ def spike_report(
     return TrapReport(rows[0][0], head, lines, expect="", reduced=False)
 
 
-def told_of_cut(names: Sequence[str], judged: JudgedNorms, known: NormsOnHost) -> tuple[str, str]:
+def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
     """Return a line on gradients that `clip` has cut, and the parameter that was cut most or carries most of the norm."""
-    norms, passed, before, cut, (largest, carrier) = known
+    norms, passed, before = judged.read(numbers)
+    cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
+        largest, carrier = judged.largest(numbers)
         name = names[judged.tensors[carrier]]
         share = f"{printable(name)} carries {(largest / norms[place]) ** 2:.0%} of its square"
         return f"over {count(len(judged.tensors), 'gradient')} {told}; {share}", name
