@@ -20,8 +20,7 @@ from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import current_pass, loss_rules
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.loss_effects import DueLossRule
-from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, in_order
+from gradsurgeon.runtime.loss_rules import REST, DueLossRule, LossRules, NamedPass, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
