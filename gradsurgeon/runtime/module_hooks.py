@@ -47,7 +47,7 @@ class TensorHooks:
         self.sites, self.shared = sites, shared
         self.context = sites.context
         self._tags: dict[str, ModuleSchedule] = {}
-        self._since_update: list[ExpectedGradient] = []
+        self._since_update: list[GradHook] = []
         self._most = _MOST
 
     def schedule(self, rules: Sequence[Rule], owner: str, name: str) -> ModuleSchedule:
@@ -97,74 +97,63 @@ class TensorHooks:
             return
         for rule, _ in acting:
             self.sites.mark_edited(rule, tensor)
-        expected = ExpectedGradient(acting, owner, tensor)
+        hook = GradHook(self.sites, acting, owner, tensor)
         with self.sites.lock:
             if len(self._since_update) >= self._most:
                 self._since_update = [one for one in self._since_update if one.tensor() is not None]
                 # A model may have more modules than `_MOST`.
                 self._most = max(_MOST, 2 * len(self._since_update))
-            self._since_update.append(expected)
-        _torch.register_hook(tensor, GradHook(self.sites, expected))
+            self._since_update.append(hook)
+        _torch.register_hook(tensor, hook)
 
     def missed(self, counter: StepCounter) -> None:
+        """Warn of gradients that did not come because a later operation wrote into their tensors."""
         with self.sites.lock:
-            expected, self._since_update = self._since_update, []
-            for one in expected:
-                if self.sites.counters.of(one.owner) is counter:
-                    self._tell_if_cut_off(one)
-                else:
+            waiting, self._since_update = self._since_update, []
+            for one in waiting:
+                if self.sites.counters.of(one.owner) is not counter:
                     self._since_update.append(one)
-
-    def _tell_if_cut_off(self, expected: ExpectedGradient) -> None:
-        if expected.is_cut_off:
-            text = (
-                f"{expected.rules[0].name} was written in place by the operation after it, so no gradient "
-                "arrived: let the next operation work out of place, or name another module"
-            )
-            self.sites.warn("in-place", text, expected.rules, expected.owner)
+                elif one.is_cut_off:
+                    text = (
+                        f"{one.rules[0].name} was written in place by the operation after it, so no gradient "
+                        "arrived: let the next operation work out of place, or name another module"
+                    )
+                    self.sites.warn("in-place", text, one.rules, one.owner)
 
 
-class ExpectedGradient:
-    """A gradient that rules wait for. It keeps neither its tensor nor the hook on the tensor alive."""
+class GradHook:
+    """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
 
-    __slots__ = ("arrived", "owner", "rules", "tensor", "version")
+    __slots__ = ("_arrived", "_sites", "_version", "owner", "rules", "tensor")
+    __torch_unserializable__ = True
 
-    def __init__(self, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor) -> None:
-        self.rules = rules
-        self.owner = owner
+    def __init__(
+        self, sites: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
+    ) -> None:
+        self._sites = weakref.ref(sites)
+        self.rules, self.owner = rules, owner
         self.tensor = TensorWeakRef(tensor)
-        self.version = tensor._version  # noqa: SLF001 # counts writes
-        self.arrived = False
+        self._version = tensor._version  # noqa: SLF001 # counts writes
+        self._arrived = False
+
+    @property
+    def __name__(self) -> str:
+        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{self.owner}"
 
     @property
     def is_cut_off(self) -> bool:
         """Whether an in-place write has come between the tensor and its gradient."""
-        if self.arrived or (tensor := self.tensor()) is None:
+        if self._arrived or (tensor := self.tensor()) is None:
             return False
-        return bool(tensor._version != self.version)  # noqa: SLF001 # counts writes
-
-
-class GradHook:
-    __slots__ = ("_expected", "_sites")
-    __torch_unserializable__ = True
-
-    def __init__(self, sites: ActivationRules, expected: ExpectedGradient) -> None:
-        self._sites = weakref.ref(sites)
-        self._expected = expected
-
-    @property
-    def __name__(self) -> str:
-        ids = "+".join(rule.id for rule, _ in self._expected.rules)
-        return f"{ids}:{self._expected.owner}"
+        return bool(tensor._version != self._version)  # noqa: SLF001 # counts writes
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        expected = self._expected
-        expected.arrived = True
+        self._arrived = True
         sites = self._sites()
         if grad is None or sites is None or sites.context.paused:
             return None
-        out = sites.on_gradient(expected.rules, grad, expected.owner)
+        out = sites.on_gradient(self.rules, grad, self.owner)
         return None if out is grad else out
 
 
