@@ -115,7 +115,7 @@ class SpikeTrap(TrapRule):
     The report of a spike names the parameters that carry most of it, and the first of them in the order of backward
     whose gradient is larger than usual. If that is the first gradient of the whole pass, the spike came with the loss.
     The report names no origin if that cannot be known: another optimizer or model has the earlier gradients,
-    the model is sharded or compiled as a whole, or the passes of the step reach different parameters.
+    the model is compiled as a whole, or the passes of the step reach different parameters.
 
     `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer change nothing in this step,
     and raises after `give_up_after` spikes in a row; `warn` reports and continues; `raise` stops before any weight moves.

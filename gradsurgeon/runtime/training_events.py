@@ -70,14 +70,19 @@ class GradientSnapshot:
 
     @property
     def arrived(self) -> list[list[int]]:
-        """Return all tensors that the pass reached, in the order in which their gradients came, if that is known.
+        """Return all tensors that the pass reached, in the order in which their gradients came.
 
-        Tensors of one node share a list; -1 marks a leaf that is no parameter of the model.
+        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
         """
-        if self.done.graph is None:
-            return []
-        by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
-        return [[by_id.get(id(leaf), -1) for leaf in group] for group in self.done.graph.groups()]
+        if self.done.graph is not None:
+            by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
+            groups = self.done.graph.groups()
+            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
+        # Only matched parameters have hooks that see the order: other parameters may have come before them.
+        told = set(self.done.tensors)
+        params = enumerate(self.parameters.params())
+        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
+        return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
 
     def without_graph(self) -> GradientSnapshot:
         """Return a copy without the graph, because the graph keeps all tensors of its nodes alive.
