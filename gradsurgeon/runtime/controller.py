@@ -82,8 +82,6 @@ class Controller:
         self._unstepped = False
         self._steps = 0
         self._unowned = UnownedParams(context)
-        # The tensors that had a gradient before the hooks went on.
-        self._early: set[int] = set()
         # A parameter that the last pass reached, in a tuple; empty before the first pass.
         self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
@@ -91,7 +89,6 @@ class Controller:
 
     def attach(self) -> None:
         self._meet_ranks()
-        self._early = set(self.context.parameters.grads()[0])
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
@@ -176,7 +173,6 @@ class Controller:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
         self._last = done.tensors[:1] or self._last
-        self._early.clear()
         self.model.arrived.update(done.tensors)
         context.flags.passed()
         # The records of a pass use the counter of the step that the pass feeds.
@@ -352,10 +348,7 @@ class Controller:
         if counter.passes or self.manual.active:
             return
         having, _ = self.context.parameters.grads(counter.tensors)
-        # Early gradients of other optimizers wait for the updates of these optimizers.
-        early = self._early.intersection(having)
-        self._early -= early
-        if early:
+        if having and not counter.begun:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self.context, done).items():
