@@ -52,8 +52,8 @@ lock = threading.RLock()
 # The leaves that a thread has reserved for itself, by their ids.
 _reserved: list[tuple[int, frozenset[int]]] = []
 _TOGETHER = (
-    "two threads run backward passes through the same parameters, and one of the passes is a gradsurgeon.backward, which "
-    "replaces the hooks on them in the meantime: run both passes in one thread"
+    "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
+    "replaces the hooks on these parameters meanwhile: run both passes in one thread"
 )
 # By thread, the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}

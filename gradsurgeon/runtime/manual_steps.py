@@ -30,7 +30,7 @@ _COMPOUNDS = (
 _TAKEN_OVER = (
     "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, and "
     "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
-    "them again in the first update: create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
+    "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
 
 NO_PARAMETER = (
