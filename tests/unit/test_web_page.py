@@ -86,7 +86,9 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
     assert kind["largest"] == list(names)
     assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1", "-"]
-    assert any("non-finite: 1 parameter, first at step 20: a.weight" in one for one in run["callouts"])
+    assert any(
+        "non-finite: 1 parameter, first at step 20: a.weight" in one for one in run["callouts"]
+    )
 
 
 def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> None:
@@ -184,7 +186,9 @@ def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: P
             writer.add(Key("head", "l2", "accumulated", ("c",)), step, values(9.0), frozenset())
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [(line["label"], line["steps"], set(line["values"])) for line in run["kinds"][0]["wholes"]] == [
+    assert [
+        (line["label"], line["steps"], set(line["values"])) for line in run["kinds"][0]["wholes"]
+    ] == [
         ("norm of 2 parameters (biases at accumulated, body at accumulated)", [*range(20)], {5.0}),
         ("norm of c (head at accumulated)", [0, 10], {9.0}),
     ]
