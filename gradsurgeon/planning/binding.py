@@ -11,7 +11,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param, calls_no_hook
 from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
-from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost, overlaps
+from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost
 from gradsurgeon.schema import RuleSet
 
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
@@ -71,7 +71,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     if complaints:
         raise BindError(complaints)
     notes = tuple(printable(note) for note in manifest.notes)
-    return replace(plan, warnings=(*cost(plan), *overlaps(plan), *breaks_of(plan), *notes))
+    return replace(plan, warnings=(*cost(plan), *breaks_of(plan), *notes))
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:

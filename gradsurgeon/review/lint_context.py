@@ -52,13 +52,6 @@ class LintContext:
             return None
         return self.matched.matches[rule.id].members
 
-    def never_matches(self, rule: Rule, pattern: str) -> bool:
-        """Tell whether a pattern certainly matches no name that the patterns of a rule match."""
-        patterns = self._facts[rule.id].patterns
-        if len(rule.exclude) + len(patterns) > MAX_COMPARED:
-            return False
-        return all(disjoint(text, pattern) for text in patterns)
-
     def acts_before(self, first: Rule, second: Rule) -> bool:
         return self._facts[first.id].when < self._facts[second.id].when
 

@@ -153,21 +153,6 @@ class TestWithNames:
         assert found(lint(tmp_path, rules, manifest(*LAYERS))) == [("number-prefix", 3, 39)]
         assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
 
-    def test_an_expression_that_does_match(self, tmp_path: pathlib.Path) -> None:
-        rules = '  - {id: a, action: norm-log, params: "re:scale"}\n'
-        assert found(lint(tmp_path, rules, manifest(param("h.scale")))) == [
-            ("no-match", 3, 39),
-            ("partial-regex", 3, 39),
-        ]
-        assert lint(tmp_path, rules, manifest(param("scale"))) == []
-
-    def test_a_list_in_one_text_says_what_to_write(self, tmp_path: pathlib.Path) -> None:
-        rules = '  - {id: a, action: norm-log, params: "h.weight, h.bias"}\n'
-        problems = lint(tmp_path, rules, manifest(param("h.weight"), param("h.bias")))
-        assert found(problems) == [("no-match", 3, 39), ("other-syntax", 3, 39)]
-        assert [problem.hint for problem in problems] == ['write ["h.weight", "h.bias"]'] * 2
-        assert lint(tmp_path, rules, manifest(param("h.weight, h.bias"))) == []
-
     def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
         rules = (
             '  - {id: a, action: scale, params: "*.weight", factor: 2}\n'
@@ -200,14 +185,6 @@ class TestWithNames:
         assert found(lint(tmp_path, rules, manifest(param("h.weight"), param("fc.bias")))) == [
             ("shadowed-rule", 4, 10)
         ]
-
-    def test_an_exclude_by_the_other_name_of_a_tied_parameter(self, tmp_path: pathlib.Path) -> None:
-        rules = '  - {id: a, action: norm-log, params: "wte.*", exclude: "head.weight"}\n'
-        assert found(lint(tmp_path, rules)) == [("useless-exclude", 3, 57)]
-        tied = manifest(param("wte.weight", "head.weight"), param("wte.bias"))
-        assert lint(tmp_path, rules, tied) == []
-        apart = manifest(param("wte.weight"), param("head.weight"))
-        assert found(lint(tmp_path, rules, apart)) == [("useless-exclude", 3, 57)]
 
     def test_a_suppression_that_only_names_make_superfluous(self, tmp_path: pathlib.Path) -> None:
         rules = (

@@ -234,10 +234,6 @@ class TestPlan:
         early = {"id": "early", "action": "clamp", "params": "trunk.*", "at": "backward", "max": 1}
         found = plan(early, {"id": "look", "action": "norm-log", "params": "*"}, combine())
         assert found.chains["trunk.0.bias"] == ("surgery", "early", "look")
-        (warning,) = (one for one in found.warnings if "both change" in one)
-        assert warning.endswith(
-            "surgery (at backward), then early (at backward), which sees the losses combined"
-        )
 
     def test_on_modules_it_acts_on_what_edits_of_each_have_left(self) -> None:
         edit = {

@@ -7,45 +7,6 @@ from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
 
-class CombinedTwice(Check):
-    """Two rules certainly combine the losses of the same gradients in the same step.
-
-    A `combine` replaces the gradients of single losses by one gradient. A second `combine` would find no single
-    losses, so training with both ends with an error before its first step.
-
-    Exclude the names of one rule from the other, or give the two `steps` that do not overlap: one method first
-    and another one later is fine.
-    """
-
-    severity = "error"
-    BAD = """
-- id: surgery
-  action: combine
-  losses: ["seg", "depth"]
-  params: "trunk.*"
-  method: upgrad
-
-- id: last-block
-  action: combine
-  losses: ["seg", "normals"]
-  params: "trunk.11.weight"
-  method: pcgrad
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is not None:  # `cannot-act` reports it if names are known
-            return
-        combining = [rule for rule in context.compared if _combines(rule)]
-        for index, rule in enumerate(combining):
-            others = tuple(other for other in combining[:index] if context.overlap(other, rule))
-            if others:
-                message = (
-                    f"`{rule.id[:60]}` combines gradients that {_listed(others)} already combined"
-                )
-                hint = "use `exclude`, or give them `steps` that do not overlap"
-                yield Finding(rule, (rule.target,), message, hint, others)
-
-
 class EffectiveOrder(Check):
     """Two edits of the same gradients take effect in another order than in the file.
 
