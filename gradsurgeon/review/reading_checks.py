@@ -53,8 +53,7 @@ _TEXTS = {
     "unreadable-file": "The file cannot be read. Name a readable file of UTF-8 text.",
     "unused-suppression": "A comment suppresses nothing. "
     "It would hide the next problem of this kind: remove it, or correct the name. A comment "
-    "applies to its own line; alone on a line, to the next line; behind the `id` of a rule, to the "
-    "whole rule.",
+    "applies to the line at whose end it is.",
     "wrong-type": "A value is of the wrong type. "
     "Quoted numbers are texts, and patterns are quoted.",
     "yaml-1.1-lookalike": "Tools that read YAML 1.1 read a value differently. "
