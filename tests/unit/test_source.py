@@ -93,37 +93,6 @@ def test_block_text_and_nesting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("yes", 'quote it: "yes"'),
-        ("No", 'quote it: "No"'),
-        ("on", 'quote it: "on"'),
-        ("OFF", 'quote it: "OFF"'),
-        ("y", 'quote it: "y"'),
-        ("n", 'quote it: "n"'),
-        ("010", "write 10"),
-        ("0o17", "write 15"),
-        ("1:30", 'quote it: "1:30"'),
-        ("1_000", 'quote it: "1_000"'),
-        ("1_000.5", 'quote it: "1_000.5"'),
-        ("2026-11-21", 'quote it: "2026-11-21"'),
-        ("2026-11-21T10:00:00Z", 'quote it: "2026-11-21T10:00:00Z"'),
-        ("0b101", 'quote it: "0b101"'),
-        ("=", 'quote it: "="'),
-    ],
-)
-def test_what_yaml_1_1_reads_differently_is_a_warning(text: str, hint: str) -> None:
-    (problem,) = parse(f"- a\n- {text}\n").problems
-    assert (problem.check, problem.severity, problem.hint) == (
-        "yaml-1.1-lookalike",
-        "warning",
-        hint,
-    )
-    assert (problem.place.line, problem.place.col, problem.place.width) == (2, 3, len(text))
-    assert f"`{text}` is " in problem.message
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "'no'",
@@ -229,7 +198,7 @@ GOES_ON: list[tuple[str, list[tuple[int, int, str]], object]] = [
     ("1.5: a\n", [(1, 1, "key-type")], {}),
     ("? [a, b]\n: c\n", [(1, 3, "key-type")], {}),
     ("? {a: b}\n: c\n", [(1, 3, "key-type")], {}),
-    ("on: 1\n", [(1, 1, "yaml-1.1-lookalike")], {"on": 1}),
+    ("on: 1\n", [], {"on": 1}),
     ("a: 1\n---\nb: 2\n", [(2, 1, "several-documents")], {"a": 1}),
     ("a: *weight\nb: 1\n", [(1, 4, "yaml-syntax")], {"a": "*weight", "b": 1}),
     ("a: {x}\nb: 1\n", [(1, 4, "yaml-syntax")], {"a": "{x}", "b": 1}),
@@ -262,7 +231,6 @@ def test_every_problem_is_reported_in_one_pass() -> None:
         "merge-key",
         "yaml-tag",
         "key-type",
-        "yaml-1.1-lookalike",
         "yaml-syntax",
         "several-documents",
     ]
