@@ -118,9 +118,6 @@ def undecided(rule: Rule, manifest: Manifest) -> list[str]:
         ("model", rule.model, "class of the root"),
         ("where: module_type", where.module_type, owners),
         ("where: requires_grad", where.requires_grad, "classes of parameters"),
-        ("where: ndim", where.ndim, "shapes"),
-        ("where: numel", where.numel, "shapes"),
-        ("where: dtype", where.dtype, "dtypes"),
     )
     return [
         f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
@@ -208,7 +205,7 @@ def _shortfalls_of(
 
 
 def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
-    lazy = [param for param in params if param.shape is None and not param.shape_is_not_told]
+    lazy = [param for param in params if param.shape is None]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "

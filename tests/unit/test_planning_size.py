@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-
 import pytest
 from bounds import within
 
 import gradsurgeon
 from gradsurgeon.errors import BindError
-from gradsurgeon.planning import Manifest, Module, Param, Plan, bind, manifest_file
+from gradsurgeon.planning import Manifest, Module, Param, Plan, bind
 
 
 def model(*names: str, trains: bool = True) -> Manifest:
@@ -54,16 +51,6 @@ def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
     assert caught.value.complaints[-1].endswith("the rules from here on are not checked")
     with pytest.raises(BindError, match=r'"lyers\.2\.weigth" or 97 more patterns; closest names'):
         bound(model("layers.1.weight"), scale(0, wrong[:100]))
-
-
-def test_an_index_of_many_shards_is_read_at_once(tmp_path: pathlib.Path) -> None:
-    names = {f"e{i}.weight": f"s{i}.safetensors" for i in range(20_000)}
-    file = tmp_path / "m.index.json"
-    file.write_text(json.dumps({"weight_map": names}))
-    with within(6):
-        manifest = manifest_file.read(file)
-    assert [param.name for param in manifest.params[:2]] == ["e0.weight", "e1.weight"]
-    assert "20000 of 20000 files of weights are missing" in manifest.notes[-1]
 
 
 def test_classes_are_named_where_none_is_meant() -> None:
