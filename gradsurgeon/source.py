@@ -321,22 +321,3 @@ def _core_value(text: str) -> str | float | bool | None:
     if kind in {"float", "inf", "nan"}:
         return float(text if kind == "float" else text.replace(".", ""))
     return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
-
-
-def like_bool(value: str) -> str:
-    """Return a remedy for a text instead of true or false."""
-    word = value.lower()
-    if word in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
-        return f"write {str(word in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
-    return ""
-
-
-def like_number(value: str) -> str:
-    """Return a remedy for a text instead of a number."""
-    word = value.strip() if len(value) <= _MAX_INT else ""
-    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
-        return f"write {word.replace(',', '.')}: decimals follow a dot"
-    number = word.replace("_", "")
-    if type(_core_value(number)) not in {int, float}:
-        return ""
-    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gradsurgeon import source
-from gradsurgeon.source import Document, like_bool, like_number, parse
+from gradsurgeon.source import Document, parse
 
 LOADERS = [pytest.param(yaml.SafeLoader, id="pure")]
 if hasattr(yaml, "CSafeLoader"):
@@ -334,33 +334,3 @@ def test_columns_are_code_points(end: str, bom: str) -> None:
 def test_a_text_over_several_lines_is_as_wide_as_its_first() -> None:
     place = parse('a: "xx\n  yy"\n').place(("a",))
     assert (place.line, place.col, place.width) == (1, 4, 3)
-
-
-# -- remedies for values --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("1e-3", "remove the quotes: 1e-3 is a number"),
-        ("5", "remove the quotes: 5 is a number"),
-        ("1_000", "write 1000"),
-        (" 5 ", "write 5"),
-        ("0,5", "write 0.5: decimals follow a dot"),
-        (".inf", "remove the quotes: .inf is a number"),
-        ("yes", ""),
-        ("9" * 5_000, ""),
-        ("null", ""),
-        ("", ""),
-        ("hello", ""),
-        ("-", ""),
-    ],
-)
-def test_what_looks_like_a_number(text: str, hint: str) -> None:
-    assert like_number(text) == hint
-
-
-def test_what_looks_like_a_boolean() -> None:
-    assert like_bool("yes") == like_bool("TRUE") == "write true without quotes"
-    assert like_bool("Off") == "write false without quotes"
-    assert like_bool("maybe") == ""
