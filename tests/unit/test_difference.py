@@ -132,7 +132,7 @@ def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
         (clamp(max=1, min=0), clamp(max=1), "loosened"),
         (clip(), clip(max_norm=0.5), "tightened"),
         (clip(), clip(max_norm=5), "loosened"),
-        (clip(), clip(norm_type=1), "changed"),
+        (clip(), clip(norm_type="inf"), "changed"),
         (clip(), clip(per="rule"), "changed"),
         (scale(0.5), scale(0.1), "tightened"),
         (scale(0.5), scale(2), "loosened"),
