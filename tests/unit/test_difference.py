@@ -324,26 +324,6 @@ class TestFindings:
             finding.detail == "expected 6 parameters, matched 2 (h.0.attn.weight, h.0.mlp.weight)"
         )
 
-    def test_overlaps_with_the_order_of_effects(self) -> None:
-        found = diff(
-            [zero("a", params="h.0.*", at="step"), zero("b", params="head.*")],
-            [zero("a", params="h.0.*", at="step"), zero("b", params="*.attn.*")],
-        )
-        (overlap, lost) = found.warnings[::-1]
-        assert (overlap.kind, overlap.rules, overlap.names) == (
-            "overlap",
-            ("b", "a"),
-            ("h.0.attn.weight",),
-        )
-        assert (lost.kind, lost.names) == ("lost-protection", ("head.weight",))
-
-    def test_an_overlap_that_was_there_is_none(self) -> None:
-        old = [zero("a"), {**scale(2), "id": "b", "params": "h.0.*"}]
-        new = [zero("c"), {**scale(3), "id": "b", "params": "h.{0..1}.*"}]
-        assert kinds(diff(old, old)) == []
-        (overlap,) = diff(old, new).warnings
-        assert overlap.names == ("h.1.attn.weight", "h.1.mlp.weight")
-
     def test_what_cannot_act(self) -> None:
         whole = manifest()
         lazy = Manifest("Net", (Param("h.0", (), None, "float32", True, ("Linear",)),))
