@@ -176,16 +176,6 @@ class TestWithNames:
         assert (problem.check, problem.place.line) == ("overlapping-edits", 5)
         assert "`a` and `b`" in problem.message
 
-    def test_a_rule_that_is_covered_in_this_model(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            '  - {id: a, action: freeze, params: "h.*"}\n'
-            '  - {id: b, action: scale, params: "*.weight", factor: 2}\n'
-        )
-        assert lint(tmp_path, rules, manifest(param("h.weight"), param("fc.weight"))) == []
-        assert found(lint(tmp_path, rules, manifest(param("h.weight"), param("fc.bias")))) == [
-            ("shadowed-rule", 4, 10)
-        ]
-
     def test_a_suppression_that_only_names_make_superfluous(self, tmp_path: pathlib.Path) -> None:
         rules = (
             '  - {id: a, action: norm-log, params: "layers.1*"}  '
