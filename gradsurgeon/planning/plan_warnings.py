@@ -1,12 +1,11 @@
 """Warnings of a plan: losses that are combined twice, costs of losses, and `torch.compile`. Pure."""
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gradsurgeon.actions import LossRule, ObserverRule, Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.manifest import ROOT, Param
+from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
 from gradsurgeon.planning.table import count
 
@@ -89,23 +88,8 @@ def cost(plan: Plan) -> Iterator[str]:
     losses = dict.fromkeys(name for rule in rules if plan.of(rule.id) for name in rule.losses or ())
     if not params:
         return
-    sizes = [_bytes(param) for param in params]
-    size = f" ({_in_words(sum(sizes) * len(losses))})" if all(sizes) else ""
     elements = count(sum(param.numel for param in params), "element")
     yield (
         f"gradsurgeon.backward takes one more backward pass per loss ({printable(', '.join(losses))}), and meanwhile keeps "
-        f"{len(losses)} gradients of {elements}{size} and the graph"
+        f"{len(losses)} gradients of {elements} and the graph"
     )
-
-
-def _bytes(param: Param) -> int:
-    """Return the size of a gradient; 0 if the dtype is unknown."""
-    bits = re.search(r"[0-9]+", param.dtype)
-    return param.numel * int(bits[0]) // 8 if bits else 0
-
-
-def _in_words(size: int) -> str:
-    for unit, least in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= least:
-            return f"{size / least:.1f} {unit}"
-    return f"{size} bytes"

@@ -182,18 +182,13 @@ class TestPlan:
             "params": "trunk.0.*",
         }
         found = plan(look, combine())
-        # 6 * 16 + 16 + 16 * 8 + 8 elements of 4 bytes, for each of three losses.
+        # 6 * 16 + 16 + 16 * 8 + 8 elements, for each of three losses.
         assert found.warnings[0] == (
             "gradsurgeon.backward takes one more backward pass per loss (seg, edges, depth), and meanwhile keeps "
-            "3 gradients of 248 elements (3.0 kB) and the graph"
+            "3 gradients of 248 elements and the graph"
         )
         assert sum("backward pass per loss" in one for one in found.warnings) == 1
         assert not any("backward pass per loss" in one for one in plan(on_heads()).warnings)
-
-    @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float64", 8), ("complex64", 8)])
-    def test_the_memory_follows_the_dtype(self, dtype: str, size: int) -> None:
-        model = Heads(nn.Linear(6, 8, dtype=getattr(torch, dtype)))
-        assert f"56 elements ({2 * 56 * size} bytes)" in plan(combine(), model=model).warnings[0]
 
     @pytest.mark.parametrize("method", METHODS)
     def test_the_scale_is_told(self, method: str) -> None:
