@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, Stricter, is_number
+from gradsurgeon.actions._fields import Flaw, is_number
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
@@ -23,12 +23,6 @@ else:
 
 # The options that name losses, which rules on modules cannot do.
 _NAMING = ("preference", "memory", "weights")
-
-
-def _other_size(before: str, after: str) -> str:
-    """Return how another method changes the length of the result, for a review."""
-    was, now = METHODS[before].size, METHODS[after].size
-    return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
@@ -93,7 +87,6 @@ class Combine(LossRule):
             description="How the gradients become one.",
             json_schema_extra={"enumDescriptions": [known.about for known in METHODS.values()]},
         ),
-        Stricter(incomparable=_other_size),
     ]
     preference: Annotated[
         LossNumbers | None,
