@@ -86,7 +86,7 @@ class TestCommits:
         assert ids("top.yaml") == ["late", "top"]
         place, message, _ = problem("HEAD:top.yaml")
         assert place == "HEAD:top.yaml:2:11"
-        assert message == "there is no file `rules/late.yml` in the folder of the including file"
+        assert message == "`rules/late.yml`: cannot read the file: `HEAD` has no such file"
 
     @pytest.mark.parametrize(
         "ref",
@@ -126,9 +126,12 @@ class TestCommits:
             ("more/../../top.yaml", "leads out of the folder of the including file"),
             ("/etc/x.yaml", "is absolute"),
             ("more", "is a folder"),
-            ("prt.yaml", "there is no file `prt.yaml`"),
+            ("prt.yaml", "`prt.yaml`: cannot read the file: `HEAD` has no such file"),
             ("link.yaml", "is a symbolic link"),
-            ("linked/deep.yaml", "there is no file `linked/deep.yaml`"),
+            (
+                "linked/deep.yaml",
+                "`linked/deep.yaml`: cannot read the file: `HEAD` has no such file",
+            ),
             ("r.yaml", "the includes form a circle"),
             ("binary.yaml", "it holds NUL bytes"),
         ],
