@@ -3,10 +3,8 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
-from gradsurgeon.review.matched_rules import Flaw
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 
@@ -30,8 +28,7 @@ class NoMatch(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, flaw in _flaws(context, "no-match"):
-            yield Finding(rule, flaw.at, flaw.text, flaw.hint)
+        return _flaws(context, "no-match")
 
 
 class BrokenExpect(Check):
@@ -54,8 +51,7 @@ class BrokenExpect(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, flaw in _flaws(context, "expect"):
-            yield Finding(rule, flaw.at, flaw.text, flaw.hint)
+        return _flaws(context, "expect")
 
 
 class CannotAct(Check):
@@ -80,8 +76,7 @@ class CannotAct(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, flaw in _flaws(context, "cannot-act"):
-            yield Finding(rule, flaw.at, flaw.text, flaw.hint)
+        return _flaws(context, "cannot-act")
 
 
 class NumberPrefix(Check):
@@ -101,29 +96,25 @@ class NumberPrefix(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         for rule in context.rules:
-            for path, text in _patterns(rule):
-                number = None if text.startswith("re:") else _NUMBER.search(text)
-                if number is None or not _goes_on(number[1], context.hits(rule, text)):
-                    continue
-                digits = number[1][:20]
-                message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
-                hint = f'end the number with a dot: "{text.replace(number[0], f"{number[1]}.*", 1)[:80]}"'
-                yield Finding(rule, path, message, hint)
+            for key in (rule.target, "exclude"):
+                for index, text in enumerate(getattr(rule, key)):
+                    number = None if text.startswith("re:") else _NUMBER.search(text)
+                    hits = context.hits(rule, text)
+                    if number is None or not (hits is None or _goes_on(number[1], hits)):
+                        continue
+                    digits = number[1][:20]
+                    message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
+                    ended = text.replace(number[0], f"{number[1]}.*", 1)
+                    hint = f'end the number with a dot: "{ended[:80]}"'
+                    yield Finding(rule, (key, index), message, hint)
 
 
-def _flaws(context: LintContext, kind: str) -> Iterator[tuple[Rule, Flaw]]:
-    if context.matched is None:
-        return
-    for rule in context.rules:
-        yield from ((rule, flaw) for flaw in context.matched.flaws(rule.id) if flaw.kind == kind)
+def _goes_on(number: str, hits: Iterable[str]) -> bool:
+    return any(map(re.compile(f"(?<![0-9]){number}[0-9]").search, hits))
 
 
-def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    for key in (rule.target, "exclude"):
-        for index, text in enumerate(getattr(rule, key)):
-            yield (key, index), text
-
-
-def _goes_on(number: str, hits: Iterable[str] | None) -> bool:
-    longer = re.compile(f"(?<![0-9]){number}[0-9]")
-    return hits is None or any(map(longer.search, hits))
+def _flaws(context: LintContext, kind: str) -> Iterator[Finding]:
+    for rule in context.rules if context.matched is not None else ():
+        for flaw in context.matched.flaws(rule.id):
+            if flaw.kind == kind:
+                yield Finding(rule, flaw.at, flaw.text, flaw.hint)
