@@ -198,10 +198,10 @@ class Delivery(Outlet):
             self._empty()
         rows = []
         for one in waiting:
-            row = self._parts.setdefault(one.key[:3], Parts()).named(one)
-            if not row.replace:
-                rows.append(row)
+            if not one.replace:
+                rows.append(one)
                 continue
+            row = self._parts.setdefault(one.key[:3], Parts()).named(one)
             before = self._unfinished.get(row.key[:3])
             if before is not None and before.step != row.step:
                 rows.append(before)

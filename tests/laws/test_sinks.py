@@ -142,6 +142,18 @@ def test_two_optimizers_are_two_names(every: int) -> None:
         assert len(curve) == len(expected)
 
 
+def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
+    sink, model = Kept(), make()
+    optimizer = frozen(model)
+    rule = {"id": "tags", "action": "norm-log", "tensors": "*", "tensor": "value"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, sinks=[sink]):
+        for number in range(4):
+            gradsurgeon.tag(torch.ones(2), "early" if number < 2 else "late")
+            step(model, optimizer)
+    names = {"gradsurgeon/tags/early/l2", "gradsurgeon/tags/late/l2"}
+    assert {name for name in sink.curves if "/events/" not in name} == names
+
+
 def test_an_optimizer_that_gets_more_parameters_keeps_its_name() -> None:
     sink, model = Kept(), make()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
