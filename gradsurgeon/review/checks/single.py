@@ -202,7 +202,9 @@ def _goes_on(number: str, hits: Iterable[str]) -> bool:
 
 
 def _flaws(context: LintContext, kind: str) -> Iterator[Finding]:
-    for rule in context.rules if context.matched is not None else ():
+    if context.matched is None:
+        return
+    for rule in context.rules:
         for flaw in context.matched.flaws(rule.id):
             if flaw.kind == kind:
                 yield Finding(rule, flaw.at, flaw.text, flaw.hint)
