@@ -8,7 +8,7 @@ follow from these products alone, without memory of earlier steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsurgeon._libraries import library
@@ -39,9 +39,10 @@ class Method:
         paper: its source.
         size: the result without conflict and without `preference`.
         about: its effect, in a line.
-        options: its options, which must be given.
+        options: its options, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
         takes_preference: whether it can prefer some losses to others.
+        keeps_zeros: whether a zero gradient counts; other methods leave it out.
         follows_scale: whether the common scale of all gradients matters.
     """
 
@@ -49,9 +50,10 @@ class Method:
     paper: str
     size: Size
     about: str
-    options: tuple[str, ...] = ()
+    options: Mapping[str, bool] = field(default_factory=dict)
     solvers: tuple[str, ...] = ()
     takes_preference: bool = False
+    keeps_zeros: bool = False
     follows_scale: bool = False
 
     @property
@@ -65,6 +67,8 @@ class Method:
 OPTIONS: Mapping[str, str] = {
     "c": "c: 0.4",
     "alpha": "alpha: 1",
+    "n_byzantine": "n_byzantine: 1",
+    "n_selected": "n_selected: 2",
     "weights": "weights: {seg: 1, depth: 0.5}",
 }
 
@@ -116,7 +120,7 @@ METHODS: Mapping[str, Method] = {
         "arXiv 2110.14048",
         "at most 1 + `c` times the length of the average",
         "searches around the average, within `c` times its length, for the best result for the worst loss",
-        options=("c",),
+        options={"c": True},
         solvers=("cvxpy", "clarabel"),
     ),
     "fairgrad": Method(
@@ -125,9 +129,17 @@ METHODS: Mapping[str, Method] = {
         "a length of its own",
         "shares the progress of the losses alpha-fairly; its length follows from `alpha` and the gradients, so no "
         "learning rate carries over",
-        options=("alpha",),
+        options={"alpha": True},
         solvers=("scipy",),
         follows_scale=True,
+    ),
+    "krum": Method(
+        "KrumWeighting",
+        "NeurIPS 2017, Blanchard et al.",
+        "an average, with weights that add up to 1",
+        "takes the average of the `n_selected` gradients that are closest to the others",
+        options={"n_byzantine": True, "n_selected": False},
+        keeps_zeros=True,
     ),
     "mean": Method("MeanWeighting", "-", "the average", "averages the gradients"),
     "sum": Method("SumWeighting", "-", "the sum", "sums the gradients, as without a rule"),
@@ -136,7 +148,7 @@ METHODS: Mapping[str, Method] = {
         "-",
         "the sum by its `weights`",
         "sums the gradients with the `weights` of the rule",
-        options=("weights",),
+        options={"weights": True},
     ),
     "random": Method(
         "RandomWeighting",
@@ -174,11 +186,11 @@ class Weigher:
             products: their inner products, float64 of shape ``[n, n]``, on the host and finite.
 
         Raises:
-            ValueError: the solver of the method failed.
+            ValueError: there are too few gradients for the method, or its solver failed.
         """
         weights = products.new_ones(len(products))
-        # A zero gradient does not count.
-        rows = (products.diagonal() > 0).nonzero().flatten()
+        counts = weights if self._method.keeps_zeros else products.diagonal()
+        rows = (counts > 0).nonzero().flatten()
         if not len(rows):
             return weights
         some = products[rows][:, rows]

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._fields import Flaw, is_number, is_whole
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
@@ -23,6 +23,8 @@ else:
 
 # The options that name losses, which rules on modules cannot do.
 _NAMING = ("preference", "memory", "weights")
+# `krum` needs as many more gradients than the wrong ones.
+_MORE_THAN_WRONG = 3
 
 
 class Combine(LossRule):
@@ -38,7 +40,7 @@ class Combine(LossRule):
     On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it combines the
     gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
-    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average.
+    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average (`krum` keeps it).
     If a gradient is non-finite, or the solver of a method fails, the parameters get the plain sum, and an event gives the
     reason. Each call records the `weight` of each loss, and `distance`, the norm of the difference from the plain
     sum over the norm of that sum; under `mode="observe"` both describe the combination that was not applied.
@@ -109,6 +111,13 @@ class Combine(LossRule):
             ge=0, description="Of `fairgrad`: 0 the average, 1 proportional, large: the worst loss."
         ),
     ] = None
+    n_byzantine: Annotated[
+        int | None, Field(ge=0, description="Of `krum`: how many gradients may be anything.")
+    ] = None
+    n_selected: Annotated[
+        int | None,
+        Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
+    ] = None
     weights: Annotated[
         LossNumbers | None,
         Field(
@@ -132,6 +141,8 @@ class Combine(LossRule):
         elif isinstance(losses := given.get("losses"), list | tuple):
             # A file may list values of any type, which no mapping can be asked for.
             yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
+            if name == "krum":
+                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def outcome(self) -> str:
@@ -179,7 +190,7 @@ def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
                 hint = f"remove it; it belongs to {', '.join(owners)}"
                 message = f"`method: {name}` has no option `{option}`"
                 yield Flaw(option, message, hint, key=True, check="unknown-key")
-        elif option in METHODS[name].options:
+        elif METHODS[name].options.get(option):
             if given.get("modules") is not None and option in _NAMING:
                 message = f"`method: {name}` needs names of losses, and modules have none"
                 yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
@@ -233,6 +244,16 @@ def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[
             yield Flaw(path, message, near or "add it there", key=is_key)
 
 
+def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
+    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
+    if is_whole(wrong) and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
+        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
+        hint = "name more losses" if wrong == 0 else "name more losses, or lower it"
+        yield Flaw("n_byzantine", message, hint)
+    if is_whole(selected) and selected > losses:
+        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
+
+
 def _cited(method: Method) -> str:
     return "" if method.paper == "-" else f" ({method.paper})"
 
@@ -240,8 +261,12 @@ def _cited(method: Method) -> str:
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
-        rest = "".join(f"; takes `{one}`" for one in method.options)
-        rest += "; knows `preference`" * method.takes_preference
+        asks = ", ".join(
+            f"`{one}`" if must else f"`{one}` if given" for one, must in method.options.items()
+        )
+        more = [f"takes {asks}"] if asks else []
+        more += ["knows `preference`"] if method.takes_preference else []
+        rest = "".join(f"; {one}" for one in more)
         lines.append(
             f"`{name}`{_cited(method)}: {method.about}; without conflict {method.size}{rest}."
         )

@@ -48,6 +48,8 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
     make, losses_of = MODELS[model_name]
     model, x = make(), torch.randn(5, 6)
     names = list(losses_of(model, x))
+    if method == "krum" and len(names) < 3:
+        pytest.skip("krum takes three losses at least")
     options = dict(OPTIONS.get(method, {}))
     if method == "constant":
         options["weights"] = dict(zip(names, [2.0, 0.5, -1.0], strict=False))
