@@ -235,13 +235,6 @@ def hooks_on(param: Tensor) -> int:
     return (len(early) if early else 0) + (len(late) if late else 0)
 
 
-def hooks_of(param: Tensor) -> list[object]:
-    """Return the hooks that see the gradients of a parameter."""
-    tensor: Any = param
-    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
-    return [hook for table in tables if table for hook in table.values()]
-
-
 @contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Disable all tensor hooks of parameters, which `torch.autograd.grad` would otherwise run and apply."""

@@ -75,10 +75,6 @@ class Program:
     def freezes(self) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.at_step if isinstance(stage.rule, FreezeRule))
 
-    @property
-    def step_edits(self) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.at_step if stage.rule.edits)
-
 
 def compile_plan(plan: Plan) -> Program:
     names = tuple(param.name for param in plan.manifest.params)

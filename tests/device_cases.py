@@ -35,6 +35,8 @@ ALL: list[dict[str, Any]] = [
     {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
     {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
     {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    # Within its warm-up it cuts nothing.
+    {"id": "spikes", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
 ]
 
 

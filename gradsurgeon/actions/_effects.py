@@ -118,7 +118,6 @@ class RunningBound:
         bounds: maps the state of one norm, as numbers, to the bound of a spike and its
             description; ``None`` during the warm-up.
         keeps_mean: whether its mean is a mean of the norms; AdaGC starts at the smallest norm.
-        slack: the least distance of a spike from the mean.
     """
 
     name: str
@@ -126,7 +125,6 @@ class RunningBound:
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     bounds: Callable[[Sequence[float]], tuple[float, str] | None]
     keeps_mean: bool = True
-    slack: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

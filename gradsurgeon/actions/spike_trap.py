@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,6 @@ _GiveUpAfter = Annotated[
         ge=1,
         description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given.",
     ),
-    Stricter(operator.neg, "stops sooner", "stops later", default=_PATIENCE),
 ]
 
 
@@ -44,12 +42,10 @@ class Above(Options):
     sigmas: Annotated[
         float | None,
         Field(gt=0, description="A spike is this many standard deviations above the running mean."),
-        Stricter(operator.neg, one_of_several=True),
     ] = None
     times: Annotated[
         float | None,
         Field(gt=1, description="A spike is this many times the running mean."),
-        Stricter(operator.neg, one_of_several=True),
     ] = None
     beta: Annotated[
         float | None,
@@ -86,7 +82,7 @@ class Above(Options):
         if self.sigmas is not None:
             options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
             advance, bounds = partial(_zclip, *options), partial(_zclip_bound, *options)
-            return RunningBound("sigmas", 3, advance, bounds, slack=self.sigmas * _EPSILON)
+            return RunningBound("sigmas", 3, advance, bounds)
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)
@@ -133,9 +129,9 @@ class SpikeTrap(TrapRule):
     ## Where it cannot follow
     The statistic learns only from clipped norms. After equal norms `sigmas` has a deviation of 0
     and clips every larger norm for ever. `times` grows by `(1 - beta) * (times - 1)` per update, a thousandth, and
-    needs 20,000 updates to recover from one norm of 1e-9 in its warm-up. The papers have the same limits. A warning appears
-    once per statistic if 100 updates in a row were above the bound and the smallest of them is more than 1,000
-    further updates away. Another warning appears if usual norms are so small that the 1e-6 above hides every spike.
+    needs 20,000 updates to recover from one norm of 1e-9 in its warm-up. The papers have the same limits. The share
+    of changed firings in `session.status()` shows a bound that clips every update: restart it in a new session, with
+    larger `sigmas` or `times`. Usual norms far below the 1e-6 above hide every spike from `sigmas`: use `times`.
 
     ## Why use it
     Norms drift by a factor of ten over a run. A fixed `clip-norm` then acts in nearly every step at one end of the run

@@ -6,9 +6,9 @@ each host starts a server for the ranks of this host, and only their sum goes to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from gradsurgeon import _dist
 
@@ -16,66 +16,52 @@ from gradsurgeon import _dist
 MANY = 64
 
 
-class Counter(Protocol):
-    """Numbers by key, 0 at first."""
-
-    def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
-        """Add the share of this rank; return the known sum.
-
-        Args:
-            key: the key of the number.
-            amount: the amount to add.
-            count: returns how many ranks have added to a sum.
-        """
-
-    def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
-        """Return the known sum."""
-
-    def delete(self, key: str) -> None:
-        """Forget a number. All ranks must call it."""
-
-    @property
-    def serves(self) -> bool:
-        """Whether other ranks read from a server in this process."""
-
-
-def counter_of(store: Any, hosts: Mapping[int, str]) -> Counter:
-    """Return the numbers of some ranks.
+class Counter:
+    """Numbers by key, 0 at first, in the store of the job.
 
     Args:
-        store: the store of the job, with a prefix that only these ranks use.
-        hosts: the name of the host of each rank.
+        store: the store, with a prefix that only these ranks use.
+        ranks: the ranks that add to the numbers.
     """
-    several = 1 < len(set(hosts.values())) < len(hosts)
-    return _OfHosts(store, hosts) if len(hosts) > MANY and several else _OfJob(store, min(hosts))
 
-
-class _OfJob:
+    # Whether other ranks read from a server in this process.
     serves = False
 
-    def __init__(self, store: Any, first: int) -> None:
+    def __init__(self, store: Any, ranks: Iterable[int]) -> None:
         self._store = store
-        self._cleans = first == _dist.rank()
+        self._cleans = min(ranks) == _dist.rank()
 
     def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
+        """Add the share of this rank to a number; return the known sum.
+
+        ``count`` returns how many ranks have added to a sum.
+        """
         del count
         return int(self._store.add(key, amount))
 
     def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        """Return the known sum."""
         del is_complete
         return int(self._store.add(key, 0))
 
     def delete(self, key: str) -> None:
+        """Forget a number. All ranks must call it."""
         if self._cleans:
             self._store.delete_key(key)
 
 
-class _OfHosts:
+def counter_of(store: Any, hosts: Mapping[int, str]) -> Counter:
+    """Return the numbers of some ranks, given the store of the job and the name of the host of each rank."""
+    several = 1 < len(set(hosts.values())) < len(hosts)
+    return _OfHosts(store, hosts) if len(hosts) > MANY and several else Counter(store, hosts)
+
+
+class _OfHosts(Counter):
     def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
+        super().__init__(store, hosts)
         own = hosts[_dist.rank()]
         here = sorted(rank for rank, host in hosts.items() if host == own)
-        self._store, self._here = store, len(here)
-        self._cleans = min(hosts) == _dist.rank()
+        self._here = len(here)
         self.serves = here[0] == _dist.rank()
         if self.serves:
             self._host = _dist.server(None, store.timeout)
@@ -93,7 +79,7 @@ class _OfHosts:
         with suppress(RuntimeError):
             return self._look(key, is_complete)
         # The serving rank of the host has finished and exited; the job's store has the host's sum.
-        return int(self._store.add(key, 0))
+        return super().look(key, is_complete)
 
     def _look(self, key: str, is_complete: Callable[[int], bool]) -> int:
         if known := int(self._host.add(f"{key}/known", 0)):
@@ -112,5 +98,4 @@ class _OfHosts:
         if self.serves:
             for part in (key, f"{key}/known", f"{key}/reads"):
                 self._host.delete_key(part)
-        if self._cleans:
-            self._store.delete_key(key)
+        super().delete(key)

@@ -45,13 +45,6 @@ class StopReason:
         )
 
 
-@dataclass(slots=True)
-class _Wrapper:
-    """The known state of a `DistributedDataParallel`: the indices of the parameters inside it."""
-
-    params: frozenset[int]
-
-
 class OneProcess:
     """The ranks of a script in one process, which shares no gradients."""
 
@@ -100,7 +93,8 @@ class Ranks(OneProcess):
         # Returns the current parameters.
         self._params = params
         self._known = False
-        self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
+        # The indices of the parameters inside each `DistributedDataParallel`.
+        self._wrappers: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
@@ -118,17 +112,16 @@ class Ranks(OneProcess):
         """Search again for parameters, some of which may be sharded by now."""
         self._known = False
 
-    def _live(self) -> list[tuple[Any, _Wrapper]]:
+    def _live(self) -> list[tuple[Any, frozenset[int]]]:
         """Return the wrappers that contain some of the parameters, in the same order on all ranks."""
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
                 inside = {id(param) for param in wrapper.parameters()}
                 params = enumerate(self._params())
-                indices = frozenset(index for index, param in params if id(param) in inside)
-                self._wrappers[wrapper] = _Wrapper(indices)
-        having = [(wrapper, known) for wrapper, known in self._wrappers.items() if known.params]
-        return sorted(having, key=lambda pair: min(pair[1].params))
+                self._wrappers[wrapper] = frozenset(i for i, param in params if id(param) in inside)
+        having = [(wrapper, indices) for wrapper, indices in self._wrappers.items() if indices]
+        return sorted(having, key=lambda pair: min(pair[1]))
 
     def _search_once(self) -> None:
         if self._known:
@@ -161,7 +154,7 @@ class Ranks(OneProcess):
 
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
         """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
-        return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
+        return [wrapper for wrapper, indices in self._live() if not indices.isdisjoint(tensors)]
 
     def averaging(
         self, tensors: Sequence[int], leaves: Collection[int]

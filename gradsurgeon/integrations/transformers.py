@@ -14,7 +14,7 @@ from gradsurgeon import _dist
 from gradsurgeon.api import Rules
 from gradsurgeon.errors import GradSurgeonError, printable, warn
 from gradsurgeon.integrations.applied import Applied
-from gradsurgeon.runtime import state_file
+from gradsurgeon.runtime import session_state
 from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class TransformersCallback(TrainerCallback):
         """Load the state of the rules from the checkpoint that the trainer restored, if there is one."""
         folder = self._restored()
         if isinstance(folder, (str, PathLike)):
-            if (found := state_file.read(Path(folder))) is not None:
+            if (found := session_state.read(Path(folder))) is not None:
                 found.load(session._attachment.controller)  # noqa: SLF001 # names the file in errors
             else:
                 name = state_name(_dist.rank())
@@ -127,7 +127,7 @@ class TransformersCallback(TrainerCallback):
         if not folder.is_dir() and _dist.rank():
             return
         try:
-            state_file.write(folder, self.session._attachment.controller)  # noqa: SLF001 # as above
+            session_state.write(folder, self.session._attachment.controller)  # noqa: SLF001 # as above
         except OSError as error:
             why = printable(error.strerror or str(error))
             self._applied.warn(

@@ -18,7 +18,7 @@ from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
-from gradsurgeon.runtime import Attachment, Options, state_file
+from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
 from gradsurgeon.sinks.sink import Sink
@@ -164,7 +164,7 @@ class Models:
             return  # A larger model replaces a part that was trained since.
         folder = Path(settings.resume, title) if self.attached else Path(settings.resume)
         try:
-            found = state_file.read(folder)
+            found = session_state.read(folder)
             if found is not None:
                 end = found.load(session.controller, step=settings.start_step)
                 _warn_of_later_records(folder, end, settings.start_step)

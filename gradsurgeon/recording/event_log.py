@@ -337,10 +337,6 @@ class EventLog:
             text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
             self.emit("notice", text, rule=rule, step=step, warn=True)
 
-    def note_cause(self, rule: str, cause: str) -> None:
-        """Keep the reason why a rule does not fire for the end."""
-        self._tallies[rule].cause = cause
-
     def cause(self, rule: str) -> str:
         """Return why a rule has not fired, empty if that is unknown or if the rule has fired."""
         tally = self._tallies[rule]

@@ -9,7 +9,7 @@ less time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,8 +24,6 @@ from gradsurgeon.store import Key
 _Kept = Tensor | tuple[Tensor, ...]
 # The bound for a model that never runs its modules twice in the same order.
 _MOST_ORDERS = 32
-# A name moves on if fewer than one column in this many has a value: such a row is nearly empty.
-_MOST_EMPTY = 8
 # One observation: the rule, the name, the step, the device, and the kept data.
 _Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
 
@@ -128,8 +126,7 @@ class _Layout:
     """The names that share the series of a rule: names that first came together, and equally often.
 
     A name stays in its series, so its values keep the order in which they came. A row of a series has no value for
-    a name that did not come. Names that come far more often than the others move once, and for good, to a
-    series of their own.
+    a name that did not come.
     """
 
     def __init__(self, rule: ObserverRule) -> None:
@@ -150,12 +147,9 @@ class _Layout:
         # A module that runs a thousand times must not leave a thousand rows of the width of the model.
         by_calls: dict[int, list[str]] = {}
         counts = Counter(names)
-        moving = self._too_wide(counts)
         for name, calls in counts.items():
-            if name in moving or name not in self._columns:
+            if name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
-        if moving:
-            self._known.clear()
         for group in by_calls.values():
             rule, point = self._rule, self._point
             keys: Sequence[Key] = tuple(
@@ -175,16 +169,3 @@ class _Layout:
             [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
             tuple([position for _, places in rows.values() for _, position in places]),
         )
-
-    def _too_wide(self, counts: Mapping[str, int]) -> set[str]:
-        """Return the names that are called again while hardly any other name of their series is."""
-        again: dict[int, list[str]] = {}
-        for name, calls in counts.items():
-            if calls > 1 and name in self._columns:
-                again.setdefault(id(self._columns[name][0]), []).append(name)
-        return {
-            name
-            for names in again.values()
-            for name in names
-            if len(names) * _MOST_EMPTY < len(self._columns[name][0][0].names)
-        }

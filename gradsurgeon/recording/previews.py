@@ -100,7 +100,7 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
         "shape": list(map(int, tensor.shape)),
         "elements": len(elements),
         "nonfinite": len(elements) - count,
-        "note": _note(tensor),
+        "note": "complex: of the magnitudes" if tensor.is_complex() else "",
     }
     if count:
         # The sum of numbers near the end of the range of float64 overflows.
@@ -121,17 +121,11 @@ def _histogram(elements: Tensor, low: float, high: float, count: int) -> list[in
     return [int(number) for number in counts.tolist()]
 
 
-def _note(tensor: Tensor) -> str:
-    notes = ["sparse: of the elements that are stored"] * (tensor.layout is not torch.strided)
-    return "; ".join(notes + ["complex: of the magnitudes"] * tensor.is_complex())
-
-
 def _elements(tensor: Tensor) -> Tensor:
     """Return all elements in one dimension and in any order, without a copy if possible."""
-    if tensor.layout is not torch.strided:
-        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return _dequantized(tensor).permute(order).reshape(-1)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError("it is sparse or quantized")
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 def _finite(elements: Tensor) -> Iterator[Tensor]:
@@ -139,10 +133,6 @@ def _finite(elements: Tensor) -> Iterator[Tensor]:
         numbers = _doubles(part)
         if len(finite := numbers[numbers.isfinite()]):
             yield finite
-
-
-def _dequantized(tensor: Tensor) -> Tensor:
-    return tensor.dequantize() if tensor.is_quantized else tensor
 
 
 def _doubles(tensor: Tensor) -> Tensor:
@@ -156,10 +146,10 @@ def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
     shape = tensor.shape
     if len(shape) not in (_IMAGE, _IMAGES) or 0 in shape or 1 in shape[-2:]:
         return None
-    if tensor.layout is not torch.strided or _dist.is_sharded(tensor):
+    if tensor.layout is not torch.strided or tensor.is_quantized or _dist.is_sharded(tensor):
         return None
     maps = tensor[0] if len(shape) == _IMAGES else tensor
-    return _codes(_dequantized(maps[:_CHANNELS]), _SIDE)
+    return _codes(maps[:_CHANNELS], _SIDE)
 
 
 def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:

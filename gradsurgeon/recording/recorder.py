@@ -52,8 +52,8 @@ class Recorder:
 
     Args:
         records: keep the rows in memory.
+        event_log: receives notices on failures, and hands each event on.
         writer: the writer of the run directory.
-        event_log: receives notices on failures.
         sinks: receive aggregates.
         step: returns the step for an event without its own.
         state: returns the state from which a later session can resume.
@@ -63,8 +63,8 @@ class Recorder:
     def __init__(
         self,
         records: Records,
+        event_log: EventLog,
         writer: RunWriter | None = None,
-        event_log: EventLog | None = None,
         sinks: Sequence[Delivery] = (),
         *,
         step: Callable[[], int] = int,
@@ -86,8 +86,7 @@ class Recorder:
         self._ring: DeviceQueue[_Row | PartRow] = DeviceQueue(self._take)
         # Rows of tensors that ranks share.
         self.shared = SharedRows(self._tell_of_shared)
-        if event_log is not None:
-            event_log.listen(self.event)
+        event_log.listen(self.event)
         if self._outlets:
             # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
             # the exit handler would keep alive a session that never began.
@@ -96,8 +95,7 @@ class Recorder:
     def _tell_failures(self) -> None:
         for text in [text for outlet in self._outlets for text in outlet.news()]:
             self.lost.append(text)
-            if self._event_log is not None:
-                self._event_log.emit("notice", text, step=self._step(), warn=True)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
@@ -169,9 +167,8 @@ class Recorder:
     def event(self, event: Event) -> None:
         if not (outlets := self._open):
             return
-        edits = () if self._event_log is None else self._event_log.edits
         # The trip may be the last event of a run; the host has waited for the device anyway.
-        if event.kind == "skipped-step" or is_trip(event, edits):
+        if event.kind == "skipped-step" or is_trip(event, self._event_log.edits):
             self.flush()
         else:
             self._gather()
@@ -243,12 +240,11 @@ class Recorder:
             self._keep(self.shared.exchange())
 
     def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
-        if self._event_log is not None:
-            self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
+        self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
         # A writer that failed still has to report it.
-        if self.writer is not None and self._event_log is not None and not self.writer.closed:
+        if self.writer is not None and not self.writer.closed:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
@@ -270,12 +266,11 @@ class Recorder:
             self._lose(what, error, warn=True)
 
     def _lose(self, what: str, error: Exception, *, warn: bool = False) -> None:
-        if self._event_log is not None:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            text = f"{what}: {printable(reason)}"
-            if text not in self.lost:  # the write may be retried every minute
-                self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self._step(), warn=warn)
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        text = f"{what}: {printable(reason)}"
+        if text not in self.lost:  # the write may be retried every minute
+            self.lost.append(text)
+        self._event_log.notice_once(what, text, step=self._step(), warn=warn)
 
     def _take(self, rows: Sequence[tuple[_Row | PartRow, Tensor]]) -> None:
         packed = []
@@ -295,7 +290,7 @@ class Recorder:
         for store in (self.records, *self._open):
             for row, values, absent in packed:
                 store.add(row.key, row.step, values, absent, replace=row.replace)
-        if packed and self.records.dropped and self._event_log is not None and self.writer is None:
+        if packed and self.records.dropped and self.writer is None:
             self._event_log.notice_once("records", _DROPPED, step=packed[-1][0].step)
 
 
@@ -337,7 +332,7 @@ def _close(reference: weakref.ref[Recorder]) -> None:
 class CapturedTensors:
     """Copies of tensors per rule, by name, step and call; new copies replace the oldest."""
 
-    def __init__(self, event_log: EventLog | None) -> None:
+    def __init__(self, event_log: EventLog) -> None:
         # The rules that have kept a tensor.
         self.rules: dict[str, Rule] = {}
         self._event_log = event_log
@@ -359,10 +354,8 @@ class CapturedTensors:
             oldest = next(iter(kept))
             self._bytes[rule.id] -= _size(kept.pop(oldest))
             text = f"the copies exceed {limit:,} bytes: new copies replace the oldest (`max_bytes`)"
-            if self._event_log is not None:
-                self._event_log.notice_once("captures", text, rule=rule.id, step=step)
-        if self._event_log is not None:
-            self._event_log.count_fired(rule.id, step)
+            self._event_log.notice_once("captures", text, rule=rule.id, step=step)
+        self._event_log.count_fired(rule.id, step)
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))

@@ -44,7 +44,7 @@ class Ending(NamedTuple):
         trips = sum(kinds[kind] for kind in ("trap", "spike", "check"))
         if skipped:
             return f", {count(skipped, 'step')} skipped"
-        if trips:
+        if trips > (self.state == "stopped"):
             return f", traps tripped in {count(trips, 'step')}"
         return ", clean" if self.state == "ended" else ""
 

@@ -15,13 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.current_pass import is_taken
-from gradsurgeon.runtime.edit_effect import NormClip, changes
-from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
+from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
+from gradsurgeon.runtime.gradients import NormClip, changes
 from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 _UNREADABLE = (

@@ -20,9 +20,9 @@ from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import compile_support, session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.due_rules import StepCounters
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
-from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Attachment:
         event_log = EventLog(rules, matched, options.on_event)
         recorder = Recorder(
             Records(),
-            writer,
             event_log,
+            writer,
             sinks,
             step=self._latest,
             state=self._state,

@@ -1,4 +1,4 @@
-"""Backward passes: which gradients a pass left, and which facts hooks collected during the pass.
+"""The context of each backward pass: which gradients it left, and which facts hooks collected meanwhile.
 
 Comparing the gradients before and after a pass shows which parameters the pass reached, so no parameter
 needs a hook for that.
@@ -7,19 +7,32 @@ needs a hook for that.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon._backward_calls import BackwardCall
+from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.current_pass import RunningPass, lock, threads, training
+from gradsurgeon.runtime.current_pass import (
+    RunningPass,
+    begun,
+    listed,
+    lock,
+    returning,
+    tasks_taken,
+    threads,
+    training,
+)
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
-
-_SETTLED = 4  # passes; by then most optimizers have stepped
+from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +85,6 @@ class BackwardWatch:
         self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
         self._is_waited_for = True
-        # The number of passes watched so far.
-        self._passes = 0
 
     def is_training(self, param: Tensor) -> bool:
         """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
@@ -165,8 +176,6 @@ class BackwardWatch:
                 tensors = self._changed(before)
             else:
                 tensors = set(self._context.parameters.grads(sorted(reached))[0])
-            if reached is None:
-                self._look_for_dropped(running)
         seen = self._take_seen(reached)
         order = tuple(dict.fromkeys(seen.order))
         if order:
@@ -191,26 +200,6 @@ class BackwardWatch:
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
-
-    def _look_for_dropped(self, running: RunningPass) -> None:
-        """Report gradients that hooks of the script dropped, as optimizers that update inside backward do.
-
-        A walk over the graph is too slow for every pass, so it runs with exponential back-off.
-        """
-        self._passes += 1
-        if self._passes & (self._passes - 1):
-            return
-        params, param = self._context.parameters, self._context.parameters.param
-        lacking = {
-            tensor
-            for tensor in self._watched
-            if (p := param(tensor)) is not None and p.requires_grad and p.grad is None
-            if any(
-                not type(hook).__module__.startswith("gradsurgeon.") for hook in _torch.hooks_of(p)
-            )
-        }
-        if lacking and (dropped := lacking.intersection(params.owned(running.graph.leaves()))):
-            self._events.gradients_dropped(dropped, certain=self._passes >= _SETTLED)
 
     def failed(
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
@@ -281,3 +270,102 @@ def _holds_something(grad: Tensor) -> Tensor:
         # A sparse tensor cannot be compared with 0; its stored values can.
         values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
         return (values != 0).any()
+
+
+def around_passes(
+    watches: Callable[[], Sequence[BackwardWatch]],
+    begins: Callable[[BackwardGraph, Sequence[Any]], None],
+) -> Callable[[BackwardCall], AbstractContextManager[None]]:
+    """Return a function that makes the context of a backward pass.
+
+    Args:
+        watches: returns the watches of all sessions that follow a pass.
+        begins: called before a pass that trains, with its graph and with its ``inputs=``, if it was given any.
+            No lock is held during the call: the function may wait for other ranks.
+    """
+
+    @contextmanager
+    def around(call: BackwardCall) -> Iterator[None]:
+        known, outputs = list(watches()), call.outputs
+        if (outer := _torch.graph_task()) != -1:
+            # A pass inside another pass is a part of it.
+            roots, scalings = _note_inner(outputs), [watch.scaling for watch in known]
+            tell = [partial(one.began_inside, outer=outer) for one in scalings if one.in_use]
+            with _numbered(roots, tell):
+                yield
+            # Inside this pass the script may update the parameters that the pass has trained.
+            for watch in known:
+                watch.act_on_waiting()
+        elif (tasks := tasks_taken()) is not None:
+            with _numbered(roots_of(outputs), [tasks.append]):
+                yield
+        elif not call.accumulates:
+            running = RunningPass(BackwardGraph(roots_of(outputs)), inputs=call.inputs)
+            is_known = any(watch.knows_shared_inputs for watch in known)
+            append = [running.tasks.append] if is_known else []
+            with listed(running, returning), _numbered(running.graph.roots, append):
+                yield
+            for watch in known:
+                watch.end_of_grad()
+        else:
+            with _training(call, known, begins):
+                yield
+
+    return around
+
+
+@contextmanager
+def _training(
+    call: BackwardCall,
+    watches: Sequence[BackwardWatch],
+    begins: Callable[[BackwardGraph, Sequence[Any]], None],
+) -> Iterator[None]:
+    """Report a pass that gives parameters their gradients to the watches."""
+    running = begun(call)
+    is_scaled = any(watch.scaling.in_use for watch in watches)
+    # While the pass is listed, no other thread takes the gradients that hooks have seen.
+    with listed(running, training):
+        before: dict[BackwardWatch, _Before] = {}
+        try:
+            begins(running.graph, call.inputs)
+            before |= {watch: watch.begin(running) for watch in watches}
+            with _numbered(running.graph.roots, [running.tasks.append] if is_scaled else []):
+                yield
+            # If several sessions share a parameter, one session may observe gradients that another edits.
+            for watch in watches:
+                watch.act_on_waiting(running)
+        except BaseException:
+            averaging = data_parallel.ended(running.reaches, failed=True)
+            for watch in watches:
+                watch.failed(running, before.get(watch), averaging)
+            raise
+        averaging = data_parallel.ended(running.reaches)
+        # Ranks may wait for each other here, and may have made their sessions in different orders.
+        for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
+            watch.end(running, before[watch], averaging)
+
+
+def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
+    roots = roots_of(outputs)
+    if (node := _torch.current_node()) is not None:
+        with lock:
+            # If several passes run at the same time, only one of them contains the node.
+            for running in training:
+                running.graph.inner.setdefault(node, []).append(roots)
+    return roots
+
+
+@contextmanager
+def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
+    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
+
+    def learn(_: object) -> None:
+        for take in tell:
+            take(_torch.graph_task())
+
+    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

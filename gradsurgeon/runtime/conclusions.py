@@ -1,27 +1,162 @@
-"""Decides on an update after traps judged it: writes this rank's report and takes the decision of all ranks."""
+"""The outcome of an update after traps judged it: trips and rows of trips, reports, and the decision of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed.ranks import FINE, RAISE, StopReason
+from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import NONFINITE
+from gradsurgeon.runtime.context import Context, Mode
+from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard
-from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
-from gradsurgeon.runtime.trips import TOO_LATE, UNKNOWN, Finding, Rows, Trip
+from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.tensors.measure import Norms
+
+TOO_LATE = (
+    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so the "
+    "others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
+)
+UNKNOWN = (
+    "stopped on this rank before the update: this rank does not know the votes of the other ranks on it (the session came after "
+    "the backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
+)
+# The id of a trap that judged, and its report if it tripped.
+Finding = tuple[str, TrapReport | None]
+
+
+class Look(NamedTuple):
+    """A question of traps on one update that the host can answer only after a read.
+
+    Attributes:
+        numbers: the numbers to read together with the numbers of all other traps; a non-finite number is a trip.
+        findings: maps, for each of ``numbers``, the tensors that tripped to findings.
+    """
+
+    numbers: tuple[Norms, ...]
+    findings: Callable[..., Sequence[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A tripped trap: its report, and the number of trips in a row."""
+
+    rule: str
+    decision: Decision | Spikes
+    in_a_row: int
+    report: TrapReport
+    # The reason why the other ranks may not know of it: they voted too early, or their votes are unknown.
+    unheard: str = ""
+
+    @property
+    def then(self) -> str:
+        gives_up = self.in_a_row >= self.decision.give_up_after
+        return "raise" if gives_up or self._is_forced else self.decision.then
+
+    @property
+    def _is_forced(self) -> bool:
+        return bool(self.unheard) and self.decision.then == "skip-step"
+
+    @property
+    def severity(self) -> int:
+        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
+
+    def outcome(self, mode: Mode) -> str:
+        """Return the outcome of the step, as a line of the report."""
+        if mode == "observe":
+            return f"observing only: `then: {self.decision.then}` would have acted"
+        if self._is_forced:
+            return self.unheard
+        if self.then != self.decision.then:
+            return (
+                f"giving up: tripped {self.in_a_row} times in a row "
+                f"(give_up_after: {self.decision.give_up_after})"
+            )
+        return {
+            "raise": "stopped before the update: no weight was moved",
+            "skip-step": "step skipped: no weight and no optimizer state was touched",
+            "warn": "the update goes on (`then: warn`)" + self.report.expect,
+        }[self.then]
+
+
+class Rows:
+    """The numbers of trips in a row, by rule and tensor, because a script may rebuild its optimizer."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[tuple[str, int], int] = {}
+        # The numbers with the current update, which is judged after each call of a closure.
+        self.current: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+
+    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return the numbers of trips in a row, by rule and parameter."""
+        found: dict[str, dict[str, int]] = {}
+        for (rule, tensor), number in self.lengths.items():
+            found.setdefault(rule, {})[names[tensor]] = number
+        return found
+
+    def resume(self, rows: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
+        """Resume from the result of `by_name`, given the number of each parameter by its name."""
+        self.lengths = {
+            (rule, index[name]): number
+            for rule, of_rule in rows.items()
+            for name, number in of_rule.items()
+            if number and name in index
+        }
+
+    def of(self, counter: StepCounter, rule: str) -> int:
+        return max((self.lengths.get((rule, tensor), 0) for tensor in counter.tensors), default=0)
+
+    def put(self, counter: StepCounter, rule: str, number: int) -> None:
+        if number:
+            self.lengths.update({(rule, tensor): number for tensor in counter.tensors})
+        elif self.lengths:
+            for tensor in counter.tensors:
+                self.lengths.pop((rule, tensor), None)
+
+    def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
+        """Count the current update; return the row with it. `done` makes the count final."""
+        times = self.of(counter, rule) + 1 if tripped else 0
+        self.current[counter][rule] = times
+        return times
+
+    def done(self, counter: StepCounter) -> None:
+        for rule, times in self.current.pop(counter, {}).items():
+            self.put(counter, rule, times)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """One update.
+
+    Attributes:
+        counter: the counter of the optimizer that makes the update.
+        due: the rules that are due in it.
+        gradients: the gradients that these rules judge or act on, as the script hands them over.
+        heard: the votes of the ranks on it.
+        overflow: whether the optimizer is about to skip it, if only the device knows.
+    """
+
+    counter: StepCounter
+    due: DueRules
+    gradients: Gradients
+    heard: Heard
+    overflow: Tensor | None = None
+
+    @property
+    def step(self) -> int:
+        return self.counter.step
 
 
 class Conclusions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,21 +17,21 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules
-from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
+from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import NO_PARAMETER, ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.module_hooks import ModuleHooks
+from gradsurgeon.runtime.module_hooks import ModuleHooks, TensorHooks
 from gradsurgeon.runtime.notices import (
     SETTLED,
     UnownedParams,
     awaits_sum,
     count_due_rules,
     count_passes,
-    note_dropped_gradients,
     warn_of_missing_pass,
     why_never,
 )
@@ -42,10 +41,6 @@ from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankA
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.step_context import StepContext
-from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_rules import StepRules
-from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import (
     GOES_ON,
     BackwardPass,
@@ -72,7 +67,6 @@ class Controller:
         self._kept = KeptCalls(context)
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._kept, self.spikes)
-        self._edits = StepRules(context, self.spikes)
         self.losses = LossRules(context, self._together)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
@@ -88,8 +82,6 @@ class Controller:
         self._unstepped = False
         self._steps = 0
         self._unowned = UnownedParams(context)
-        # The tensors that had a gradient before the hooks went on.
-        self._early: set[int] = set()
         # A parameter that the last pass reached, in a tuple; empty before the first pass.
         self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
@@ -97,7 +89,6 @@ class Controller:
 
     def attach(self) -> None:
         self._meet_ranks()
-        self._early = set(self.context.parameters.grads()[0])
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
@@ -182,9 +173,7 @@ class Controller:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
         self._last = done.tensors[:1] or self._last
-        self._early.clear()
         self.model.arrived.update(done.tensors)
-        self._edits.arrived(done.tensors)
         context.flags.passed()
         # The records of a pass use the counter of the step that the pass feeds.
         by_hand = self._feeds_a_parameter(done) and (
@@ -223,21 +212,17 @@ class Controller:
 
     def _judge(self, step: Step, heard: Heard, due: DueRules) -> StepDecision:
         context, counter = self.context, step.counter
-        if step.again:
-            self.spikes.take_back(counter)
         gradients = Gradients(context, due.final, step.scale)
         update = StepContext(counter, due, gradients, heard, step.overflow)
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
         stopped = decision.skip or decision.error is not None
-        suspicious = self._edits.run(update, acting=not stopped)
+        suspicious = run_step_rules(context, self.spikes, update, acting=not stopped)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not stopped:
             decision = self.traps.decide_edited(update, suspicious)
         if decision.skip or decision.error is not None:
             self.spikes.forget(counter)
-        elif step.again:
-            self.spikes.update(counter)
         if context.mode == "act" and due.frozen:
             decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
@@ -275,11 +260,6 @@ class Controller:
             # The step did not take place, so no rule at `step` could fire.
             self.step_finished(Step(counter), took_place=False)
 
-    def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
-        counters = self.context.counters
-        unseen = {t for t in tensors if counters[t] is counters.common or not counters[t].begun}
-        note_dropped_gradients(self.context, unseen, warn=certain)
-
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = awaits_sum(self.context, held)
@@ -300,7 +280,7 @@ class Controller:
 
     def optimizer_found(self) -> None:
         """Hand the step count to the first optimizer: the last pass may have counted as a manual step."""
-        self._edits.spare(self.manual.withdraw())
+        self.manual.withdraw()
 
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
@@ -368,10 +348,7 @@ class Controller:
         if counter.passes or self.manual.active:
             return
         having, _ = self.context.parameters.grads(counter.tensors)
-        # Early gradients of other optimizers wait for the updates of these optimizers.
-        early = self._early.intersection(having)
-        self._early -= early
-        if early:
+        if having and not counter.begun:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self.context, done).items():

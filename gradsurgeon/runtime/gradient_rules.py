@@ -1,66 +1,20 @@
-"""Runs the rules on gradients that a backward pass left: records, copies, and edits at `backward`."""
+"""Runs the rules on gradients: records, copies and edits, after a backward pass and before an update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule
+from gradsurgeon import _dist
+from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.gradient_edits import edit_gradients
-from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass, Logged
-from gradsurgeon.tensors.measure import Norms
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSnapshot:
-    done: BackwardPass
-    parameters: Parameters
-    tensors: Sequence[int]
-    norms: Norms
-    # Whether a rule reports spikes in the order in which the gradients came.
-    reported: bool = False
-
-    @property
-    def order(self) -> list[int]:
-        graph = self.done.graph
-        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
-        got = set(self.tensors).intersection(self.done.tensors)
-        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
-
-    @property
-    def arrived(self) -> list[list[int]]:
-        """Return all tensors that the pass reached, in the order in which their gradients came.
-
-        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
-        """
-        if self.done.graph is not None:
-            by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
-            groups = self.done.graph.groups()
-            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
-        # Only matched parameters have hooks that see the order: other parameters may have come before them.
-        told = set(self.done.tensors)
-        params = enumerate(self.parameters.params())
-        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
-        return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
-
-    def without_graph(self) -> GradientSnapshot:
-        """Return a copy without the graph, because the graph keeps all tensors of its nodes alive.
-
-        The copy keeps the order of the gradients, unless all norms are known to be finite: then no report needs it.
-        """
-        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
-        first = () if finite else self.order
-        tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
-        return replace(self, done=replace(self.done, tensors=tensors, graph=None))
+from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
+from gradsurgeon.runtime.gradients import Gradients, edit_gradients
+from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Logged
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
@@ -158,3 +112,35 @@ def _stack(values: Sequence[Tensor]) -> Tensor:
     if len({value.device for value in values}) > 1:
         values = [value.cpu() for value in values]
     return torch.stack(list(values))
+
+
+def run_step_rules(
+    context: Context, spikes: SpikeTraps, update: StepContext, *, acting: bool
+) -> set[int]:
+    """Run the rules at `step` in file order; return the tensors that an edit may have made non-finite."""
+    due, gradients, log = update.due, update.gradients, context.event_log
+    suspicious: set[int] = set()
+    if not due.at_step:
+        return suspicious
+    edited = due.edited if acting else ()
+    with torch.no_grad(), gradients.in_true_units(edited):
+        for bound_rule in due.at_step:
+            rule = bound_rule.rule
+            if isinstance(rule, ObserverRule | CaptureRule):
+                observe(context, bound_rule, gradients)
+                continue
+            # A trap that does not edit has judged already.
+            skipped = not acting if bound_rule.edits else isinstance(rule, TrapRule)
+            tensors = [] if skipped else gradients.having(bound_rule.tensors)
+            if not tensors:
+                continue
+            if isinstance(rule, FreezeRule):
+                log.count_changed(rule.id, len(tensors))
+            elif isinstance(rule, TrapRule):
+                spikes.cut(bound_rule, gradients, tensors)
+            else:
+                edit_gradients(context, bound_rule, gradients, tensors, due.frozen)
+            log.count_fired(rule.id, update.step, len(tensors))
+            if bound_rule.may_overflow and context.mode == "act":
+                suspicious.update(tensors)
+    return suspicious

@@ -1,4 +1,4 @@
-"""The gradients at one moment, in true units, for all rules that read or edit them."""
+"""The gradients at one moment, in true units, for all rules that read or edit them, and the edits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon.actions import ByNorm, Edit, Rule
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
@@ -161,3 +164,192 @@ class Gradients:
                 several = zip(everything, grads, strict=True)
                 self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
+
+
+LEFT_ALONE = "the norm is not finite: the gradients were left alone"
+
+
+def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
+    """Return whether an edit would change an element; on a device, as an unread 0-dim bool tensor."""
+    elements = _numbers.values(grad)
+    if edit.decided is None or not _torch.is_host(grad) or grad.is_complex():
+        return edit.alters(elements)
+    if not elements.numel():
+        # An empty tensor has no range, and bounds that exclude 0 would trigger on an invented range.
+        return False
+    answer = edit.decided(*_numbers.ends(elements), grad.dtype)
+    return bool(edit.alters(elements)) if answer is None else answer
+
+
+def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
+    """Return the result of `changes` for several gradients, in fewer calls."""
+    # An edit with `decided` works elementwise, so it can run on the elements of all gradients in one tensor.
+    # An edit that changes a large gradient mostly changes one of its first elements.
+    together = edit.decided is not None and all(map(_torch.is_host, grads))
+    # An element that changes in the widest dtype need not change in a narrower dtype.
+    together = together and len({grad.dtype for grad in grads}) == 1
+    first = _numbers.first_elements(grads) if together else grads
+    joined = _numbers.small(first) if together else None
+    if joined is None:
+        return [changes(edit, grad) for grad in grads]
+    flat, lengths = joined
+    edited = edit.apply(flat)
+    differs = edited.ne(flat)
+    if edited.isnan().any():
+        differs &= ~(edited.isnan() & flat.isnan())
+    biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
+    return [
+        bites or (part is not grad and changes(edit, grad))
+        for grad, part, bites in zip(grads, first, biting, strict=True)
+    ]
+
+
+def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
+    """Refuse an edit that would fill a sparse gradient, which binding could not foresee."""
+    if grad.layout != torch.strided and not rule.keeps_zero:
+        raise GradSurgeonError(
+            f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
+            "would be dense; include 0 in the bounds, or `exclude` the parameter"
+        )
+
+
+class NormClip:
+    """Clips one tensor of any layout by its norm, out of place: autograd may share the tensor."""
+
+    def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None) -> None:
+        with torch.no_grad():
+            self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
+            factor = by_norm.factor(self._norm)
+        # On a device the factor stays unread.
+        self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if isinstance(self._factor, float) and not self._factor < 1.0:
+            return tensor
+        return _numbers.on_values(self._times, tensor)
+
+    def _times(self, values: Tensor) -> Tensor:
+        if isinstance(self._factor, float):
+            return values * self._factor
+        # Half precision would round the factor. Two 0-dim tensors promote to the wider dtype, so the result is cast.
+        wide = _numbers.in_float32(values)
+        return (wide * self._factor).to(values.dtype)
+
+    def tell(self, context: Context, rule: str, step: int) -> None:
+        context.event_log.count_changed(rule, self._factor < 1.0)
+        if not isinstance(self._factor, float) or self._factor == 1.0:
+            spoilt = self._norm.isfinite().logical_not_()
+            context.event_log.emit_if(spoilt, LEFT_ALONE, rule=rule, step=step)
+
+
+def edit_gradients(
+    context: Context,
+    bound_rule: BoundRule,
+    gradients: Gradients,
+    tensors: Sequence[int],
+    frozen: Collection[int] = (),
+) -> None:
+    """Edit some of the gradients that a rule matched, and count how many changed.
+
+    Args:
+        context: the context of the session.
+        bound_rule: the rule.
+        gradients: the gradients in true units.
+        tensors: the tensors to edit.
+        frozen: tensors that are hidden from the optimizer, so a norm over the rule leaves them out.
+    """
+    rule = bound_rule.rule
+    edit = context.edits[rule.id]
+    if not bound_rule.keeps_zero:
+        for tensor in tensors:
+            check_layout(rule, gradients[tensor], context.program.names[tensor])
+    if edit.by_norm is not None:
+        if edit.by_norm.over_rule and frozen:
+            tensors = [tensor for tensor in tensors if tensor not in frozen]
+        if tensors:
+            _by_norm(context, bound_rule, edit.by_norm, gradients, tensors)
+    else:
+        _elementwise(context, rule, edit, gradients, tensors)
+
+
+def _elementwise(
+    context: Context, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
+) -> None:
+    event_log, grads = context.event_log, gradients.of(tensors)
+    parts = _dist.parts(grads)
+    answers = changed(edit, parts)
+    event_log.count_changed(rule.id, sum(answer is True for answer in answers))
+    for answer in answers:
+        if isinstance(answer, Tensor):
+            event_log.count_changed(rule.id, answer)
+    # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
+    # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
+    written = [
+        tensor
+        for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
+        if answer is not False or grad is not part
+    ]
+    _apply(edit, _dist.parts(gradients.writable(written)))
+
+
+def _by_norm(
+    context: Context,
+    bound_rule: BoundRule,
+    edit: ByNorm,
+    gradients: Gradients,
+    tensors: Sequence[int],
+) -> None:
+    event_log, rule = context.event_log, bound_rule.rule
+    norms = gradients.norms(tensors, edit.order)
+    if edit.over_rule:
+        norms = _numbers.over(norms, edit.order)
+    factors, step = edit.factor(norms), bound_rule.counter.step
+
+    def tell(norms: Tensor) -> None:
+        if not norms.isfinite().all():
+            event_log.emit("notice", LEFT_ALONE, rule=rule.id, step=step)
+        if not _torch.is_host(factors):
+            shorter = edit.factor(norms).expand(len(tensors)) < 1.0
+            event_log.count_changed(rule.id, shorter.sum())
+
+    # Events and counts are computed on the host; norms of a device arrive there later.
+    event_log.when_read(norms, tell)
+    shorten(context, rule.id, gradients, tensors, factors)
+
+
+def shorten(
+    context: Context, rule: str, gradients: Gradients, tensors: Sequence[int], factors: Tensor
+) -> None:
+    """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
+
+    On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
+    """
+    if not _torch.is_host(factors):
+        _shorten(gradients.writable(tensors), factors)
+        return
+    numbers = factors.tolist() * (len(tensors) // len(factors))
+    biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
+    context.event_log.count_changed(rule, len(biting))
+    if biting:
+        shortening = [factor for factor in numbers if factor < 1.0]
+        _numbers.scale_(_dist.parts(gradients.writable(biting)), shortening)
+
+
+def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
+    parts = _dist.parts(grads)
+    if len(factors) == 1:
+        _numbers.multiply_(parts, factors)
+        return
+    for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
+        _numbers.multiply_([part], factor)
+
+
+def _apply(edit: Edit, grads: list[Tensor]) -> None:
+    dense = [grad for grad in grads if grad.layout is torch.strided]
+    if dense:
+        edit.apply_(dense)
+    if len(dense) < len(grads):
+        for grad in grads:
+            if grad.layout is not torch.strided:
+                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
+                grad.copy_(_numbers.on_values(edit.apply, grad))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from torch import Tensor
-
+from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
@@ -25,13 +23,14 @@ _NO_SKIP = (
 )
 _COMPOUNDS = (
     "a second backward pass reached {name} while it still held the gradient of the previous pass, which a rule "
-    "at `step` already edited: the edit would compound. No torch optimizer owns the parameters, so "
+    "at `step` already edited or learned from: its effect would compound. No torch optimizer owns the parameters, so "
     "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
     "does not, clear the gradients after the update"
 )
 _TAKEN_OVER = (
     "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, and "
-    "the count continues from there; create it before the first backward pass, or pass apply(..., optimizer=)"
+    "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
+    "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
 
 NO_PARAMETER = (
@@ -59,8 +58,6 @@ class ManualSteps:
         # Whether a pass was counted and judged as a step, and the decision of its traps.
         self._counted = False
         self._last = StepDecision()
-        # The gradients that rules edited at the end of this pass.
-        self._edited: dict[int, weakref.ref[Tensor]] = {}
         self._began = context.counters.common.step
 
     @property
@@ -84,7 +81,10 @@ class ManualSteps:
         return bool(onto)
 
     def edited(self) -> list[int]:
-        return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
+        """Return the tensors that rules at `step` edit or learn from."""
+        stages = self._context.program.at_step
+        acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
+        return sorted({tensor for stage in acting for tensor in stage.tensors})
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
@@ -122,13 +122,11 @@ class ManualSteps:
             self._begin()
         if self.declared:
             return
-        step = Step(self._context.counters.common, again=accumulated)
+        step = Step(self._context.counters.common)
         with self.in_step(accumulated=accumulated):
             number, decision = step.counter.step, self._events.step_starting(step)
         if not accumulated:
             self._counted = True
-            edited = zip(*self._context.parameters.grads(self.edited()), strict=True)
-            self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}
             self._events.step_finished(step, took_place=True)
         self._last = decision
         if decision.error is not None:
@@ -138,18 +136,15 @@ class ManualSteps:
             no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
             raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
-    def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
-        """Hand the counting to an optimizer; return the gradients that rules already edited for its first step.
-
-        The counted steps stay counted: step numbers stay unique if a run has steps of both kinds.
-        """
+    def withdraw(self) -> None:
+        """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            self._context.event_log.notice_once("late optimizer", text, step=counter.step)
+            acted = bool(self.edited())
+            self._context.event_log.notice_once("late", text, step=counter.step, warn=acted)
         self._counts = "nothing"
-        return self._edited
 
     def tick(self) -> bool:
         self._refuse_freezes()

@@ -18,10 +18,10 @@ from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, name_indexes, named_modules, slots
 from gradsurgeon.planning.matching import examples
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
-from gradsurgeon.runtime.step_counter import StepCounter
 
 # A walk over the model is too slow for every step. The first walk happens when the session also reports rules that
 # have not fired; later walks use exponential back-off, so their cost vanishes in a long run.

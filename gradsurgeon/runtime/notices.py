@@ -13,8 +13,8 @@ from torch import Tensor
 from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.loss_rules import RESTS
-from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
@@ -155,29 +155,6 @@ _NO_OPTIMIZER = (
 )
 
 
-def note_dropped_gradients(context: Context, tensors: AbstractSet[int], *, warn: bool) -> None:
-    """Tell each rule which gradients were gone at the end of the backward pass that made them.
-
-    Without ``warn`` the cause is kept for the end of the run, in case the rule never fires.
-    """
-    event_log, step = context.event_log, context.counters.latest
-    for stage in (*context.program.after_backward, *context.program.at_step):
-        names = [context.program.names[tensor] for tensor in stage.tensors if tensor in tensors]
-        if not names or event_log.has_fired(stage.rule.id):
-            continue
-        event_log.note_cause(stage.rule.id, f"{_DROPPED}. {_REMEDY}")
-        if warn:
-            text = f"does not see the gradients of {shorten_names(names)}: {_DROPPED}. {_REMEDY}"
-            event_log.notice_once("dropped", text, rule=stage.rule.id, step=step, warn=True)
-
-
-_DROPPED = (
-    "hooks of the script or of its optimizer drop each gradient within the backward pass, as optimizers do that "
-    "update there, and no step() has followed"
-)
-_REMEDY = "Rules at `backward` still see each gradient; for all others use an optimizer that updates in step()"
-
-
 def count_due_rules(
     context: Context,
     counter: StepCounter,
@@ -272,5 +249,8 @@ def why_never(due: int, cause: str, *, unstepped: bool, stepped: bool) -> str:
     if unstepped:
         return "never fired: gradients came, but no optimizer that owns them ever stepped"
     if not stepped:
-        return "never fired: no gradient reached a parameter, and nothing was updated"
+        return (
+            "never fired: no parameter had a gradient at the end of a backward pass (hooks that update inside backward, "
+            "as LOMO does, drop each gradient before), and nothing was updated"
+        )
     return "was never due"

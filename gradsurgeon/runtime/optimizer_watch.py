@@ -23,9 +23,9 @@ from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.optimizers import Arguments, Update
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.optimizers import Update
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 
@@ -198,7 +198,7 @@ class OptimizerWatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizers.only_makes_state(optimizer):
             return None
-        frame = id(sys._getframe(1))  # noqa: SLF001 # only the frame tells a nested step from a failed step
+        frame = sys._getframe(1)  # noqa: SLF001 # only the frame tells a nested step from a failed step
         owner = self._owners[optimizer]
         if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
             # `super().step()`, or a wrapper that steps an inner optimizer, is one update: rules act once.
@@ -212,27 +212,13 @@ class OptimizerWatch:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._act(optimizer, update)
-            return args, self._arguments(update, kwargs)
+            return None
         if not optimizers.evaluates_before_moving(optimizer):
             update.snapshot = optimizers.snapshot(optimizer)
         wrapped = self._wrapped(closure, optimizer, update)
         if len(args) > 1:
-            return (args[0], wrapped, *args[2:]), self._arguments(update, kwargs)
-        return args, self._arguments(update, {**kwargs, "closure": wrapped})
-
-    def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments that die when the step ends, so the watch notices a step that raises."""
-        watch = weakref.WeakMethod(self.end)
-
-        def gone(_: object) -> None:
-            # A later hook may have replaced the arguments: the step then goes on without them.
-            end = None if sys.is_finalizing() or update.ended or update.is_on_stack() else watch()
-            if end is not None:
-                end(update, took_place=False)
-
-        arguments = Arguments(kwargs)
-        update.arguments = weakref.ref(arguments, gone)
-        return arguments
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
 
     def _wrapped(
         self, closure: Callable[[], Any], optimizer: Optimizer, update: Update
@@ -290,9 +276,9 @@ class OptimizerWatch:
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args
+        del args, kwargs
         update = self._running.get((threading.get_ident(), id(optimizer)))
-        if update is None or not update.ends_with(kwargs, id(sys._getframe(1))):  # noqa: SLF001 # as above
+        if update is None or update.frame is not sys._getframe(1):  # noqa: SLF001 # as above
             return
         if update.skipped:
             update.undo()

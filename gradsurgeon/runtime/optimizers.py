@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from gradsurgeon import _live, _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.training_events import Step
 
 # The numbers that an optimizer keeps for itself, each with the dictionary that keeps it.
@@ -119,28 +119,16 @@ def _is_counter(key: object, value: object) -> bool:
     return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
 
 
-class Arguments(dict[str, Any]):
-    """The keyword arguments of one call of `step`: they live no longer than the call.
-
-    Torch calls no hook after a step that raises. It keeps the arguments that a hook returned until the call ends,
-    so their finalizer reports that end.
-    """
-
-    __slots__ = ("__weakref__",)
-
-
 class Update(Step):
     """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly."""
 
-    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: int) -> None:
+    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: FrameType) -> None:
         super().__init__(counter, inside=_torch.graph_task() != -1)
         self.optimizer = weakref.ref(optimizer)
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)
-        # The id of the frame that calls the hooks: torch's wrapper around `step`.
-        self._frame = frame
-        self._kept_frame: FrameType | None = None
-        self.arguments: weakref.ref[Arguments] | None = None
+        # The frame that calls the hooks, torch's wrapper around `step`: torch calls no hook after a step that raises.
+        self.frame: FrameType | None = frame
         self.snapshot: Snapshot | None = None
         # The optimizer's own counters before a skipped step.
         self.kept: Counters = []
@@ -155,20 +143,11 @@ class Update(Step):
         self.skipped = self.ended = False
 
     def is_on_stack(self) -> bool:
-        frame: FrameType | None = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
-        while frame is not None:
-            if id(frame) == self._frame:
-                if self.arguments is None or self.arguments() is None:
-                    # Nothing else reports the end: the kept frame prevents another frame from getting its id.
-                    self._kept_frame = frame
-                return True
+        """Tell, in the thread of the step, whether the step still runs."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+        while frame is not None and frame is not self.frame:
             frame = frame.f_back
-        return False
-
-    def ends_with(self, kwargs: dict[str, Any], frame: int) -> bool:
-        """Tell whether a post-step hook belongs to this call, and not to a call inside it."""
-        mine = None if self.arguments is None else self.arguments()
-        return kwargs is mine or frame == self._frame
+        return frame is not None
 
     def settled(self, loss: Any) -> Any:
         if not self.skipped or self.loss is None:
@@ -184,7 +163,7 @@ class Update(Step):
 
     def end(self) -> None:
         self.ended = True
-        self._kept_frame = None
+        self.frame = None
         self.give_back()
 
     def hide(self, params: Iterable[Tensor | None]) -> None:

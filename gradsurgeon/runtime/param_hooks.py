@@ -19,7 +19,7 @@ from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
+from gradsurgeon.runtime.gradients import NormClip, changes, check_layout
 from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 

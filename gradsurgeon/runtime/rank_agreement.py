@@ -21,8 +21,7 @@ from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter, patience
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import NONFINITE, DueRules
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 _OWN_NORM = (

@@ -26,12 +26,11 @@ from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics import replay
-from gradsurgeon.runtime import loss_backward, loss_gradients
+from gradsurgeon.runtime import loss_backward
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.running_passes import watched as watched_passes
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -135,7 +134,7 @@ def _watch() -> ExitStack:
     watch_steps()
     stack.callback(unwatch_steps)
     stack.enter_context(watched(_on_scale, _around_scaler_step))
-    stack.callback(_backward_calls.around(watched_passes(_backward_watches, _before_pass)))
+    stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
     stack.callback(data_parallel.watch())
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
     stack.callback(register_module_module_registration_hook(_on_registration).remove)
@@ -174,7 +173,7 @@ def _count_rules() -> None:
     _alive[:] = alive()
     programs = [controller.context.program for controller in _controllers()]
     _on_tags[:] = [rule.id for program in programs for rule in program.tags]
-    loss_gradients.note_retained(wanted=any(program.of_losses for program in programs))
+    loss_backward.note_retained(wanted=any(program.of_losses for program in programs))
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:

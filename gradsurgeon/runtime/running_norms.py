@@ -1,13 +1,15 @@
-"""The running statistics of `spike-trap` rules, and the norms of one update that they judge."""
+"""The running statistics of `spike-trap` rules, their saved form, and the norms of one update that they judge."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, TypeVar
 
 import torch
+from pydantic import AfterValidator, InstanceOf, ValidationInfo
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from gradsurgeon import _torch
@@ -33,24 +35,6 @@ class RunningStatistic:
     tensors: tuple[int, ...]
     kept: Tensor
     usual: Tensor
-
-
-class NormsOnHost(NamedTuple):
-    """The norms of one update as numbers, for messages.
-
-    Attributes:
-        norms: the norms that were compared.
-        passed: the same norms as the bound let them through.
-        before: the state before the update, of shape ``[rows, len(norms)]``.
-        cut: the places of the norms above the bound.
-        largest: the largest norm of a single gradient and its place, if one norm over all was cut.
-    """
-
-    norms: list[float]
-    passed: list[float]
-    before: Tensor
-    cut: list[int]
-    largest: tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +96,19 @@ class JudgedNorms:
             parts += self.each.max(0, keepdim=True)
         return torch.cat(parts)
 
-    def read(self, numbers: Tensor) -> NormsOnHost:
-        """Return the parts of `to_be_read`, once its numbers are on the host."""
+    def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
+        """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
         count, rows = len(self.norms), self.spikes.bound.rows
         table = numbers[: (2 + rows) * count].reshape(-1, count)
         norms, passed = table[:2].tolist()
-        cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
-        norm, place = math.nan, -1
-        if cut and self.spikes.over_rule:
-            on_host = _torch.is_host(self.each)
-            norm, place = (
-                torch.stack([*map(wide, self.each.max(0))]) if on_host else numbers[-2:]
-            ).tolist()
-        return NormsOnHost(norms, passed, table[2:], cut, (norm, int(place)))
+        return norms, passed, table[2:]
+
+    def largest(self, numbers: Tensor) -> tuple[float, int]:
+        """Return the largest norm of a single gradient and its place, under a rule with one norm over all."""
+        if _torch.is_host(self.each):
+            norm, place = self.each.max(0)
+            return float(norm), int(place)
+        return float(numbers[-2]), int(numbers[-1])
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
         """Return the factors of gradients, float32: one for all, or one for each."""
@@ -175,3 +159,68 @@ def wide(norms: Tensor) -> Tensor:
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+
+
+_Value = TypeVar("_Value")
+# Rows of the learnt state: a count and a mean. Rounding may put a variance, the third row, below 0.
+_ABOVE_0 = 2
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    flaws = []
+    # The checks below need plain memory.
+    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not (is_plain and tensor.is_floating_point()):
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        flaws.append(f"is of {kind}, and should hold floating point numbers")
+    elif bad := int((~tensor.isfinite()).sum()):
+        flaws.append(
+            f"{bad} of {tensor.numel()} numbers are NaN or infinite, which a rule never learns"
+        )
+    elif bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
+        flaws.append("has numbers below 0, but no count or norm is negative")
+    return _sound(tensor.detach(), flaws)
+
+
+def sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
+    rows: Mapping[str, int] = info.context or {}
+    flaws = []
+    for number, part in enumerate(rule.statistics):
+        if len(set(part.params)) < len(part.params):
+            flaws.append(f"statistic {number} names a parameter twice")
+        count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
+        height = rows.get(rule.bound, kept[0] if kept else 0)
+        wanted = {"kept": (height, 1 if rule.per == "rule" else count), "usual": (count,)}
+        for what, size in {"kept": kept, "usual": usual}.items():
+            if size != wanted[what]:
+                told = f"{what!r} is of size {size} and, for {count} parameters, should be of {wanted[what]}"
+                flaws.append(f"in statistic {number} {told}")
+    return _sound(rule, flaws)
+
+
+def _sound(value: _Value, flaws: list[str]) -> _Value:
+    if flaws:
+        raise PydanticCustomError("state", "{flaws}", {"flaws": "; ".join(flaws)})
+    return value
+
+
+_Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """The learnt state of a rule for parameters with a common optimizer: see `RunningStatistic`."""
+
+    params: list[str]
+    kept: _Numbers
+    usual: _Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class LearntByRule:
+    """The learnt state of a rule, for every optimizer."""
+
+    bound: str
+    per: Literal["rule", "parameter"]
+    params: list[str]
+    statistics: list[Learnt]

@@ -1,16 +1,83 @@
-"""The state from which a session resumes: the clocks, and the learnt state of rules."""
+"""The state from which a session resumes, the clocks and the learnt state of rules: built, checked, and saved."""
 
 from __future__ import annotations
 
+import io
+import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from gradsurgeon import _bounded_load, _dist
 from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
-from gradsurgeon.runtime.state_form import SessionState, checked
+from gradsurgeon.runtime.running_norms import LearntByRule, sizes
+from gradsurgeon.store.files import replacing_bytes
+from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
+if TYPE_CHECKING:
+    from gradsurgeon.runtime.controller import Controller
+
+# A damaged state of a large model has as many flaws as the model has parameters.
+_MOST_SHOWN = 20
+_RESTART = "the state is damaged: resume from another one, or from none, and the rules restart what they learn"
+
+
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """The checked result of `session.state_dict()`."""
+
+    step: _Count
+    common_step: _Count
+    steps: dict[str, _Count]
+    in_a_row: dict[str, dict[str, _Count]]
+    rules: dict[str, Annotated[LearntByRule, AfterValidator(sizes)]]
+    # The shapes of parameters, by name; states of earlier versions have none.
+    shapes: dict[str, list[_Count]] = field(default_factory=dict)
+
+
+_FORM = TypeAdapter(SessionState)
+
+
+def checked(state: Mapping[str, Any], rows: Mapping[str, int]) -> SessionState:
+    """Return a checked state, from which a session can resume.
+
+    Args:
+        state: the result of `session.state_dict()`.
+        rows: the number of rows that each bound keeps, by the names of the bounds.
+
+    Raises:
+        GradSurgeonError: the state is not valid; the text lists every problem.
+    """
+    try:
+        return _FORM.validate_python(dict(state), context=rows)
+    except ValidationError as found:
+        errors = found.errors(include_url=False)
+    lines = [_told(error) for error in errors[:_MOST_SHOWN]]
+    if more := len(errors) - len(lines):
+        lines.append(f"... and {more:,} more")
+    head = f"{len(errors):,} problem{'s' * (len(errors) > 1)} in the state of a session; nothing was changed"
+    raise GradSurgeonError("\n".join([head, *lines, _RESTART]))
+
+
+def _told(error: Any) -> str:
+    place = "".join(f"[{part!r}]" for part in error["loc"])
+    if error["type"] == "state":
+        return f"state{printable(place)}: {printable(error['msg'])}"
+    if error["type"] == "missing":
+        return f"state{printable(place)}: is missing"
+    given = reprlib.repr(error["input"])
+    wanted = error["msg"].removeprefix("Input ")
+    return f"state{printable(place)}: {printable(given)} {printable(wanted)}"
+
 
 VERSION = 1
 _KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
@@ -89,3 +156,71 @@ def _other_names(index: Mapping[str, int], state: SessionState) -> Iterator[tupl
     if new := [name for name in index if name not in state.steps]:
         text = "which the state does not have: rules restart what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"
+
+
+_REMEDY = "resume from another file, or remove this one: then the rules restart what they learn"
+
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    path: Path
+    # The content as read; `load` checks whether it is a state.
+    content: Any
+    # Empty, or a note that this is the file of another rank.
+    notice: str = ""
+
+    def load(self, controller: Controller, *, step: int | None = None) -> int:
+        """Resume a session from the file, at another step if one is given; return the step of the state.
+
+        Raises:
+            GradSurgeonError: the file holds no session state; nothing has changed then.
+        """
+        try:
+            end = load_state_dict(controller, self.content, step=step)
+        except GradSurgeonError as error:
+            raise GradSurgeonError(f"{printable(str(self.path))}: {error}") from None
+        if self.notice:
+            at = controller.context.counters.latest
+            controller.context.event_log.emit("notice", self.notice, step=at)
+        return end
+
+
+def read(folder: Path) -> StateFile | None:
+    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists.
+
+    Raises:
+        GradSurgeonError: the file cannot be read.
+    """
+    rank, notice = _dist.rank(), ""
+    path = folder / state_name(rank)
+    if not path.exists():  # There are more ranks than before; the state is alike on all of them.
+        path = folder / state_name(0)
+        notice = f"rank {rank} has no state in {printable(str(folder))}, and resumes from the state of rank 0"
+    try:
+        return StateFile(path, _bounded_load.load(path, _MOST_BYTES), notice)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = f"cannot be read: {printable(error.strerror or str(error))}"
+    except _bounded_load.RefusedError as error:
+        why = printable(str(error))
+    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_REMEDY}")
+
+
+def write(folder: Path, controller: Controller) -> None:
+    """Write this rank's state into a directory, instead of an earlier one. Waits for the device.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = io.BytesIO()
+    torch.save(state_dict(controller), file)
+    with replacing_bytes(folder / state_name(_dist.rank())) as target:
+        target.write(file.getvalue())
+    # An earlier training with more ranks has left files that must not pass for files of this training.
+    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
+        of = path.stem.rpartition("-")[2]
+        if of.isdecimal() and int(of) >= _dist.world():
+            path.unlink()

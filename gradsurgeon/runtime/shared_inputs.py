@@ -21,7 +21,7 @@ from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.current_pass import is_taken, returns_gradients
-from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
+from gradsurgeon.runtime.loss_rules import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
 _Hook = Callable[[Tensor | None], None]

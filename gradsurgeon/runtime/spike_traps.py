@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,25 +14,20 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable, shorten_names
+from gradsurgeon.runtime.conclusions import Finding, Look, StepContext
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE
-from gradsurgeon.runtime.gradient_edits import shorten
-from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.locked_bounds import LOOK_EVERY, LockedBounds, told_of_size
+from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
+from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients, shorten
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
-    NormsOnHost,
+    Learnt,
+    LearntByRule,
     RunningStatistic,
     moved,
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
-from gradsurgeon.runtime.state_form import Learnt, LearntByRule
-from gradsurgeon.runtime.step_context import StepContext
-from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.trips import Finding, Look
+from gradsurgeon.runtime.trap_report import spike_report, told_of_cut
 
 
 class SpikeTraps:
@@ -39,13 +35,11 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. The tensors of one rule that share a counter share a statistic.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # The state before the update that entered last; the counter of this update, and its number.
-        self._before: list[tuple[RunningStatistic, Tensor, Tensor]] = []
-        self._entered: StepCounter | None = None
-        self._entered_at = 0
+        # The counter and number of the update that entered last, and the states before it.
+        self._entered: tuple[StepCounter, int] | None = None
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
-        self._locked = LockedBounds()
 
     def looks(
         self, update: StepContext, arrived: Callable[[], Sequence[Sequence[int]]]
@@ -68,12 +62,10 @@ class SpikeTraps:
                     judged[rule] = self._compare(
                         bound_rule, update.gradients, tensors, update.overflow
                     )
-                if update.step % LOOK_EVERY == 0:
-                    self._look_at_size(judged[rule], update.step)
                 if not bound_rule.edits:
                     self._context.event_log.count_fired(rule, update.step)
         return [
-            Look((one.flags,), partial(self._findings, one, update.step, arrived))
+            Look((one.flags,), partial(self._findings, one, arrived))
             for one in judged.values()
             if not one.bound_rule.edits
         ]
@@ -81,29 +73,12 @@ class SpikeTraps:
     def _findings(
         self,
         judged: JudgedNorms,
-        step: int,
         arrived: Callable[[], Sequence[Sequence[int]]],
         spikes: Sequence[int],
     ) -> list[Finding]:
         names = self._context.program.names
         report = spike_report(names, judged, arrived()) if spikes else None
-        self._follow(judged, step, tripped=bool(spikes))
         return [(judged.bound_rule.rule.id, report)]
-
-    def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
-        """Warn once, as soon as the norms can be read, that they are too small for a bound to see a spike."""
-        rule, names, log = (
-            judged.bound_rule.rule.id,
-            self._context.program.names,
-            self._context.event_log,
-        )
-        if judged.spikes.bound.slack and not log.is_noticed("small", rule):
-
-            def tell(kept: Tensor) -> None:
-                if text := told_of_size(names, judged, *kept.reshape(2, -1).tolist()):
-                    log.notice_once("small", text, rule=rule, step=step, warn=True)
-
-            log.when_read(judged.before[:2].flatten(), tell)
 
     def _compare(
         self,
@@ -165,37 +140,23 @@ class SpikeTraps:
         on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:
-            log, known = self._context.event_log, judged.read(numbers)
-            if not all(map(math.isfinite, known.norms)):
+            log, (norms, passed, _) = self._context.event_log, judged.read(numbers)
+            if not all(map(math.isfinite, norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            if known.cut:
-                text, name = told_of_cut(self._context.program.names, judged, known)
+            cut = sum(map(operator.lt, passed, norms))
+            if cut:
+                text, name = told_of_cut(self._context.program.names, judged, numbers)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            self._tell_of_lock(judged, known, step)
-            if not on_host:
-                cut = len(tensors) if judged.spikes.over_rule else len(known.cut)
-                log.count_changed(rule, cut)
+            if cut and not on_host:
+                log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
-
-    def _follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
-        """Count consecutive trips of a rule that reports. Waits for the device if the rule has tripped."""
-        if not tripped:
-            self._locked.end(judged)
-        elif judged.spikes.then == "warn":  # other rules stop at once, or give up
-            self._tell_of_lock(judged, judged.read(judged.to_be_read().cpu()), step)
-
-    def _tell_of_lock(self, judged: JudgedNorms, known: NormsOnHost, step: int) -> None:
-        topic = f"locked {judged.statistic.tensors[0]}"
-        for text in self._locked.follow(self._context.program.names, judged, known):
-            rule = judged.bound_rule.rule.id
-            self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def state(self) -> dict[str, Any]:
         """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
         # SIGTERM can end a script in the middle of an update, whose number a resumed run will repeat.
-        is_counted = self._entered is None or self._entered.step != self._entered_at
-        earlier = {id(one): (kept, usual) for one, kept, usual in self._before if not is_counted}
+        entered = self._entered
+        earlier = self._before if entered and entered[0].step == entered[1] else {}
         names, found = self._context.program.names, {}
         for rule, spikes in self._context.spikes.items():
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
@@ -227,7 +188,6 @@ class SpikeTraps:
         """
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
-        self._locked = LockedBounds()
         self._judged.clear()
         self._before.clear()
         for rule, of_rule in rules.items():
@@ -282,10 +242,10 @@ class SpikeTraps:
 
     def update(self, counter: StepCounter) -> None:
         """Learn from the update that was judged last: it has taken place."""
-        self._before, self._entered, self._entered_at = [], counter, counter.step
+        self._before, self._entered = {}, (counter, counter.step)
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
-            self._before.append((statistic, statistic.kept, statistic.usual))
+            self._before[id(statistic)] = statistic.kept, statistic.usual
             with torch.no_grad():
                 if spikes.over_rule or judged.columns is None:
                     statistic.kept = judged.after
@@ -293,11 +253,6 @@ class SpikeTraps:
                     statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
                 if spikes.over_rule and spikes.then != "clip":
                     statistic.usual = moved(statistic.usual, judged)
-
-    def take_back(self, counter: StepCounter) -> None:
-        """Undo the last `update`: it was a part of an update that goes on."""
-        for statistic, kept, usual in self._before if self._entered is counter else ():
-            statistic.kept, statistic.usual = kept, usual
 
     def forget(self, counter: StepCounter) -> None:
         """Discard the update that was judged last: it did not take place."""

@@ -19,8 +19,8 @@ from gradsurgeon.forensics import diagnose, with_bundle
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.rank_agreement import Heard
+from gradsurgeon.runtime.trap_report import TrapReport
 
 _NO_MEMORY = (
     "{ranks} has no memory for the whole parameters of the model and their gradients, which all ranks need to run the "

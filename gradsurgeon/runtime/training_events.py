@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from gradsurgeon import _torch
 from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import TrapError
-from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.measure import Norms
 
 # The statistics of the contributions of a pass, by rule and by tensor.
 Logged = dict[str, dict[int, dict[str, Tensor]]]
@@ -48,6 +50,51 @@ class BackwardPass:
     held: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class GradientSnapshot:
+    """The norms of the gradients that a backward pass left."""
+
+    done: BackwardPass
+    parameters: Parameters
+    tensors: Sequence[int]
+    norms: Norms
+    # Whether a rule reports spikes in the order in which the gradients came.
+    reported: bool = False
+
+    @property
+    def order(self) -> list[int]:
+        graph = self.done.graph
+        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
+        got = set(self.tensors).intersection(self.done.tensors)
+        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
+
+    @property
+    def arrived(self) -> list[list[int]]:
+        """Return all tensors that the pass reached, in the order in which their gradients came.
+
+        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
+        """
+        if self.done.graph is not None:
+            by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
+            groups = self.done.graph.groups()
+            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
+        # Only matched parameters have hooks that see the order: other parameters may have come before them.
+        told = set(self.done.tensors)
+        params = enumerate(self.parameters.params())
+        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
+        return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
+
+    def without_graph(self) -> GradientSnapshot:
+        """Return a copy without the graph, because the graph keeps all tensors of its nodes alive.
+
+        The copy keeps the order of the gradients, unless all norms are known to be finite: then no report needs it.
+        """
+        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
+        first = () if finite else self.order
+        tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
+        return replace(self, done=replace(self.done, tensors=tensors, graph=None))
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     # The counter of the optimizer, or the common counter if the script updates weights by hand.
@@ -58,8 +105,6 @@ class Step:
     overflow: Tensor | None = None
     # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
-    # A manual update that was counted goes on: a later backward pass has added to its gradients.
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +144,6 @@ class TrainingEvents(Protocol):
 
     def backward_failed(self, done: BackwardPass) -> None:
         """Receive a pass that raised after gradients had come."""
-
-    def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
-        """Receive gradients that a pass made and that hooks of the script dropped within it.
-
-        Args:
-            tensors: the tensors whose gradients are gone.
-            certain: whether an optimizer would have stepped by now, judged by the number of passes.
-        """
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors for which a rule must know whether their gradients were zero before the pass."""

@@ -15,25 +15,25 @@ from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.runtime.activation_flags import Flag
-from gradsurgeon.runtime.conclusions import Conclusions
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.gradient_rules import GradientSnapshot
+from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, Rows, StepContext, Trip
+from gradsurgeon.runtime.context import Context, Flag
+from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.nonfinite_report import (
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
+from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.training_events import (
+    GOES_ON,
+    BackwardPass,
+    GradientSnapshot,
+    StepDecision,
+)
+from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
     activation_report,
     gradient_report,
     threshold_report,
     uncounted,
 )
-from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
-from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.step_context import StepContext
-from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, StepDecision
-from gradsurgeon.runtime.trips import Finding, Look, Rows, Trip
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms
 

@@ -350,8 +350,9 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
     model.wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     bound = {"id": "b", "action": "clamp", "params": "*", "at": "step", "max": 0.1}
     with gradsurgeon.apply(model, {"version": 1, "rules": [bound]}) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         (model.narrow.sum() * 0.1 + model.wide.sum()).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        optimizer.step()
         assert session.status()["b"].changed == 0.5
 
 

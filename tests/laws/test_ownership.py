@@ -269,9 +269,7 @@ def test_hidden_gradients_come_back_whatever_happens_in_the_step(where: str, hel
         except RuntimeError as error:
             kept = error if held else None
         fail = False
-        if not held:
-            assert torch.equal(model.bias.grad, before)
-            assert session.step == 1  # an attempt
+        # The attempt ends with the next pass or step of this thread.
         # The next step is one of its own, also while the error is still at hand.
         optimizer.step()
         assert torch.equal(model.bias.grad, before)
@@ -411,24 +409,6 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
             optimizer.step()
             assert torch.allclose(before - model.weight.detach(), torch.tensor(0.5))
         assert session.step == session.status()["half"].fired == 3
-
-
-@pytest.mark.parametrize("assigned", [True, False])
-def test_late_optimizers_edit_what_is_theirs_once(assigned: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
-    with gradsurgeon.apply(model, rules(half)):
-        model(torch.ones(1, 2)).sum().backward()
-        true = [param.grad.clone() * 2 for param in model.parameters() if param.grad is not None]
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
-        if assigned:
-            for param, grad in zip(model.parameters(), true, strict=True):
-                param.grad = grad.clone()
-        before = [param.detach().clone() for param in model.parameters()]
-        for optimizer in optimizers:
-            optimizer.step()
-    for param, old, grad in zip(model.parameters(), before, true, strict=True):
-        assert torch.allclose(old - param.detach(), grad / 2)
 
 
 @pytest.mark.parametrize("then", ["skip-step", "raise"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -114,20 +111,18 @@ def test_the_order_is_not_that_of_the_model() -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 def test_of_two_optimizers_the_one_does_not_speak_of_what_came_before(guarded: bool) -> None:
     for where in ("layer 2", "loss"):
-        line = stopped(where, guarded=guarded, optimizers=("01", "234"))[-1]
-        assert "of the gradients that the rule judges here, the first" in line
-        assert "large already, 1.0.bias" in line
-        assert "4.0.bias, 4.0.weight, 3.0.bias and 3 more" in line
-        assert "came with the loss" not in line
+        text = "\n".join(stopped(where, guarded=guarded, optimizers=("01", "234")))
+        assert "large already" not in text
+        assert "came with the loss" not in text
     # The other one has the first gradient of the pass.
     assert "came with the loss" in stopped("loss", guarded=guarded, optimizers=("234", "01"))[-1]
 
 
-def test_what_comes_between_is_named_where_another_optimizer_has_it() -> None:
+def test_gradients_of_another_optimizer_may_come_in_between() -> None:
     line = stopped("layer 2", optimizers=("014", "23"))[-1]
     assert "the spike begins at 1.0.bias" in line
     assert "; 4.0.weight (" in line
-    assert "which the rule does not judge here (3.0.bias, 3.0.weight, 2.0.bias and 1 more)" in line
+    assert "and at the layers between the two" in line
 
 
 def test_parameters_of_other_models_come_before_as_well() -> None:
@@ -143,17 +138,15 @@ def test_parameters_of_other_models_come_before_as_well() -> None:
                 optimizer.step()
         with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
             optimizer.step()
-    line = str(caught.value).splitlines()[-1]
-    assert "tensors of no layer of this model" in line
-    assert "came with the loss" not in line
+    assert "came with the loss" not in str(caught.value)
 
 
 @pytest.mark.slow
 def test_of_a_compiled_model_no_order_is_known() -> None:
     for guarded in (False, True):
-        line = stopped("loss", compiled=True, guarded=guarded)[-1]
-        assert "the order of backward is not known" in line
-        assert "came with the loss" not in line
+        text = "\n".join(stopped("loss", compiled=True, guarded=guarded))
+        assert "in the order of backward" not in text
+        assert "came with the loss" not in text
 
 
 def test_passes_that_reach_different_parameters_have_no_common_order() -> None:
@@ -170,9 +163,8 @@ def test_passes_that_reach_different_parameters_have_no_common_order() -> None:
                 optimizer.step()
         with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
             optimizer.step()
-    line = str(caught.value).splitlines()[-1]
-    assert "the order of backward is not known" in line
-    assert "these norms do not show where the spike began" in line
+    assert "in the order of backward" not in str(caught.value)
+    assert "came with the loss" not in str(caught.value)
 
 
 def test_the_event_of_a_clip_names_what_carries_most() -> None:
@@ -268,96 +260,3 @@ def test_by_smallest_norms_no_origin_is_named() -> None:
     assert not [
         text for text in spikes if "came with the loss" in text or "the spike begins at" in text
     ]
-
-
-# -------------------------------------------------------------------------------------------------
-# A running bound that cuts every update and cannot follow says so, once; one that follows says nothing.
-# -------------------------------------------------------------------------------------------------
-
-
-ZCLIP, ADAGC = {"sigmas": 2.5}, {"times": 1.05}
-
-
-def told(
-    above: dict[str, float], series: Iterable[Sequence[float]], **options: Any
-) -> list[gradsurgeon.Event]:
-    """Train with gradients of such norms, one for each parameter; return the notices."""
-    series = list(series)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in series[0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
-        for norms in series:
-            for param, norm in zip(model, norms, strict=True):
-                param.grad = torch.full((1,), norm)
-            optimizer.step()
-        return [event for event in session.events if event.kind == "notice"]
-
-
-def test_a_bound_without_a_variance_that_cuts_for_ever() -> None:
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="is now 1 and does not rise") as seen:
-        (notice,) = told(ZCLIP, [[1.0]] * 50 + [[1.2]] * 400)
-    assert notice.step == 50 + 99
-    assert "in the last 100 updates: the least of these norms is 1.2, the bound" in notice.message
-    assert "raise `sigmas` or lower `beta`" in notice.message
-    assert len(seen) == 1
-
-
-def test_a_bound_that_has_begun_at_a_tiny_norm() -> None:
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="raise `times` or lower `beta`"):
-        (notice,) = told(ADAGC, [[1e-9 if step == 50 else 1.0] for step in range(400)])
-    # It grows by a thousandth in an update.
-    missing = math.log(1e9 / 1.05 / (1 + 0.02 * 0.05) ** 99) / math.log(1.001)
-    assert "the least of these norms is 1, " in notice.message
-    assert f"catches up in {missing:,.0f} updates" in notice.message
-
-
-@pytest.mark.parametrize("then", ["clip", "warn"])
-@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_of_several_it_is_named(then: str) -> None:
-    series = [[1 + 0.1 * math.sin(step), 1.0 if step < 50 else 1.2] for step in range(200)]
-    (notice,) = told(ZCLIP, series, per="parameter", then=then)
-    assert "the norm of 1 was above the bound" in notice.message
-
-
-@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-@pytest.mark.parametrize("then", ["clip", "warn"])
-def test_one_norm_below_the_bound_begins_the_row_anew(then: str) -> None:
-    steps = [1.2 if step % 100 else 0.5 for step in range(400)]
-    assert not told(ZCLIP, [[1.0]] * 50 + [[norm] for norm in steps], then=then)
-    assert told(ZCLIP, [[1.0]] * 50 + [[norm] for norm in steps] + [[1e3]] * 101, then=then)
-
-
-def healthy(seed: int, drift: float, number: int) -> list[list[float]]:
-    """Return series that drift by a factor, with the noise of small batches, one wide and one in waves."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(number, 3, generator=generator) * torch.tensor([0.2, 0.5, 0.2])
-    for step in range(1, number):
-        noise[step, 2] = 0.9 * noise[step - 1, 2] + math.sqrt(1 - 0.81) * noise[step, 2]
-    return [
-        [drift ** (step / number) * math.exp(x) for x in row]
-        for step, row in enumerate(noise.tolist())
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("above", [ZCLIP, ADAGC], ids=["sigmas", "times"])
-@pytest.mark.parametrize("drift", [0.1, 1.0, 10.0])
-def test_of_healthy_series_nothing_is_said(above: dict[str, float], drift: float) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", gradsurgeon.GradSurgeonWarning)
-        seeds = [healthy(seed, drift, 2000) for seed in range(10)]
-        series = [list(chain.from_iterable(norms)) for norms in zip(*seeds, strict=True)]
-        assert not told(above, series, per="parameter")
-
-
-@pytest.mark.parametrize("then", ["clip", "skip-step"])
-def test_norms_below_the_slack_of_a_bound(then: str) -> None:
-    series = [[1e-9 * (1 + 0.1 * math.sin(step))] for step in range(120)]
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"only a norm 2\.5e-06 above it"):
-        (notice,) = told(ZCLIP, [*series, [1e-7]], then=then)
-    assert "the usual norm is 9.99e-10" in notice.message
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", gradsurgeon.GradSurgeonWarning)
-        assert not told(ZCLIP, [[1e3 * norm for norm in norms] for norms in series], then=then)
-        assert not told({"times": 1.5}, series, then=then)

@@ -176,7 +176,7 @@ def play(recorder: Recorder, seed: int, meanwhile: Callable[[], None]) -> list[b
 def test_records_are_the_same_however_late_they_arrive(
     seed: int, request: pytest.FixtureRequest
 ) -> None:
-    at_once = play(Recorder(Records()), seed, lambda: None)
+    at_once = play(Recorder(Records(), EventLog([], [])), seed, lambda: None)
     copies: list[Copy] = request.getfixturevalue("copies")
     chance = random.Random(-seed - 1)
 
@@ -185,7 +185,7 @@ def test_records_are_the_same_however_late_they_arrive(
         if late and chance.random() < 0.02:
             late[0].arrive()
 
-    assert play(Recorder(Records()), seed, meanwhile) == at_once
+    assert play(Recorder(Records(), EventLog([], [])), seed, meanwhile) == at_once
     assert len(copies) > 4
 
 
@@ -194,7 +194,7 @@ def test_rows_are_written_once_they_have_arrived_and_events_after_them(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+    recorder = Recorder(Records(), EventLog([], []), RunWriter(tmp_path, meta=meta()))
 
     def written() -> list[tuple[int, float]]:
         with open_run(tmp_path) as run:
@@ -277,7 +277,7 @@ def test_nothing_is_moved_while_a_graph_is_captured(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
     journal = EventLog(rules, [1])
-    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()), journal)
+    recorder = Recorder(Records(), journal, RunWriter(tmp_path, meta=meta()))
     recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
     with monkeypatch.context() as patch:
         patch.setattr(_torch, "is_capturing", lambda: True)
@@ -298,7 +298,7 @@ def test_nothing_is_moved_while_a_graph_is_captured(
 
 
 def test_a_notice_is_written_without_waiting(tmp_path: pathlib.Path, copies: list[Copy]) -> None:
-    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+    recorder = Recorder(Records(), EventLog([], []), RunWriter(tmp_path, meta=meta()))
     recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
     recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))
     assert [copy.there for copy in copies] == [False]

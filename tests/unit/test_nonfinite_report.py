@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsurgeon.runtime.nonfinite_report import gradient_report
+from gradsurgeon.runtime.trap_report import gradient_report
 from gradsurgeon.tensors.measure import NonfiniteCount
 
 NAMES = ["first.weight", "second.weight", "third.weight"]

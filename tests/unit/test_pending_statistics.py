@@ -115,25 +115,6 @@ def test_a_name_stays_where_it_is() -> None:
     ]
 
 
-def test_a_module_that_turns_out_to_be_called_often_moves_to_a_series_of_its_own() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    others = tuple(f"other{number}" for number in range(20))
-    seen = []
-    for step, calls in enumerate([1, 1, 5, 1, 2]):
-        for name in (*others, *["cell"] * calls):
-            pending.add(rule, name, step, number(float(step)))
-        seen += rows(pending)
-    wide = (*others, "cell")
-    assert [(step, names) for step, names, _ in seen] == [
-        *[(0, wide), (1, wide)],
-        *[(2, wide), *[(2, ("cell",))] * 5],
-        *[(3, wide), (3, ("cell",))],
-        *[(4, wide), *[(4, ("cell",))] * 2],
-    ]
-    values = [(step, row["cell"]) for step, _, row in seen if "cell" in row]
-    assert values == [(s, float(s)) for s in [0, 1, 2, 2, 2, 2, 2, 3, 4, 4]]
-
-
 def test_columns_ascend_in_whatever_order_modules_run() -> None:
     pending, rule = PendingStatistics(), logging("max")
     for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):

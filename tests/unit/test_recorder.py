@@ -33,7 +33,7 @@ class Parts:
         self.writer = RunWriter(path, meta=meta())
         self.journal = EventLog(rules, [2])
         self.records = Records()
-        self.recorder = Recorder(self.records, writer=self.writer, event_log=self.journal)
+        self.recorder = Recorder(self.records, self.journal, self.writer)
 
     def row(self, step: int, values: Tensor, *, replace: bool = True) -> None:
         self.recorder.add(KEY, step, [0, 1], values, replace=replace)
@@ -92,7 +92,7 @@ def test_the_last_pass_of_a_step_stands_also_after_a_commit(
 
 def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
     records = Records()
-    recorder = Recorder(records)
+    recorder = Recorder(records, EventLog([], []))
     other = KEY.__class__("norms", "max", "accumulated", KEY.names)
     for number in range(40):
         for key in (KEY, other):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import gradsurgeon
 from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.recording import recorder
-from gradsurgeon.runtime import state_file
+from gradsurgeon.runtime import session_state
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -223,9 +223,9 @@ def test_all_damage_is_told_at_once(state: Any) -> None:
 
 def test_a_file_that_was_written_is_gone_on_from(tmp_path: Path) -> None:
     session = trained()
-    state_file.write(tmp_path, controller(session))
+    session_state.write(tmp_path, controller(session))
     with gradsurgeon.apply(make(), RULES) as other:
-        found = state_file.read(tmp_path)
+        found = session_state.read(tmp_path)
         assert found is not None
         assert found.load(controller(other)) == STEPS
         assert same(other.state_dict(), session.state_dict())
@@ -236,21 +236,21 @@ def test_a_file_that_was_written_is_gone_on_from(tmp_path: Path) -> None:
 def test_a_rank_without_a_file_goes_on_from_that_of_the_first_one_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state_file.read(tmp_path) is None
+    assert session_state.read(tmp_path) is None
     session = trained()
-    state_file.write(tmp_path, controller(session))
+    session_state.write(tmp_path, controller(session))
     monkeypatch.setenv("RANK", "2")
     with gradsurgeon.apply(make(), RULES) as other:
-        found = state_file.read(tmp_path)
+        found = session_state.read(tmp_path)
         assert found is not None
         found.load(controller(other))
         assert same(other.state_dict(), session.state_dict())
         (event,) = other.events
     told = f"rank 2 has no state in {tmp_path}, and resumes from the state of rank 0"
     assert (event.kind, event.message, event.step) == ("notice", told, STEPS)
-    state_file.write(tmp_path, controller(session))
+    session_state.write(tmp_path, controller(session))
     assert {path.name for path in tmp_path.iterdir()} == {"state-0.pt", "state-2.pt"}
-    found = state_file.read(tmp_path)
+    found = session_state.read(tmp_path)
     assert found is not None
     assert (found.path.name, found.notice) == ("state-2.pt", "")
 
@@ -262,7 +262,7 @@ class Foreign:
 @pytest.mark.parametrize("damage", ["empty", "junk", "cut", "code", "folder", "no state"])
 def test_a_file_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "state-0.pt"
-    state_file.write(tmp_path, controller(trained()))
+    session_state.write(tmp_path, controller(trained()))
     whole = path.read_bytes()
     if damage in ("code", "no state"):
         torch.save(Foreign() if damage == "code" else {"model": 1}, path)
@@ -273,7 +273,7 @@ def test_a_file_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
         path.write_bytes({"empty": b"", "junk": b"junk", "cut": whole[:-50]}[damage])
     with gradsurgeon.apply(make(), RULES) as session:
         with pytest.raises(GradSurgeonError) as raised:
-            found = state_file.read(tmp_path)
+            found = session_state.read(tmp_path)
             assert found is not None
             found.load(controller(session))
         assert session.step == 0
@@ -311,7 +311,7 @@ def test_a_state_that_cannot_be_written_is_one_warning(
     )
     assert session._attachment.context.recorder.lost == [text]
     assert session.step == STEPS
-    found = state_file.read(tmp_path / "run")
+    found = session_state.read(tmp_path / "run")
     assert found is not None
     assert same(found.content, session.state_dict())
 
@@ -343,7 +343,7 @@ def test_forked_workers_of_a_data_loader_leave_it_alone(
     with gradsurgeon.apply(model, RULES, record=tmp_path / "run") as session:
         train(model, loader)
     assert same(session.state_dict(), trained().state_dict())
-    found = state_file.read(tmp_path / "run")
+    found = session_state.read(tmp_path / "run")
     assert found is not None
     assert same(found.content, session.state_dict())
     with gradsurgeon.open_run(tmp_path / "run") as run:
