@@ -66,9 +66,7 @@ def test_a_trap(tmp_path: pathlib.Path) -> None:
     with pytest.raises(NonFiniteGradientError):
         train(tmp_path, NORMS, TRAP, broken=4)
     first, diagnosis = head(tmp_path)[:2]
-    assert first == (
-        "stopped at step 4 by rule no-nan (NonFiniteGradientError), traps tripped in 1 step"
-    )
+    assert first == "stopped at step 4 by rule no-nan (NonFiniteGradientError)"
     assert diagnosis.startswith("  step 4")
     assert ended(tmp_path)["state"] == "stopped"
 

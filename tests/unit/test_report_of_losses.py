@@ -230,7 +230,8 @@ def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
         text = from_run(opened).text(width=100)
         page = page_data(opened)
     assert "  would have changed the sum in 75% of calls" in text
-    (remark,) = (one for one in page["combined"][0]["remarks"] if "the sum in" in one)
+    notes = page["versus"][-1]["table"]["notes"]
+    (remark,) = (one for one in notes if "the sum in" in one)
     assert remark.startswith("would have changed the sum in 75%")
 
 
@@ -383,23 +384,25 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
 def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     with open_run(run) as opened:
         data = page_data(opened)
-    (found,) = data["conflicts"]
+    found, combined = data["versus"]
     (matrix,) = found["matrices"]
     assert matrix["cells"][1] == ["1 seg", "", "-0.31", "0.50"]
     assert matrix["tints"][1] == [-0.75, None, pytest.approx(0.291667)]
-    assert [curve["label"] for curve in found["curves"]] == [
+    ((title, curves),) = found["charts"]
+    assert title == "cosine"
+    assert [curve["label"] for curve in curves] == [
         "seg/depth",
         "depth/edges",
         "seg/edges",
     ]
     # Two calls of one step are one point.
-    assert (found["curves"][0]["steps"], found["curves"][0]["values"]) == (
+    assert (curves[0]["steps"], curves[0]["values"]) == (
         [0, 1, 2],
         [-0.5, -0.75, 0.0],
     )
-    (combined,) = data["combined"]
-    assert combined["distance"]["values"] == [0.0, 0.5, "Infinity"]
-    assert [row[:2] for row in combined["weights"]] == [
+    _, (_, (distance,)) = combined["charts"]
+    assert distance["values"] == [0.0, 0.5, "Infinity"]
+    assert [row[:2] for row in combined["table"]["rows"]] == [
         ["seg", "1"],
         ["depth", "0.562"],
         ["edges", "2"],
