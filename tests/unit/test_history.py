@@ -316,7 +316,7 @@ def long_histories() -> dict[str, list[float | None]]:
         "broken": with_some(calm(8), s1234=NAN, s1300=INF, s3333=NAN),
         "broken at the end": with_some(calm(9), s3999=INF),
         "broken throughout": [INF] * STEPS,
-        "late": [None] * 1500 + calm(10)[1500:],
+        "late": [*[None] * 1500, *calm(10)[1500:]],
         "early": calm(11)[:1500] + [None] * 2500,
         "rare": [2.0 if step % 97 == 5 else None for step in range(STEPS)],
         "dead": [0.0] * STEPS,
@@ -325,8 +325,10 @@ def long_histories() -> dict[str, list[float | None]]:
         "died late": calm(14)[: STEPS - 40] + [0.0] * 40,
         "asleep": calm(15)[: STEPS - 3] + [0.0] * 3,
         # As an expert that is rarely chosen, within a chunk and over several of them.
-        "often at rest": [1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)]
-        + [0.0] * 50,
+        "often at rest": [
+            *(1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)),
+            *[0.0] * 50,
+        ],
         "mostly at rest": [1.0 if step % 900 == 0 else 0.0 for step in range(STEPS)],
         "never": [None] * STEPS,
     }

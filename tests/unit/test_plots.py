@@ -24,8 +24,8 @@ from runs import KEY, meta, values, write
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
 from gradsurgeon.report.plots import COLUMNS, DECADES
+from gradsurgeon.report.run import Run
 from gradsurgeon.store import Key
-from gradsurgeon.store.run import Run
 from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
