@@ -43,11 +43,6 @@ _UPDATED = (
     "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
     "the script did since (a checkpoint, a copy)"
 )
-_LOST_EPSILON = (
-    "float16 rounds numbers below 3e-08 to 0, such as the epsilon of 1e-08 that Adam has by default: it then divides by 0 "
-    "where a gradient was too small to be squared"
-)
-_EPSILON_ADVICE = "give the optimizer `eps=1e-4`, or keep the weights that it updates in float32"
 # Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
 _GROWN = 1e3
 
@@ -74,10 +69,7 @@ def cause_of(source: Source, step: int = 0) -> Cause:
     if source.what == "output gradient":
         return Cause("unknown", (text,), _LOOK_AT_LOSS)
     if source.what == "weight" and step and not source.intended:
-        evidence = (text, _UPDATED)
-        if source.facts is None or source.facts.dtype != "float16":
-            return cause("bad input", *evidence)
-        return Cause("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
+        return cause("bad input", text, _UPDATED)
     return cause("unknown" if source.what == "unknown" else "bad input", text)
 
 
@@ -107,10 +99,7 @@ def cause_of_call(
     """
     with torch.no_grad():
         try:
-            try:
-                found = _repeat(call, number)
-            except torch.OutOfMemoryError:
-                found = _repeat(_on_host(call), number)
+            found = _repeat(call, number)
         except Exception as error:  # noqa: BLE001 # any operation may raise anything
             text = f"repeating the operation raised {type(error).__name__}: {error}"
             found = cause("unknown", text)

@@ -12,9 +12,9 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.forensics.cause import cause_of
 from gradsurgeon.forensics.kept_calls import MAX_BYTES
-from gradsurgeon.forensics.kept_step import FailedStep, Fingerprint, KeptCall
+from gradsurgeon.forensics.kept_step import FailedStep, KeptCall
 from gradsurgeon.forensics.loss import birth_in
-from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
+from gradsurgeon.forensics.replay import INPUT, Replayed, replay
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
 from gradsurgeon.tensors.structure import tensors_in
 
@@ -42,12 +42,9 @@ _NOTHING_FINITE = (
     "replay after state in Python has changed"
 )
 _FINITE = (
-    "all gradients are finite in the replay: the script changed them after backward, or made them without the forward "
-    "pass of the model, or the model uses random numbers from elsewhere, or the machine made an error"
-)
-_DIFFERENTIATED = (
-    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and the double backward "
-    "pass cannot be run again: look at the penalty, such as at the root of a norm of 0"
+    "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
+    "of the model or by `torch.autograd.grad` (a gradient penalty), or the model uses random numbers from elsewhere, or "
+    "the machine made an error"
 )
 _FINITE_NOW = (
     "the output was non-finite in the call and is finite in the replay: an error of the machine, a race, or state in "
@@ -113,8 +110,6 @@ def diagnose(
     blamed = _search(failed, reasons)
     if blamed is None:
         finite = _FINITE_HERE if failed.together else _FINITE
-        if any(call.differentiated for call in failed.calls):
-            finite = _DIFFERENTIATED
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
     replayed, source = blamed
     if debugger and isinstance(source, Birth):
@@ -135,29 +130,11 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
             if replayed.sources and failed.bad:
                 reasons.append(_OTHERS)
         elif not _is_from_outside(source):
-            return _followed(replayed, source, failed)
+            return replayed, source
         elif outside is None:
             # Another call may have sent the gradient back.
             outside = replayed, source
     return outside
-
-
-def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[Replayed, Source]:
-    """Go from a non-finite input to the earlier call of the step that returned it, if there is one."""
-    if not (isinstance(source, Origin) and source.what == "input"):
-        return replayed, source
-    given = [
-        Fingerprint.of(tensor)
-        for path, tensor in tensors_in([replayed.call.args, replayed.call.kwargs])
-        if spelled_input(replayed.call, path) == source.name
-    ]
-    for call in failed.calls[: failed.calls.index(replayed.call)]:
-        for path, kept in call.outputs.items():
-            if any(map(kept.is_like, given)) and path in (earlier := replay(call)).outputs:
-                _, before = earlier.outputs[path]
-                if not is_intended(before) and _problem(earlier, failed) is None:
-                    return _followed(earlier, before, failed)
-    return replayed, source
 
 
 def _problem(replayed: Replayed, failed: FailedStep) -> str | None:

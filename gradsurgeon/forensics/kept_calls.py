@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.forensics.kept_step import (
-    Buffers,
     Fingerprint,
     HostRandom,
     KeptCall,
@@ -165,9 +164,9 @@ class KeptCalls:
             host=HostRandom.now(),
             iterators=tuple(copied.iterators),
         )
-        tensors += call.random.items()
+        tensors += [*call.random.items(), *call.buffers.items()]
         call.bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        call.bytes += call.buffers.nbytes + call.host.nbytes
+        call.bytes += call.host.nbytes
         self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:
@@ -229,14 +228,8 @@ class KeptCalls:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
-        if (asked := _backward_calls.asked_for()) is not None and (
-            differentiated := call()
-        ) is not None:
-            # Grad mode is on inside a pass that makes a graph.
-            makes_graph = torch.is_grad_enabled()
-            differentiated.differentiated |= makes_graph
-            if self._trains_nothing(asked, makes_graph=makes_graph):
-                return
+        if _backward_calls.is_only_grad():
+            return  # `torch.autograd.grad` is not training.
         if self._begins:
             self._begins = False
             self.passes += 1
@@ -250,17 +243,6 @@ class KeptCalls:
             kept.number = kept.number or self.passes
             kept.bytes += grad.numel() * grad.element_size()
             self._shorten()
-
-    def _trains_nothing(self, asked: Sequence[Any], *, makes_graph: bool) -> bool:
-        """Tell whether a pass of `torch.autograd.grad` returns no gradient that an update can use.
-
-        The script may send the gradient of a non-leaf on to parameters.
-        """
-        model = self.model()
-        params = set() if model is None else set(map(id, model.parameters()))
-        return not any(id(one) in params for one in asked) and (
-            makes_graph or all(isinstance(one, Tensor) and one.is_leaf for one in asked)
-        )
 
     def _shorten(self) -> None:
         if self.losses and self._bytes() > MAX_BYTES:
@@ -279,13 +261,14 @@ class KeptCalls:
             states[str(device)] = torch.get_device_module(device).get_rng_state(device)
         return states
 
-    def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> Buffers:
-        changing = self._changing.get(key)
-        if changing is None:
-            return Buffers(dict(module.named_buffers()))
-        # The tables of scripted modules have no `get`.
-        there = {name: table[key] for name, (table, key) in changing.items() if key in table}
-        return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
+    def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> dict[str, Tensor]:
+        """Return copies of the buffers that the call may change."""
+        if (changing := self._changing.get(key)) is None:
+            there = dict(module.named_buffers())
+        else:
+            # The tables of scripted modules have no `get`.
+            there = {name: table[key] for name, (table, key) in changing.items() if key in table}
+        return {name: b.detach().clone() for name, b in there.items() if b is not None}
 
 
 class _Hook:

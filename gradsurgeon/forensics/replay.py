@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradsurgeon.distributed.fully_shard import Cast, casts
-from gradsurgeon.forensics import debugging
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
@@ -135,7 +134,6 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         shown_to.append(came_out)
         stack.callback(shown_to.remove, came_out)
         stack.callback(provenance.memory.restore)
-        stack.callback(debugging.leave)
         with provenance:
             output = module(*args, **kwargs)
         outputs = dict(tensors_in(output))

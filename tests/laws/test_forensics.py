@@ -278,7 +278,6 @@ def test_a_loss_that_is_finite_and_goes_wrong_in_backward() -> None:
     assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
     assert diagnosis.loss == 0.0
     assert diagnosis.loss_nodes == ("SubBackward0", "SqrtBackward0", "SumBackward0")
-    assert "operations that can make it of finite numbers: SqrtBackward0\n" in str(diagnosis)
     assert "look at the backward pass" in str(diagnosis)
 
 
