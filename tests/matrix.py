@@ -20,7 +20,6 @@ QUICK = (
     "package",
     "gan",
     "LBFGS",
-    "no optimizer",
     "scaler",
     "exception",
     "SIGTERM",
@@ -32,7 +31,6 @@ IN_FORKS = (
     "gan",
     "actor and critic",
     "LBFGS",
-    "no optimizer",
     "adjoint method",
     "distillation",
     "own optimizer, thread",
@@ -93,8 +91,6 @@ CASES = {
         (Trained("Actor", "body.weight", 5), Trained("Critic", "body.weight", 5)),
     ),
     "LBFGS": Case(("lbfgs.py",), (Trained("Sequential", "0.weight", 5),)),
-    # The first of six updates tells that there are any.
-    "no optimizer": Case(("by_hand.py",), (Trained("Student", "layers.0.weight", 5),)),
     "adjoint method": Case(("adjoint.py",), (Trained("Model", "encoder.weight", 4),)),
     "distillation": Case(("distill.py",), (Trained("Encoder", "embed.weight", 6),)),
     "own optimizer, thread": Case(("lion.py",), (Trained("Sequential", "0.weight", 5),)),
@@ -139,11 +135,10 @@ CASES = {
     "exception": ending("exception", 1),
     # Hooks make torch's own frames other lines.
     "exception in forward": ending("forward", 1, noisy=True),
-    "SIGTERM": ending("terminated", -15),
-    "SIGTERM while it waits in C": ending("blocked", -15),
+    "SIGTERM": ending("terminated", -15, killed=True),
     "SIGKILL": ending("killed", -9, killed=True),
     "KeyboardInterrupt": ending("interrupted", -2, forked=False),
-    "os._exit": ending("at once", 7),
+    "os._exit": ending("at once", 7, killed=True),
     "DDP": Case(
         ("ddp.py", "3"),
         (Trained("Net", "body.0.weight", 3, ranks=2),),

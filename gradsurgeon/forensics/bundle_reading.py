@@ -117,12 +117,13 @@ class _Reader:
         if len(document["calls"]) > MOST_CALLS:
             raise ValueError(f"a step has at most {MOST_CALLS} calls")
         scale = document["scale"]
+        parts: dict[str, Any] = {name: int(document[name]) for name in STEP_NUMBERS}
+        parts |= {name: tuple(map(str, document[name])) for name in STEP_NAMES}
         failed = FailedStep(
             calls=[self._call(entry, weights or {}) for entry in document["calls"]],
             scale=None if scale is None else torch.tensor(float(scale)),
             losses={int(number): self._loss(*loss) for number, loss in document["losses"].items()},
-            **{name: int(document[name]) for name in STEP_NUMBERS},
-            **{name: tuple(map(str, document[name])) for name in STEP_NAMES},
+            **parts,
         )
         return failed, tuple(dict.fromkeys(self._doubts))
 
@@ -151,7 +152,7 @@ class _Reader:
                 for device, state in entry["random"].items()
                 if torch.device(device).type in ("cpu", self._device.type)
             },
-            host=_host(*entry["host"]),
+            host=HostRandom(*entry["host"]),
             autocast={
                 self._device.type if kind == self._made_on else kind: (bool(enabled), dtype)
                 for kind, (enabled, dtype) in entry["autocast"].items()
@@ -222,16 +223,3 @@ def _code_of(kind: type) -> str:
         return classes[0].__qualname__ + "".join(map(inspect.getsource, own))
     except (OSError, TypeError):
         return ""
-
-
-def _host(python: Any, numpy: Any) -> HostRandom:
-    state: dict[str, Any] | None = None
-    if numpy is not None:
-        key, position, has_gauss, gauss = numpy
-        state = {"bit_generator": "MT19937", "has_gauss": int(has_gauss), "gauss": float(gauss)}
-        words = torch.tensor(key, dtype=torch.uint32).numpy()
-        state["state"] = {"key": words, "pos": int(position)}
-    if python is not None:
-        version, numbers, gauss = python
-        python = version, tuple(map(int, numbers)), gauss
-    return HostRandom(python, state)

@@ -133,16 +133,11 @@ def _call(call: KeptCall, plain: _Plain) -> dict[str, Any]:
 
 
 def _host(state: HostRandom) -> tuple[Any, Any]:
-    """Return the random state of Python and numpy in lists; other generators of numpy than its default are left out."""
-    python, numpy = state.python, state.numpy
-    if python is not None:
-        version, words, gauss = python
-        python = version, list(words), gauss
-    if numpy is None or numpy["bit_generator"] != "MT19937":
-        return python, None
-    inner = numpy["state"]
-    waiting = int(numpy["has_gauss"]), float(numpy["gauss"])
-    return python, (inner["key"].tolist(), int(inner["pos"]), *waiting)
+    """Return the random state of Python and numpy without arrays; other generators than numpy's default are left out."""
+    if state.numpy is None or state.numpy["bit_generator"] != "MT19937":
+        return state.python, None
+    inner = state.numpy["state"]
+    return state.python, {**state.numpy, "state": {**inner, "key": inner["key"].tolist()}}
 
 
 def _weights(modules: Mapping[str, nn.Module], plain: _Plain) -> dict[str, dict[str, Any]] | None:

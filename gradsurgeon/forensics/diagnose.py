@@ -26,8 +26,8 @@ _TOO_LARGE = (
     f"{{}} of the calls of this step were not kept: the tensors exceed {MAX_BYTES // 2**20} MiB"
 )
 _DIFFERENT = (
-    "the replay returned other outputs than the call: state in Python has changed, an input was written to, or the "
-    "model uses random numbers from elsewhere"
+    "the replay returned other outputs than the call: state in Python has changed, an input was written to, the model "
+    "uses random numbers from elsewhere, or the machine made an error"
 )
 _CLOSE = (
     "the replay differs from the call in the last digits (an operation is not deterministic), or the script has "
@@ -45,10 +45,6 @@ _FINITE = (
     "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
     "of the model or by `torch.autograd.grad` (a gradient penalty), or the model uses random numbers from elsewhere, or "
     "the machine made an error"
-)
-_FINITE_NOW = (
-    "the output was non-finite in the call and is finite in the replay: an error of the machine, a race, or state in "
-    "Python that has changed"
 )
 _ITERATOR = (
     "the model was given an iterator ({}), which a replay would use up for the training: give the model the items of "
@@ -144,14 +140,7 @@ def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
     error = replayed.error
     if error is not None:
         return f"the replay raised {type(error).__name__}: {_shortened(str(error))}"
-    if failed.updated or all(replayed.differs.values()):
-        return None
-    for path, close in replayed.differs.items():
-        if not close and path not in replayed.outputs:
-            sample = replayed.call.outputs[path].sample
-            if sample.is_floating_point() and not bool(sample.isfinite().all()):
-                return _FINITE_NOW
-    return _DIFFERENT
+    return None if failed.updated or all(replayed.differs.values()) else _DIFFERENT
 
 
 def _shortened(text: str) -> str:

@@ -26,13 +26,9 @@ from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_i
 # The prefix of inputs among the names of tensors with gradients.
 INPUT = "input "
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 # Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
 shown_to: list[Callable[[str, Tensor], None]] = []
-
-
-# Whether this thread runs a replay.
-_this_thread = threading.local()
 
 
 @dataclass(slots=True)
@@ -75,11 +71,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     found = Replayed(call)
     if module is None or call.iterators:
         return found
-    if getattr(_this_thread, "replays", False):
-        found.error = RuntimeError("a replay inside a replay")
-        return found
     try:
-        _this_thread.replays = True
         with (
             _one_at_a_time,
             undisturbed(module, call) as found.left,
@@ -89,8 +81,6 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
             _run(module, call, found, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
         found.error = error
-    finally:
-        _this_thread.replays = False
     return found
 
 

@@ -28,9 +28,7 @@ class AttachedModel:
     session: Attachment
     record: str  # the run directory, empty for none
     rank: int  # of this process; the process group may be gone at the end
-    observing: bool  # the rules edit nothing
     start: int  # number of the first update
-    sinks: Sequence[str] = ()  # the trackers that get its records
     begun: bool = False  # training has begun, and the header is written
     replaced: bool = False  # another model with all of its parameters took its place
 
@@ -48,7 +46,9 @@ class AttachedModel:
         }
 
 
-def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
+def write_header(
+    model: AttachedModel, optimizers: Sequence[str], sinks: Sequence[str], *, observing: bool
+) -> None:
     rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
@@ -70,12 +70,12 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
         if text != NO_MATCH  # the row of the rule says so
     ]
     lines += [f"  note: {printable(text)}" for text in (*model.plan.warnings, *of_rules)]
-    if model.observing:
+    if observing:
         lines.append("  observing only: nothing is edited")
     if model.record:
         lines.append(f"  records: {printable(model.record)}")
-    if model.sinks:
-        lines.append(f"  sinks: {printable(', '.join(model.sinks))}")
+    if sinks:
+        lines.append(f"  sinks: {printable(', '.join(sinks))}")
     write(lines, model.rank)
 
 
