@@ -188,22 +188,15 @@ class _Reader:
 
 
 def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    have = {
-        name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+    own = {name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
     given = {name: list(tensor.shape) for name, tensor in weights.items()}
-    problems = [
-        *(f"{printable(name)} is not in the model" for name in given.keys() - have.keys()),
-        *(f"{printable(name)} is not in the bundle" for name in have.keys() - given.keys()),
-        *(
-            f"{printable(name)} has the shape {have[name]}, and {given[name]} in the bundle"
-            for name in given.keys() & have.keys()
-            if have[name] != given[name]
-        ),
-    ]
-    if weights and problems:
-        shown = "\n  ".join(sorted(problems)[:8])
-        raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+    other = sorted(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
+    if weights and other:
+        shown = "".join(
+            f"\n  {printable(name)} has the shape {own.get(name, 'none')}, and {given.get(name, 'none')} in the bundle"
+            for name in other[:8]
+        )
+        raise GradSurgeonError(f"this is not the model of the bundle:{shown}")
 
 
 def code_of(module: nn.Module) -> str:

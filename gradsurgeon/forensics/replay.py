@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
-from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
+from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
@@ -213,16 +213,15 @@ def _go_back(
         origin = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
         if origin is not None:
             found.grads[path] = origin
-    # Reentrant checkpoints refuse `inputs=`, so their pass reaches all leaves.
-    reaches_any = _has_reentrant_checkpoint(driven, outputs)
-    with grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
-        # No watch over backward passes sees this pass, and only the copies get gradients.
+    with provenance:
+        # No watch over backward passes sees this pass, and only the copies get gradients. A reentrant checkpoint
+        # refuses that, and names the remedy.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
             tuple(driven.values()),
             False,
             False,
-            () if reaches_any else tuple(leaves.values()),
+            tuple(leaves.values()),
             allow_unreachable=True,
             accumulate_grad=True,
         )
@@ -237,13 +236,6 @@ def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> 
     for path in grads:
         inner |= _nodes_below(outputs[path])
     return {path: grad for path, grad in grads.items() if outputs[path].grad_fn not in inner}
-
-
-def _has_reentrant_checkpoint(paths: Iterable[Path], outputs: Mapping[Path, Tensor]) -> bool:
-    nodes = {outputs[path].grad_fn for path in paths}
-    for path in paths:
-        nodes |= _nodes_below(outputs[path])
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
 def _nodes_below(tensor: Tensor) -> set[Any]:

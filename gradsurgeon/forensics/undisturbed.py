@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import sys
 from collections import deque
@@ -164,26 +163,3 @@ def exchanged(
     finally:
         for table, key, value in kept:
             table[key] = value
-
-
-@contextmanager
-def grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the gradients of all other leaves of the process: a pass may reach any of them."""
-    apart = set(map(id, ours))
-    leaves = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), Tensor) and one.is_leaf and one.requires_grad
-    ]
-    kept = [
-        (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone())
-        for leaf in leaves
-        if id(leaf) not in apart
-    ]
-    try:
-        yield
-    finally:
-        for leaf, grad, before in kept:
-            leaf.grad = grad
-            if grad is not None and before is not None:
-                grad.detach().copy_(before)

@@ -1,7 +1,6 @@
 """One model of a launched script, and its header and summary on stderr."""
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +110,8 @@ def write_failures(model: AttachedModel) -> None:
 
 def _events(events: Sequence[Event]) -> list[str]:
     shown = [event for event in events if event.kind != "notice"]
-    lines = []
-    if len(shown) > _MOST_EVENTS:
-        counts = Counter(event.kind for event in shown[:-_MOST_EVENTS])
-        before = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-        lines.append(f"  earlier: {before}")
+    before = len(shown) - _MOST_EVENTS
+    lines = [f"  {before} events before these"] if before > 0 else []
     for event in shown[-_MOST_EVENTS:]:
         text = printable(event.message.partition("\n")[0])
         rule = f", rule {printable(event.rule)}" if event.rule else ""

@@ -182,11 +182,6 @@ BODY: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...], str]] = {
         ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
         "",
     ),
-    "reentrant checkpoint": (
-        lambda x: checkpoint(torch.log, x, use_reentrant=True),
-        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
-        "",
-    ),
     "in place": (
         lambda x: (x * 1).sqrt_(),
         ("reproduced", "NaN", "forward", "body", "aten.sqrt_", "mathematics"),
