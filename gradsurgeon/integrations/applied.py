@@ -44,7 +44,7 @@ class Applied:
         self._on_event = self._options.pop("on_event", None)
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
-        self._logged: dict[tuple[str, str, str], int] = {}
+        self._logged: dict[int, int] = {}
         self._parts: dict[tuple[str, str, str], Parts] = {}
 
     def begin(self, model: nn.Module, start_step: int) -> Session:
@@ -121,7 +121,7 @@ class Applied:
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 
     def _new_rows(self) -> Iterator[Measured]:
-        """Yield the last row of each rule and statistic with a new step; several optimizers have a series each."""
+        """Yield the last row of each rule and statistic; several optimizers have a series each."""
         if self.session is None:
             return
         found: dict[tuple[str, str, str], list[Measured]] = {}
@@ -130,14 +130,18 @@ class Applied:
             if (row := _last(series, over)) is not None:
                 found.setdefault(series.key[:3], []).append(row)
         for group, rows in found.items():
-            parts = self._parts.setdefault(group, Parts())
-            for row in sorted(rows, key=attrgetter("step")):
-                parts.meet(row.key.names)
-            current = [row for row in rows if parts.are_current(row.key.names)]
-            newest = max(row.step for row in current)
-            if newest > self._logged.get(group, -1):
-                self._logged[group] = newest
-                yield from parts.named(current)
+            yield from self._new_of(self._parts.setdefault(group, Parts()), rows)
+
+    def _new_of(self, parts: Parts, rows: Sequence[Measured]) -> Iterator[Measured]:
+        """Yield the rows of one rule that were not logged yet: as one series, or by their own names."""
+        new = [row for row in rows if row.step > self._logged.get(id(row.key), -1)]
+        for row in sorted(new, key=attrgetter("step")):
+            self._logged[id(row.key)] = row.step
+            parts.meet(row.key.names)
+        current = [row for row in rows if parts.are_current(row.key.names)]
+        if new:
+            is_whole = len({row.step for row in current}) == 1
+            yield from parts.named(current if is_whole else [row for row in current if row in new])
 
 
 def _last(series: Series, over: int) -> Measured | None:
