@@ -24,6 +24,7 @@ from gradsurgeon.forensics.kept_step import (
     HostRandom,
     KeptCall,
     KeptLoss,
+    torch_random,
 )
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -157,7 +158,7 @@ class KeptCalls:
             args,
             kwargs,
             {path: _torch.writes(tensor) for path, tensor in tensors},
-            self._random(),
+            torch_random(map(str, self._devices)),
             self._buffers(module, key),
             _autocast(self._devices),
             compiled=compiled,
@@ -255,20 +256,18 @@ class KeptCalls:
         losses = sum(loss.bytes for loss in self.losses.values())
         return sum(call.bytes for call in self.calls) + losses
 
-    def _random(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        for device in self._devices:
-            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
-        return states
-
     def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> dict[str, Tensor]:
         """Return copies of the buffers that the call may change."""
         if (changing := self._changing.get(key)) is None:
             there = dict(module.named_buffers())
         else:
             # The tables of scripted modules have no `get`.
-            there = {name: table[key] for name, (table, key) in changing.items() if key in table}
-        return {name: b.detach().clone() for name, b in there.items() if b is not None}
+            there = {
+                name: table[key]
+                for name, (table, key) in changing.items()
+                if key in table and table[key] is not None
+            }
+        return {name: buffer.detach().clone() for name, buffer in there.items()}
 
 
 class _Hook:

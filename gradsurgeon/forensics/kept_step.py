@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,14 @@ class Fingerprint:
     def is_overwritten(self) -> bool:
         """Whether the script has written into the sample since."""
         return _torch.writes(self.sample) != self.version
+
+
+def torch_random(devices: Iterable[str]) -> dict[str, Tensor]:
+    """Return the random state of torch by device, ``cpu`` included."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in {*devices} - {"cpu"}:
+        states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.forensics.kept_step import HostRandom, KeptCall
+from gradsurgeon.forensics.kept_step import HostRandom, KeptCall, torch_random
 
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -29,11 +29,7 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
     Yields:
         A list that names the objects that could not be restored, once the context has ended.
     """
-    devices = [torch.device(name) for name in call.random if name != "cpu"]
-    before = {"cpu": torch.get_rng_state()}
-    for device in devices:
-        before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    host = HostRandom.now()
+    before, host = torch_random(call.random), HostRandom.now()
     left: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
