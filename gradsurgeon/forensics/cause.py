@@ -155,17 +155,13 @@ def _repeat(call: Call, number: int) -> Cause:
     if wide is None:
         return cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
-        text = f"in float64 the result is {_sign(wide)} as well"
+        text = f"in float64 the result is {facts(wide).kind} as well"
         # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
         pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
             return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
         return cause("mathematics", text)
     return _of_format(call, number, first.dtype, _largest(wide))
-
-
-def _sign(tensor: Tensor) -> str:
-    return facts(tensor).kind
 
 
 def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,6 @@ MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
 
 
-class Pausable(Protocol):
-    """A session; no call is kept while it is paused."""
-
-    @property
-    def paused(self) -> bool: ...
-
-
 class _Open(threading.local):
     """The calls that run in a thread, outermost first. Only the outermost one is kept."""
 
@@ -58,8 +51,9 @@ class KeptCalls:
     If the root of the model has no forward pass of its own, the calls of the modules in it are kept.
     """
 
-    def __init__(self, session: Pausable) -> None:
-        self._session = session
+    def __init__(self, is_paused: Callable[[], bool]) -> None:
+        # While the session is paused, no call is kept.
+        self._is_paused = is_paused
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.calls: list[KeptCall] = []
         # Number of calls of this step that were dropped because of their size.
@@ -142,7 +136,7 @@ class KeptCalls:
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return
-        if self._session.paused:
+        if self._is_paused():
             self.problem = "the session was paused"
             return
         key = name, module.training
@@ -221,7 +215,7 @@ class KeptCalls:
             # The script has cleared the gradients of earlier passes.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()
-        if self.calls and not self._session.paused:
+        if self.calls and not self._is_paused():
             last = max(call.last_node for call in self.calls)
             loss = KeptLoss.of(graph, last)
             # A diagnosis needs the calls more than the loss.

@@ -251,7 +251,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             for source in self._known(call, tensor, kind)
         ]
         masks = [source for source, kind in found if may_mask(source, kind)]
-        faults = [s for s, kind in found if not may_mask(s, kind) and _can_be_blamed(s)]
+        # An infinite input may be a mask or a mistake: its use decides.
+        faults = [
+            s
+            for s, kind in found
+            if not may_mask(s, kind)
+            and (not is_intended(s) or (isinstance(s, Origin) and s.what == "input"))
+        ]
         hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
         if not faults:
             first = None if hides else min(masks, key=lambda source: source.when, default=None)
@@ -373,11 +379,6 @@ def _as_given(
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _can_be_blamed(source: Source) -> bool:
-    # An infinite input may be a mask or a mistake: its use decides.
-    return not is_intended(source) or (isinstance(source, Origin) and source.what == "input")
 
 
 def _named(birth: Birth) -> str:

@@ -97,7 +97,10 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
-    args, kwargs = _copied((call.args, call.kwargs))
+    # Copies without their graph, so the forward pass may write to them.
+    args, kwargs = Copied(
+        (call.args, call.kwargs), lambda t: t.detach().clone().requires_grad_(t.requires_grad)
+    ).value
     inputs = {spelled_input(call, path): tensor for path, tensor in tensors_in([args, kwargs])}
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
@@ -296,13 +299,6 @@ def _cast(root: nn.Module, around: Mapping[str, Cast]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _copied(value: Any) -> Any:
-    """Return copies of arguments without their graph, so a forward pass may write to them."""
-    return Copied(
-        value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    ).value
 
 
 def _spelled(path: Sequence[int | str]) -> str:
