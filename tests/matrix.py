@@ -20,6 +20,7 @@ QUICK = (
     "package",
     "gan",
     "LBFGS",
+    "distillation",
     "scaler",
     "exception",
     "SIGTERM",
