@@ -1,7 +1,7 @@
 "use strict";
 // Curves over the steps, drawn with uPlot. A logarithmic chart draws log10 of its values on a linear axis.
 
-const Y_AXIS = 56;
+const Y_AXIS = 64;
 // Kinds of events that a chart shows, by their colours.
 const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "skipped-step": "skipped", "scaler-skip": "skipped" };
 
@@ -160,7 +160,7 @@ class Chart {
       const name = paint || MARKS[kind], x = valToPos(step, "x", true);
       const wide = name === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
       ctx.fillStyle = name ? colour(name) : "transparent";
-      ctx.fillRect(x - wide / 2, bbox.top, wide, bbox.height);
+      ctx.fillRect(Math.round(x - wide / 2), bbox.top, wide, bbox.height);
     }
   }
 
