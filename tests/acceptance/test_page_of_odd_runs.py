@@ -145,7 +145,7 @@ def test_steps_are_whole_numbers_and_the_last_one_is_seen_whole(page: Any, tmp_p
     ticks, right, last = page.evaluate(
         "[plots[0].axes[0]._values.filter(Boolean), plots[0].over.clientWidth, plots[0].valToPos(4, 'x')]"
     )
-    assert ticks == ["0", "1", "2", "3", "4"]
+    assert ticks == ["step 0", "1", "2", "3", "4"]
     assert right - last > 8
 
 
@@ -184,7 +184,7 @@ def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Pa
         rows = page.locator(".map").bounding_box()["width"]
         assert page.locator(".rows").bounding_box()["width"] <= 0.41 * rows
         texts = set(page.locator(".rows button").all_inner_texts())
-        assert texts >= {"=a: gradient", "a: gradient", "a.b", "=a.c", "\\x1b[31m"}
+        assert texts >= {"▾ =a (2)", "▾ a (2)", "(gradient)", "b", "c", "\\x1b[31m"}
         assert "notice steps 2 to 7, 2 times, ranks 0 and 1" in page.locator("main").text_content()
 
 

@@ -53,7 +53,7 @@ def test_names_like_those_of_the_tree_stay_apart(page: Any, tmp_path: Path) -> N
     write(tmp_path / "run", {name: [1.0, 2.0] for name in names}).close()
     open_page(page, tmp_path, tmp_path / "run")
     page.get_by_role("searchbox").fill("a")
-    assert page.locator(".rows button").all_inner_texts() == ["=a", "a", "a.b", "=a.c"]
+    assert page.locator(".rows button").all_inner_texts() == ["a", "a.b", "=a", "=a.c"]
     page.get_by_role("searchbox").fill("nowhere")
     assert "no name has nowhere" in page.locator("main").inner_text()
 
@@ -107,7 +107,7 @@ def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
     assert names[2:4] == [["a"], ["layer.b", "layer"]]
     # A module with an output of its own has two rows that are called apart.
     rows = page.locator(".rows").nth(1).locator("button").all_inner_texts()
-    assert rows == ["layer: output", "layer.b"]
+    assert rows == ["▾ layer (2)", "(output)", "b"]
     low = page.evaluate("Object.values(current.maps).map((map) => normOf(Math.round(map.span[0])))")
     assert low[1] / low[0] > 20
 

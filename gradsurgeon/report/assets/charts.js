@@ -76,12 +76,12 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width and digits. */
 class Chart {
-  constructor(part, axis, { title, hint = "", lines, log = true, height = 170, marks = [] }) {
+  constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
     Object.assign(this, { axis, lines, log, height, marks });
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
-    this.entries = lines.map((line, index) => this.entry(line, index));
-    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, log ? "log scale " : "", this.step), element("ul", {}, ...this.entries));
+    this.entries = lines.map((line, index) => this.entry(line, index, title));
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, [unit, log ? "log scale" : ""].filter(Boolean).join(", ")), this.step), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.
@@ -97,9 +97,9 @@ class Chart {
     return this.lines[index].colour || `curve-${index % 10}`;
   }
 
-  entry(line, index) {
+  entry(line, index, title) {
     const swatch = this.lines.length > 1 ? element("span", { class: "swatch", style: `background: var(--${this.name(index)})` }) : null;
-    const made = element("li", {}, swatch, nameOf(line.label, 80), element("span", { class: "value" }));
+    const made = element("li", {}, swatch, swatch || line.label !== title ? nameOf(line.label, 80) : null, element("span", { class: "value" }));
     made.addEventListener("mouseenter", () => this.plot.setSeries(index + 1, { focus: true }));
     made.addEventListener("mouseleave", () => this.plot.setSeries(null, { focus: true }));
     return made;
@@ -131,7 +131,7 @@ class Chart {
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
         // Steps are whole numbers.
-        { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at) => (at < 0 || at > edge() ? "" : at.toLocaleString("en"))) },
+        { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => (at < 0 || at > edge() ? "" : (ticks[index - 1] >= 0 ? "" : "step ") + at.toLocaleString("en"))) },
         { ...axis, size: () => this.left(), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
       ],
       series: [{}, ...columns.map((column, index) => ({

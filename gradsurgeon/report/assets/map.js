@@ -47,7 +47,7 @@ function treeOf(names, kind) {
     let node = root;
     const parts = name.split(".");
     parts.forEach((part, depth) => {
-      // A name may be that of a tensor and of a module, which stay two rows.
+      // A name may be that of a tensor and of a module, which are two nodes.
       const key = depth === parts.length - 1 ? row : part;
       if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1, open: false });
       node = node.children.get(key);
@@ -55,7 +55,11 @@ function treeOf(names, kind) {
     node.row = row;
   });
   const folded = (node) => {
-    for (const child of node.children.values()) if (child.row >= 0 && node.children.has(child.label)) child.label += `: ${kind}`;
+    // What a module has itself stands in it, as one more row.
+    for (const [key, child] of node.children) {
+      const module = child.row >= 0 && node.children.get(child.label);
+      if (module) { node.children.delete(key); module.children = new Map([[-1, { ...child, label: `(${kind})` }], ...module.children]); }
+    }
     node.list = [...node.children.values()].map(folded);
     node.count = node.row >= 0 ? 1 : node.list.reduce((sum, child) => sum + child.count, 0);
     return node === root || node.list.length !== 1 ? node : { ...node.list[0], label: `${node.label}.${node.list[0].label}` };
@@ -190,14 +194,12 @@ class HeatMap {
     const context = this.canvas.getContext("2d"), image = new ImageData(across, high), pixels = new Uint32Array(image.data.buffer), codes = new Uint16Array(across);
     const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.share(step) * across)));
     const lefts = this.starts.map(pixelAt), rights = this.ends.map((step, at) => Math.max(pixelAt(step), Math.min(across, lefts[at] + 1)));
-    // Lines between many rows would make a blind.
-    const bottom = high - (this.rows.length > 30 ? 0 : 1);
     this.rows.forEach(({ node }, row) => {
       codes.fill(absent);
       // A pixel of several columns shows the largest of them.
       this.cellsOf(node).forEach((code, at) => { for (let x = lefts[at]; x < rights[at]; x++) if (code > codes[x]) codes[x] = code; });
       codes.forEach((code, x) => { pixels[x] = paint(code); });
-      for (let y = 1; y < bottom; y++) pixels.copyWithin(y * across, 0, across);
+      for (let y = 1; y < high; y++) pixels.copyWithin(y * across, 0, across);
       context.putImageData(image, 0, row * high);
     });
   }
