@@ -127,12 +127,12 @@ class Chart {
       return min === null ? [0, 1] : [min - room, max + room];
     };
     return {
-      width: this.width(), height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
+      width: this.box.clientWidth, height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
         // Steps are whole numbers.
         { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => (at < 0 || at > edge() ? "" : (ticks[index - 1] >= 0 ? "" : "step ") + at.toLocaleString("en"))) },
-        { ...axis, size: () => this.left(), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
+        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
       ],
       series: [{}, ...columns.map((column, index) => ({
         stroke: () => colour(this.name(index)), width: this.lines[index].width || 1.6,
@@ -178,15 +178,6 @@ class Chart {
     }
   }
 
-  /** Returns the room left of the plot, which begins where the cells of a map begin. */
-  left() {
-    return Math.max(Y_AXIS, gutter - Math.round(this.box.getBoundingClientRect().left - this.track.getBoundingClientRect().left));
-  }
-
-  width() {
-    return Math.max(240, this.box.clientWidth);
-  }
-
   selected(plot) {
     const { left, width } = plot.select;
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
@@ -207,7 +198,7 @@ class Chart {
   /** Draws anew: in another width, over other steps, or in other colours. */
   update() {
     const { min, max } = this.axis;
-    this.plot.setSize({ width: this.width(), height: this.height });
+    this.plot.setSize({ width: this.box.clientWidth, height: this.height });
     this.plot.setScale("x", { min, max });
     this.plot.redraw(false, true);
   }

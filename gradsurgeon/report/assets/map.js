@@ -3,7 +3,7 @@
 
 const ROW = 18;
 const MOST_ROWS = 600;
-const OPEN_AT_FIRST = 72;
+const ALL_OPEN = 48;
 // The colours begin so many orders of magnitude below the median, and norms this far above them are spikes.
 const BELOW = 4, FAR = 0.5;
 const DIGITS = 2;
@@ -42,14 +42,14 @@ function ramp(share) {
 
 /** Returns the modules that names spell, as a tree; a module with one tensor is one row with it. */
 function treeOf(names, kind) {
-  const root = { name: "", children: new Map(), row: -1, open: true };
+  const root = { name: "", children: new Map(), row: -1 };
   names.forEach((name, row) => {
     let node = root;
     const parts = name.split(".");
     parts.forEach((part, depth) => {
       // A name may be that of a tensor and of a module, which are two nodes.
       const key = depth === parts.length - 1 ? row : part;
-      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1, open: false });
+      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1 });
       node = node.children.get(key);
     });
     node.row = row;
@@ -71,17 +71,6 @@ function nodesOf(node) {
   return [node, ...node.list.flatMap(nodesOf)];
 }
 
-/** Opens modules, outer ones first and whole levels only, as long as the rows fit on a screen. */
-function openSome(root) {
-  for (let level = root.list, rows = level.length; level.length;) {
-    const modules = level.filter((node) => node.row < 0), next = modules.flatMap((node) => node.list);
-    if (rows + next.length > OPEN_AT_FIRST && rows > 1) return;
-    for (const node of modules) node.open = true;
-    rows += next.length;
-    level = next;
-  }
-}
-
 /** Returns half of the usual distance of two columns: each column stands around its step. */
 function halfOf({ firsts, lasts }) {
   const gaps = firsts.slice(1).map((step, at) => step - firsts[at]).sort((a, b) => a - b);
@@ -92,7 +81,8 @@ class HeatMap {
   constructor(axis, map, cells, kind, onChoose) {
     Object.assign(this, { axis, map, cells, onChoose, columns: map.firsts.length, at: null });
     this.tree = treeOf(map.names, kind);
-    openSome(this.tree);
+    // Of a large model only the modules that hold much of it are open: the rest is a row for each layer.
+    for (const node of nodesOf(this.tree)) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
     this.span = spanOf(cells);
     this.most = cells.reduce((most, code) => (code !== nonfinite && code > most ? code : most), 0);
     const half = halfOf(map);
