@@ -254,3 +254,18 @@ def test_a_diagnosis_is_laid_out(page: Any, tmp_path: Path) -> None:
     assert not page.get_by_text("> NaN").is_visible()
     page.get_by_text("the whole message").click()
     assert page.get_by_text("> NaN").is_visible()
+
+
+def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    plots(page, ".curves")
+    left, top = page.evaluate(
+        "[plots[0].valToPos(150, 'x'), plots[0].valToPos(Math.log10(0.3), 'y')]"
+    )
+    page.locator(".curves .u-over").hover(position={"x": left, "y": top + 1})
+    chosen = page.locator(".curves li.on")
+    assert chosen.count() == 1
+    assert (
+        chosen.inner_text().split() == ["block.2.weight", "0.3"]
+        or "block.2.bias" in chosen.inner_text()
+    )

@@ -22,11 +22,11 @@ class Steps {
     panel.zoomed(this, min !== this.whole[0]);
   }
 
-  /** Puts the crosshair of every view at a step; `null` takes it away. */
-  point(step) {
+  /** Puts the crosshair of every view but the one below the mouse at a step; `null` takes it away. */
+  point(step, source = null) {
     if (this.pointing) return;
     this.pointing = true;
-    for (const view of this.views) view.cross(step);
+    for (const view of this.views) if (view !== source) view.cross(step);
     this.pointing = false;
   }
 }
@@ -188,11 +188,11 @@ class Chart {
     const at = plot.cursor.idx, step = plot.cursor.left < 0 || at === null || at === undefined ? null : plot.data[0][at];
     this.step.textContent = step === null ? "" : `step ${step.toLocaleString("en")}`;
     this.entries.forEach((entry, index) => { entry.lastChild.textContent = step === null ? "" : shown(this.known[index][at], this.lines[index].digits); });
-    this.axis.point(step);
+    this.axis.point(step, this);
   }
 
   cross(step) {
-    this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 10 });
+    this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: -1000 });
   }
 
   /** Draws anew: in another width, over other steps, or in other colours. */

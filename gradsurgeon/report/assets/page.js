@@ -6,7 +6,7 @@ const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300;
 const UNITS = { "norm of the gradient": "l2 norm" };
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, hatching a skipped step, ▼ at the top a value that is not finite.";
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
 let current = { index: 0, axes: [], maps: {} };
@@ -61,8 +61,8 @@ function band(run) {
 function magnitudes(rows) {
   const logs = rows.map(([, text]) => Math.log10(Number(text.replace(/,/g, "").replace(/Inf$/, "Infinity")))), finite = logs.filter(Number.isFinite);
   const low = Math.min(...finite, 0), high = Math.max(...finite, low + 1);
-  const x = (at) => 6 + (at * 488) / Math.max(1, rows.length - 1), y = (log) => 64 - (56 * (Math.min(high, Number.isFinite(log) ? log : high) - low)) / (high - low);
-  const dots = logs.map((log, at) => svg("circle", { cx: x(at), cy: y(log), r: 3.5, ...(Number.isFinite(log) ? {} : { class: "bad" }) }, svg("title", {}, rows[at].join(": "))));
+  const x = (at) => 6 + (at * 488) / Math.max(1, rows.length - 1), y = (log) => 64 - (56 * ((log === -Infinity ? low : Number.isFinite(log) ? log : high) - low)) / (high - low);
+  const dots = logs.map((log, at) => svg("circle", { cx: x(at), cy: y(log), r: 3.5, class: Number.isNaN(log) || log === Infinity ? "bad" : "" }, svg("title", {}, rows[at].join(": "))));
   const [first, last] = [rows[0], rows.at(-1)].map(([operation, text]) => `${text} in ${operation}`);
   return element("figure", { class: "magnitudes" }, element("figcaption", {}, "largest magnitude of each operation, log scale"),
     svg("svg", { viewBox: "0 0 500 70", role: "img", "aria-label": `from ${first} to ${last}` }, svg("path", { d: "M" + logs.map((log, at) => `${x(at)} ${y(log)}`).join("L") }), ...dots),
