@@ -111,7 +111,8 @@ def file_on_disk(entry: str, base: Path) -> Included:
             "put the file beside the including file",
         )
     if not path.exists():
-        raise is_missing(entry)
+        message = f"there is no file `{entry[:80]}` in the folder of the including file"
+        raise IncludeError(message, _like_a_pack(entry) or "correct the path")
     if not regular:
         raise IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
     return Included(str(named), path, named.parent)
@@ -132,8 +133,3 @@ def check_portable(entry: str) -> None:
             "only, in the same way everywhere",
             "write the path relative to the including file, with `/`",
         )
-
-
-def is_missing(entry: str) -> IncludeError:
-    message = f"there is no file `{entry[:80]}` in the folder of the including file"
-    return IncludeError(message, _like_a_pack(entry) or "correct the path")

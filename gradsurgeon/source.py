@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 import yaml
 
 from gradsurgeon._slips import indicator_hint, mark_at, syntax_error
-from gradsurgeon.errors import Place, Problem, RuleFileError, Severity
+from gradsurgeon.errors import Place, Problem, RuleFileError
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -34,11 +34,6 @@ _CORE = re.compile(
     r"|(?P<int>[-+]?[0-9]+)|(?P<oct>0o[0-7]+)|(?P<hex>0x[0-9a-fA-F]+)"
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
-)
-_YAML_1_1 = re.compile(
-    r"y|Y|n|N|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|=|0o[0-7]+|0b[01_]+|[-+]?0[0-9_]+"
-    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?"
-    r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ][-+0-9:.Zz ]*)?"
 )
 
 
@@ -171,15 +166,13 @@ class _Reader:
     def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
         raise _HaltError(Problem(self.source.place(mark or mark_at(0, 0)), check, message, hint))
 
-    def note(
-        self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
-    ) -> None:
+    def note(self, check: str, message: str, hint: str, node: _Node) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
             self.halt(
                 "too-large", f"over {_MAX_PROBLEMS} problems: the rest is not read", "", node.start
             )
         place = self.source.place(node.start, node.end)
-        self.problems.append(Problem(place, check, message, hint, severity))
+        self.problems.append(Problem(place, check, message, hint))
 
     def check_text(self) -> None:
         """Refuse text that must not reach the scanner."""
@@ -262,12 +255,6 @@ class _Reader:
                 node.data = 0
                 hint = f"whole numbers have at most {_MAX_INT} digits; floats are written 1e300"
                 self.note("too-large", f"a number of {len(text)} digits", hint, node)
-            if len(text) <= _MAX_INT and _YAML_1_1.fullmatch(text):
-                kind, hint = f"the number {node.data}", f"write {node.data}"
-                if isinstance(node.data, str):
-                    kind, hint = "text", f'quote it: "{text}"'
-                message = f"`{text}` is {kind} here, but something else to YAML 1.1 tools"
-                self.note("yaml-1.1-lookalike", message, hint, node, "warning")
         return node
 
     def alias(self, event: Any) -> _Node:
@@ -334,22 +321,3 @@ def _core_value(text: str) -> str | float | bool | None:
     if kind in {"float", "inf", "nan"}:
         return float(text if kind == "float" else text.replace(".", ""))
     return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
-
-
-def like_bool(value: str) -> str:
-    """Return a remedy for a text instead of true or false."""
-    word = value.lower()
-    if word in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
-        return f"write {str(word in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
-    return ""
-
-
-def like_number(value: str) -> str:
-    """Return a remedy for a text instead of a number."""
-    word = value.strip() if len(value) <= _MAX_INT else ""
-    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
-        return f"write {word.replace(',', '.')}: decimals follow a dot"
-    number = word.replace("_", "")
-    if type(_core_value(number)) not in {int, float}:
-        return ""
-    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"

@@ -127,6 +127,6 @@ def write_rules(folder: pathlib.Path) -> None:
     """Write rule files: clean, with a warning, with an error, and for another model."""
     (folder / "clean.yaml").write_text(CLEAN)
     (folder / "edits.yaml").write_text(EDITS)
-    (folder / "warned.yaml").write_text(CLEAN.replace("norms", "no"))
+    (folder / "warned.yaml").write_text(CLEAN.replace("norm-log", "scale, factor: 0"))
     (folder / "wrong.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
     (folder / "astray.yaml").write_text(CLEAN.replace('"*"', '"head.*"'))

@@ -18,8 +18,7 @@ from pydantic import Field, ValidationError
 
 from gradsurgeon.actions._effects import Effect
 from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Glob, Patterns, RuleId, Stricter, described
-from gradsurgeon.actions._methods import METHODS
-from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of, suggestion
+from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -285,12 +284,9 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
     key = "action"
     if key not in entry:
         given = [one for one, value in entry.items() if isinstance(one, str) and value is not None]
-        misspelt = [one for one in given if suggestion(one, [key])]
+        misspelt = [one for one in given if did_you_mean(one, [key])]
         if not misspelt:
-            message, hint = (
-                "missing key `action`",
-                _beside(entry) or f"add `action`; {known}",
-            )
+            message, hint = "missing key `action`", f"add `action`; {known}"
             return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
         key = misspelt[0]  # the validation reports the misspelling
     action = entry[key]
@@ -298,8 +294,7 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
         return None, []
     if not isinstance(action, str):
         message = f"`action` must be the name of an action, found {described(action)}"
-        hint = (_beside(action) if isinstance(action, dict) else "") or known
-        return None, [Flaw(key, message, hint, check="wrong-type")]
+        return None, [Flaw(key, message, known, check="wrong-type")]
     module, _, name = action.rpartition(":")
     if name in known_actions and module in ("", known_actions[name].__module__):
         return known_actions[name], []
@@ -312,12 +307,4 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
         hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
     elif action == "clip":  # `clip-norm` is not the most similar name
         hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
-    elif (method := action.lower()) in METHODS:
-        hint = f"this is a method of `combine`: write `action: combine` and `method: {method}`; {known}"
     return None, [Flaw(key, message, hint, check="unknown-action")]
-
-
-def _beside(entry: Mapping[Any, Any]) -> str:
-    """Return the remedy if an action is the key of its options, the other shape of such files."""
-    action = next((key for key in entry if key in known_actions), None)
-    return f"write `action: {action}` and the options beside it" if action else ""

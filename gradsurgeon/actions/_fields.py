@@ -204,27 +204,16 @@ class Stricter:
             that are both given cannot be compared.
         tightened: the meaning of a stricter value, if the word alone does not explain it.
         loosened: the meaning of a less strict value.
-        incomparable: returns why two values cannot be compared; empty if they can.
-        default: the value of an option that is not given, ``None`` for no bound.
-        one_of_several: without this option another one is given, which cannot be compared with it.
     """
 
     rank: Callable[[Any], float] | None = None
     tightened: str = ""
     loosened: str = ""
-    incomparable: Callable[[Any, Any], str] | None = None
-    default: Any = None
-    one_of_several: bool = False
 
     def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
         """Return whether the new of two different values is stricter, and the meaning of the change."""
-        before, after = (self.default if value is None else value for value in (before, after))
         if before is None or after is None:
-            if self.one_of_several:
-                return "changed", ""
             stricter = before is None
-        elif self.incomparable is not None and (reason := self.incomparable(before, after)):
-            return "changed", reason
         elif self.rank is None or self.rank(before) == self.rank(after):
             return "changed", ""
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Self, get_args
@@ -30,7 +30,6 @@ from gradsurgeon.actions._fields import (
     written,
 )
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.source import like_bool, like_number
 
 _TYPE_NAMES = {
     "float_type": "a number",
@@ -46,26 +45,6 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "{:g} or more"),
     "greater_than": ("gt", "more than {:g}"),
     "less_than": ("lt", "less than {:g}"),
-}
-# Words of other tools, and likely guesses, for keys of ours.
-_MEANT = {
-    "name": "id",
-    "rule": "id",
-    "type": "action",
-    "do": "action",
-    "match": "params",
-    "pattern": "params",
-    "patterns": "params",
-    "layers": "modules",
-    "tasks": "losses",
-    "objectives": "losses",
-    "aggregator": "method",
-    "weighting": "method",
-    "start": "from",
-    "begin": "from",
-    "end": "to",
-    "stop": "to",
-    "until": "to",
 }
 
 
@@ -114,12 +93,6 @@ def _nested(info: Any) -> type[Options] | None:
         if isinstance(annotation, type) and issubclass(annotation, Options):
             return annotation
     return None
-
-
-def suggestion(key: str, names: Sequence[str]) -> str:
-    """Return ``did you mean `x`?`` for a key that is none of ours, or an empty text."""
-    meant = _MEANT.get(key)
-    return f"did you mean `{meant}`?" if meant in names else did_you_mean(key, names)
 
 
 class _Reader:
@@ -172,16 +145,11 @@ class _Reader:
         names = [
             name for name in self.fields if name != "at" or getattr(self.model, "takes_at", True)
         ]
-        inner = {name: _nested(field) for name, field in self.fields.items()}
-        holders = [name for name, mapping in inner.items() if mapping and key in keys_of(mapping)]
-        hint = suggestion(key, [name for name in names if name not in self.given])
+        hint = did_you_mean(key, [name for name in names if name not in self.given])
         if hint:
             self.settled[hint.split("`")[1]] = value
         elif owners := [name for name, rule in self.actions.items() if key in keys_of(rule)]:
             hint = f"`{key}` is an option of {' and '.join(owners)}"
-        elif holders:
-            hint = f"`{key}` is a key of `{holders[0]}`: write `{holders[0]}: {{{key}: ...}}`"
-            self.settled.setdefault(holders[0], {key: value})
         hint = hint or f"known: {', '.join(names)}"
         self.flaws.append(
             Flaw((key,), f"unknown key `{key[:60]}`", hint, key=True, check="unknown-key")
@@ -222,29 +190,24 @@ def _bad_value(
     inside = len(path) > 1
     optional = "" if inside or field.is_required() else f", or leave `{key}` out"
     if kind == "finite_number":
-        bounds = any(isinstance(one, Stricter) for one in field.metadata)
-        none = f"; for no bound leave `{key}` out" if optional and bounds else ""
-        hint = f"numbers reach from -1.8e308 to 1.8e308{none}"
+        hint = f"write a number from -1.8e308 to 1.8e308{optional}"
         return Flaw(path, f"`{key}` must be finite, found {what}", hint)
     wanted = _TYPE_NAMES.get(kind)
     if wanted is None:
         return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
-    hint = _hint_for_type(key, field, wanted, value) or f"write {wanted}{optional}"
+    bare = " without quotes" if isinstance(value, str) else ""
+    hint = _hint_for_type(field, wanted, value) or f"write {wanted}{bare}{optional}"
     if field.examples and not inside:
         hint = "such as " + str(field.examples[0]).replace("'", "")
     return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
 
 
-def _hint_for_type(key: str | int, field: Any, wanted: str, value: object) -> str:
+def _hint_for_type(field: Any, wanted: str, value: object) -> str:
     if wanted == "a mapping":
         inner = _nested(field)
         return f"its keys are {', '.join(keys_of(inner))}" if inner else ""
-    if isinstance(value, str):
-        return like_bool(value) if wanted == "true or false" else like_number(value)
     if wanted == "a text" and isinstance(value, bool | int | float):
         return f'quote it: "{written(value)}"'
-    if key == "module_type":
-        return 'one pattern can list several: "{Linear,Conv2d}"'
     return ""
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, Stricter, is_number, is_whole
+from gradsurgeon.actions._fields import Flaw, is_number, is_whole
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
@@ -25,12 +25,6 @@ else:
 _NAMING = ("preference", "memory", "weights")
 # `krum` needs as many more gradients than the wrong ones.
 _MORE_THAN_WRONG = 3
-
-
-def _other_size(before: str, after: str) -> str:
-    """Return how another method changes the length of the result, for a review."""
-    was, now = METHODS[before].size, METHODS[after].size
-    return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
@@ -95,7 +89,6 @@ class Combine(LossRule):
             description="How the gradients become one.",
             json_schema_extra={"enumDescriptions": [known.about for known in METHODS.values()]},
         ),
-        Stricter(incomparable=_other_size),
     ]
     preference: Annotated[
         LossNumbers | None,

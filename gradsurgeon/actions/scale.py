@@ -11,7 +11,6 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import Stricter
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
@@ -50,12 +49,6 @@ class Scale(EditRule):
     factor: Annotated[
         float,
         Field(description="The number that multiplies every element."),
-        Stricter(
-            lambda factor: -abs(factor),
-            "gradients get smaller",
-            "gradients get larger",
-            lambda before, after: "the sign changes" if before * after < 0 else "",
-        ),
     ]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,6 @@ _GiveUpAfter = Annotated[
         ge=1,
         description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given.",
     ),
-    Stricter(operator.neg, "stops sooner", "stops later", default=_PATIENCE),
 ]
 
 
@@ -44,12 +42,10 @@ class Above(Options):
     sigmas: Annotated[
         float | None,
         Field(gt=0, description="A spike is this many standard deviations above the running mean."),
-        Stricter(operator.neg, one_of_several=True),
     ] = None
     times: Annotated[
         float | None,
         Field(gt=1, description="A spike is this many times the running mean."),
-        Stricter(operator.neg, one_of_several=True),
     ] = None
     beta: Annotated[
         float | None,

@@ -42,14 +42,15 @@ def add_params_file(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--params",
         metavar="FILE",
-        help="the names of the model: params.json as `gradsurgeon params` writes it, *.safetensors, or "
-        "*.index.json beside the weights; needs neither torch nor the model",
+        help="the names of the model: params.json as `gradsurgeon params` writes it, or *.safetensors; needs "
+        "neither torch nor the model",
     )
 
 
-def add_model(parser: argparse._ActionsContainer) -> None:
+def add_model(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
     parser.add_argument(
         "--model",
+        required=required,
         metavar="MODULE:NAME",
         help="the model, or a function or class that returns it, such as train.net:build; imports your "
         "code, also from the current folder",

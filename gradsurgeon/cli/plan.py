@@ -22,8 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # The rules come first: building the model takes longer, and needs torch.
         rules = sources.rules_at(arguments.file)
-        for problem in rules.warnings:
-            print(problem.concise(), file=sys.stderr)
         plan = planning.bind(rules, sources.manifest_of(arguments.params, arguments.model))
     except RuleFileError as error:
         print(error, file=sys.stderr)

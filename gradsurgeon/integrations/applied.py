@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api, planning
@@ -121,27 +120,14 @@ class Applied:
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 
     def _new_rows(self) -> Iterator[Measured]:
-        """Yield the last row of each rule and statistic; several optimizers have a series each."""
+        """Yield the last row of each series that was not logged yet."""
         if self.session is None:
             return
-        found: dict[tuple[str, str, str], list[Measured]] = {}
-        over = self.session.step
         for series in list(self.session._attachment.records):  # noqa: SLF001 # all series at once
-            if (row := _last(series, over)) is not None:
-                found.setdefault(series.key[:3], []).append(row)
-        for group, rows in found.items():
-            yield from self._new_of(self._parts.setdefault(group, Parts()), rows)
-
-    def _new_of(self, parts: Parts, rows: Sequence[Measured]) -> Iterator[Measured]:
-        """Yield the rows of one rule that were not logged yet: as one series, or by their own names."""
-        new = [row for row in rows if row.step > self._logged.get(id(row.key), -1)]
-        for row in sorted(new, key=attrgetter("step")):
-            self._logged[id(row.key)] = row.step
-            parts.meet(row.key.names)
-        current = [row for row in rows if parts.are_current(row.key.names)]
-        if new:
-            is_whole = len({row.step for row in current}) == 1
-            yield from parts.named(current if is_whole else [row for row in current if row in new])
+            row = _last(series, self.session.step)
+            if row is not None and row.step > self._logged.get(id(row.key), -1):
+                self._logged[id(row.key)] = row.step
+                yield self._parts.setdefault(row.key[:3], Parts()).named(row)
 
 
 def _last(series: Series, over: int) -> Measured | None:

@@ -11,7 +11,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param, calls_no_hook
 from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
-from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost, overlaps
+from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost
 from gradsurgeon.schema import RuleSet
 
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
@@ -71,7 +71,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     if complaints:
         raise BindError(complaints)
     notes = tuple(printable(note) for note in manifest.notes)
-    return replace(plan, warnings=(*cost(plan), *overlaps(plan), *breaks_of(plan), *notes))
+    return replace(plan, warnings=(*cost(plan), *breaks_of(plan), *notes))
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
@@ -118,9 +118,6 @@ def undecided(rule: Rule, manifest: Manifest) -> list[str]:
         ("model", rule.model, "class of the root"),
         ("where: module_type", where.module_type, owners),
         ("where: requires_grad", where.requires_grad, "classes of parameters"),
-        ("where: ndim", where.ndim, "shapes"),
-        ("where: numel", where.numel, "shapes"),
-        ("where: dtype", where.dtype, "dtypes"),
     )
     return [
         f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
@@ -208,7 +205,7 @@ def _shortfalls_of(
 
 
 def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
-    lazy = [param for param in params if param.shape is None and not param.shape_is_not_told]
+    lazy = [param for param in params if param.shape is None]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "

@@ -26,9 +26,7 @@ _WRAPPERS = {
 }
 _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
-Fact = Literal[
-    "class of the root", "classes of modules", "classes of parameters", "shapes", "dtypes"
-]
+Fact = Literal["class of the root", "classes of modules", "classes of parameters"]
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
 # Limits for files, not for models. On longer names a regular expression could take long.
@@ -55,11 +53,6 @@ class Param:
     def numel(self) -> int:
         """Number of elements; 0 while the shape is unknown."""
         return 0 if self.shape is None else prod(self.shape)
-
-    @property
-    def shape_is_not_told(self) -> bool:
-        """Whether the source of the names has no shapes. A lazy parameter lacks its shape for another reason."""
-        return self.shape is None and not self.module_type
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,8 +91,7 @@ class ParameterSlot:
 class Manifest:
     """All parameters and modules of a model, in the order of ``named_parameters``.
 
-    Names from a file of weights have no class names (``module_type`` is empty). If the weights
-    themselves are missing, they have neither dtype (an empty text) nor shape.
+    Names from a file of weights have no class names (``module_type`` is empty).
 
     Attributes:
         origin: class name of the root, or the file of weights.
@@ -138,8 +130,6 @@ class Manifest:
             "class of the root": any(not root.module_type for root in roots),
             "classes of modules": any(not module.module_type for module in self.modules),
             "classes of parameters": any(not param.module_type for param in params),
-            "shapes": any(param.shape_is_not_told for param in params),
-            "dtypes": any(not param.dtype for param in params),
         }
         return frozenset(fact for fact, is_missing in facts.items() if is_missing)
 

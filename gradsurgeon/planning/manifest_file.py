@@ -4,11 +4,11 @@
 Few models need the keys ``sparse`` and ``sharding`` of a parameter, and ``aliases`` and ``inplace`` of a
 module: the others leave them out.
 
-Files of weights name parameters too: the header of a ``.safetensors``, or an index of several such files.
-The tensors are never read. Such a file has names, shapes and dtypes in no useful order. It has neither
-classes of modules nor which tensors train, are tied, or are buffers.
+The header of a ``.safetensors`` file names parameters too. The tensors are never read. Such a file has names,
+shapes and dtypes in no useful order. It has neither classes of modules nor which tensors train, are tied, or are
+buffers.
 
-Any of these files may come from a stranger: sizes are bounded, and pydantic checks the content.
+Both kinds of files may come from a stranger: sizes are bounded, and pydantic checks the content.
 """
 
 import errno
@@ -16,12 +16,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from gradsurgeon.actions import described
@@ -36,7 +35,7 @@ MAX_BYTES = 100_000_000
 # One byte of JSON can become many bytes of memory: this many values need half a gigabyte.
 _MAX_VALUES = 6_000_000
 _MAX_PROBLEMS = 100
-_KINDS = "names come from params.json, *.safetensors, or *.index.json beside the weights"
+_KINDS = "names come from params.json or from *.safetensors"
 _WRITE_AGAIN = "write the file again: `gradsurgeon params`"
 
 _LEAD = 8  # bytes of a safetensors file that hold the length of its header
@@ -76,22 +75,6 @@ class _Tensor:
     dtype: Annotated[str, Field(max_length=40)]
     shape: Shape
     data_offsets: Any = None
-
-
-def _beside(shard: str) -> str:
-    if shard in ("", ".", "..") or not {"/", "\\", ":", "\0"}.isdisjoint(shard):
-        raise ValueError("no plain name of a file: only files beside the index are read")
-    return shard
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    weight_map: dict[Name, Annotated[str, AfterValidator(_beside)]]
-
-
-class _Header(NamedTuple):
-    params: dict[str, Param]  # the tensors that can have a gradient
-    left_out: list[str]  # the names of the other tensors
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
@@ -148,13 +131,14 @@ def _is_manifest(path: Path) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards."""
+    """Return the names in a ``params.json`` or a ``*.safetensors``."""
     file = os.fspath(path)
     if file.endswith(".safetensors"):
-        return _manifest(file, _header(file))
+        return _from_weights(file)
     data = read_json(file)
     if isinstance(data, dict) and "weight_map" in data:
-        return _from_index(data, file)
+        message = "an index of several files of weights is not read"
+        _refuse(file, message, "write the names of the model: `gradsurgeon params --model`")
     return from_dict(data, file)
 
 
@@ -180,53 +164,8 @@ def from_dict(data: object, file: str = "<dict>") -> Manifest:
     return replace(manifest, notes=(note,))
 
 
-def _from_index(data: object, file: str) -> Manifest:
-    """Return the names in an index, with shapes from the shards that lie beside it."""
-    names_in: dict[str, list[str]] = {}
-    for name, shard in _checked(_Index, data, file).weight_map.items():
-        names_in.setdefault(shard, []).append(name)
-    found = _Header({}, [])
-    missing: list[str] = []
-    for shard, names in names_in.items():
-        path = Path(file).parent / shard
-        # Reading a pickle would run it.
-        if path.suffix != ".safetensors" or not path.exists():
-            missing.append(shard)
-            found.params.update((name, _param(name, None, "")) for name in names)
-            continue
-        header = _header(os.fspath(path))
-        known = header.params.keys() | set(header.left_out)
-        if strange := [name for name in names if name not in known]:
-            message = f"{shard} holds no tensor `{strange[0][:60]}`"
-            _refuse(file, message, "index and shards are of two models")
-        found.params.update((name, header.params[name]) for name in names if name in header.params)
-        found.left_out.extend(header.left_out)
-    if not missing:
-        return _manifest(file, found)
-    note = (
-        f"{len(missing)} of {len(names_in)} files of weights are missing, or hold pickles (such as "
-        f"{missing[0]}): shapes and dtypes of their parameters are unknown, and count as 0 elements"
-    )
-    return _manifest(file, found, note)
-
-
-def _header(file: str) -> _Header:
-    """Return what the header of a safetensors file says."""
-    entries = _parsed(_header_text(file), file)
-    if not isinstance(entries, dict):
-        _refuse(file, "its header is no JSON object: this is no safetensors file")
-    entries.pop("__metadata__", None)
-    found = _Header({}, [])
-    for name, tensor in _checked(dict[Name, _Tensor], entries, file).items():
-        if tensor.dtype.startswith(_WITHOUT_GRADIENT):
-            found.left_out.append(name)
-        else:
-            dtype = _DTYPES.get(tensor.dtype, tensor.dtype.lower())
-            found.params[name] = _param(name, tensor.shape, dtype)
-    return found
-
-
-def _header_text(file: str) -> bytes:
+def _from_weights(file: str) -> Manifest:
+    """Return the names in the header of a safetensors file."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file():
@@ -242,45 +181,42 @@ def _header_text(file: str) -> bytes:
                     "no safetensors file, or one that is cut off: its header does not fit in it"
                 )
                 _refuse(file, message, "save or download it again")
-            return stream.read(min(length, MAX_BYTES + 1))
+            entries = _parsed(stream.read(min(length, MAX_BYTES + 1)), file)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         _unreadable(file, error)
-
-
-def _param(name: str, shape: tuple[int, ...] | None, dtype: str) -> Param:
-    return Param(name, (), shape, dtype, requires_grad=True, module_type=())
-
-
-def _manifest(file: str, found: _Header, *notes: str) -> Manifest:
-    names = sorted(found.params, key=_in_order)
-    own = [
+    if not isinstance(entries, dict):
+        _refuse(file, "its header is no JSON object: this is no safetensors file")
+    entries.pop("__metadata__", None)
+    tensors = _checked(dict[Name, _Tensor], entries, file)
+    names = sorted(tensors, key=_layers_in_order)
+    params, whole = list[Param](), list[str]()
+    for name in names:
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        if dtype.startswith(_WITHOUT_GRADIENT):
+            whole.append(name)
+            continue
+        dtype = _DTYPES.get(dtype, dtype.lower())
+        params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
+    paths = {
+        ROOT: None
+    }  # the root and every prefix of the names, each before the modules inside it
+    for param in params:
+        parts = param.name.split(".")
+        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+    notes = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
     ]
-    if found.left_out:
-        count = len(found.left_out)
-        own.append(f"{count} tensors of whole numbers are left out (such as {found.left_out[0]})")
-    return Manifest(
-        origin=file,
-        params=tuple(found.params[name] for name in names),
-        modules=tuple(_modules(names)),
-        notes=(*own, *notes),
-    )
+    if whole:
+        notes.append(f"{len(whole)} tensors of whole numbers are left out (such as {whole[0]})")
+    modules = tuple(Module(path, (), ()) for path in paths if path)
+    return Manifest(file, tuple(params), modules, notes=tuple(notes))
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts ``h.2`` before ``h.10``, which restores the order of layers."""
+def _layers_in_order(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts ``h.2`` before ``h.10``."""
     steps = name.split(".")
     return [(not step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in steps]
-
-
-def _modules(names: Iterable[str]) -> Iterable[Module]:
-    """Return the root and every prefix of the names, each before the modules inside it."""
-    paths = {ROOT: None}
-    for name in names:
-        parts = name.split(".")
-        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
-    return [Module(path, (), ()) for path in paths if path]
 
 
 def read_json(path: str | os.PathLike[str]) -> object:

@@ -15,7 +15,6 @@ Kind = Literal[
     "no-match",  # a rule that newly matches nothing
     "expect",  # a rule that newly breaks its `expect`
     "cannot-act",  # a rule that newly cannot act
-    "overlap",  # tensors that several rules change, one of them newly
     "order",  # tensors whose rules take effect in another order
 ]
 
@@ -24,9 +23,7 @@ class DiffWarning(NamedTuple):
     kind: Kind
     rules: tuple[str, ...] = ()  # ids, several in order of effect
     names: tuple[str, ...] = ()  # of parameters, or of tensors as in the chains
-    detail: str = (
-        ""  # the reason in words; for an overlap the points, for an ``expect`` the numbers
-    )
+    detail: str = ""  # the reason in words; for an ``expect`` the numbers
 
 
 def warnings(
@@ -44,7 +41,6 @@ def warnings(
     if lost:
         yield DiffWarning("lost-protection", names=tuple(lost))
     yield from _traps(pairs, frozenset(lost))
-    yield from _overlaps(pairs)
     # Many tensors share few distinct chains.
     sides = {(chain.before, chain.after) for chain in chains}
     reordered = {side for side in sides if _is_reordered(*side, pairs.new_ids)}
@@ -88,25 +84,6 @@ def _weakened(old: TrapRule, traps: Sequence[TrapRule]) -> tuple[Kind, str] | No
     if not any(trap.steps.includes(old.steps) for trap in acting):
         return "weaker-trap", "acts in fewer or other steps"
     return None
-
-
-def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:
-    """Yield the tensors that several rules change, one of which did not change them before."""
-    before, after = pairs.before, pairs.after
-
-    @cache  # many tensors share few distinct chains
-    def edits(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
-        known = {pairs.new_ids.get(rule) for rule in old if before.rules[rule].edits}
-        found = tuple(rule for rule in new if after.rules[rule].edits)
-        return found if len(found) > 1 and not known.issuperset(found) else ()
-
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, chain in after.chains.items():
-        if ids := edits(before.chains.get(name, ()), chain):
-            names.setdefault(ids, []).append(name)
-    for ids, concerned in names.items():
-        detail = ", then ".join(f"at {after.rules[rule].point}" for rule in ids)
-        yield DiffWarning("overlap", ids, tuple(concerned), detail)
 
 
 def _is_reordered(

@@ -3,12 +3,9 @@
 All text from a user's file is escaped for the format.
 """
 
-import hashlib
 import inspect
 import json
 import os
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -112,23 +109,17 @@ def _info(check: checks.Check) -> CheckInfo:
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     known = all_checks()
     index = {check: number for number, check in enumerate(known)}
-    seen: Counter[tuple[str, str]] = Counter()
-    results = []
-    for problem in problems:
-        mark = _fingerprint(problem)
-        file = problem.place.file
-        seen[file, mark] += 1
-        results.append(
-            {
-                "ruleId": problem.check,
-                "ruleIndex": index[problem.check],
-                "level": problem.severity,
-                "message": {"text": _message(_message_and_hint(problem))},
-                "locations": [{"physicalLocation": _location(problem, root)}],
-                # Equal lines of one file differ by their number.
-                "partialFingerprints": {"gradsurgeon/v1": f"{mark}:{seen[file, mark]}"},
-            }
-        )
+    # There are no fingerprints: GitHub computes those of a file that has none.
+    results = [
+        {
+            "ruleId": problem.check,
+            "ruleIndex": index[problem.check],
+            "level": problem.severity,
+            "message": {"text": _message(_message_and_hint(problem))},
+            "locations": [{"physicalLocation": _location(problem, root)}],
+        }
+        for problem in problems
+    ]
     driver = {
         "name": "gradsurgeon",
         "semanticVersion": VERSION,
@@ -171,12 +162,3 @@ def _location(problem: Problem, root: Path) -> dict[str, object]:
             "endColumn": place.col + max(1, place.width),
         }
     return location
-
-
-def _fingerprint(problem: Problem) -> str:
-    """Return a hash of a problem that stays the same if its line moves; messages may hold line numbers."""
-    place = problem.place
-    marked = place.line_text[place.col - 1 : place.col - 1 + place.width]
-    parts = [problem.check, re.sub(r"\s+", " ", place.line_text).strip(), marked]
-    text = "\0".join(parts).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(text).hexdigest()[:16]

@@ -12,7 +12,6 @@ import posixpath
 import shutil
 import subprocess
 from functools import cached_property
-from typing import NamedTuple
 
 from gradsurgeon import packs, source
 from gradsurgeon.errors import HintedError, Place, Problem, RuleFileError
@@ -20,6 +19,7 @@ from gradsurgeon.schema import Located
 
 _SECONDS = 60
 _LINK = "120000"
+_NOUNS = {"tree": "folder", "commit": "submodule"}
 # Users may set these for discovery. All other GIT_ variables could lead git to another repository.
 _KEPT_VARIABLES = (
     "GIT_CEILING_DIRECTORIES",
@@ -45,12 +45,6 @@ class GitError(HintedError):
     """Git failed."""
 
 
-class _Entry(NamedTuple):
-    mode: str
-    kind: str  # blob, tree or commit
-    hash: str
-
-
 class GitTree:
     """The files of one commit; an implementation of `schema.Files`."""
 
@@ -70,17 +64,8 @@ class GitTree:
         inside = posixpath.normpath(entry)
         if inside == ".." or inside.startswith("../"):
             raise packs.leads_out(entry)
-        path = posixpath.normpath(posixpath.join(folder.as_posix(), inside))
-        try:
-            found = self._entry(path)
-            if found is None:
-                raise packs.is_missing(entry)
-        except GitError as error:
-            raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
-        if wrong := _not_a_file(found):
-            raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", "name a file of UTF-8 text")
-        target = pathlib.Path(path)
-        return packs.Included(f"{self.ref}:{path}", target, target.parent)
+        target = pathlib.Path(posixpath.normpath(posixpath.join(folder.as_posix(), inside)))
+        return packs.Included(f"{self.ref}:{target.as_posix()}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
         return self._document(target.path.as_posix(), target.name)
@@ -88,7 +73,7 @@ class GitTree:
     def _document(self, path: str, spec: str) -> source.Document:
         try:
             whole = self._from_top(path)
-            raw = _blob(self._file(whole))
+            raw = self._content(whole)
         except GitError as error:
             raise unreadable(spec, error.message, error.hint) from None
         return source.read(pathlib.Path(whole), spec, raw)
@@ -116,21 +101,21 @@ class GitTree:
             raise GitError(f"`{self.ref[:60]}` names no commit", hint)
         return prefix, root
 
-    def _file(self, path: str) -> _Entry:
-        entry = self._entry(path)
-        if entry is None:
+    def _content(self, path: str) -> bytes:
+        listed = b"040000 tree -"
+        if path != ".":
+            listed = _ask("ls-tree", "-z", "--full-tree", self._top[1], "--", path)
+        if not listed:
             hint = "paths are relative to the top of the repository, and with `./` to the current folder"
             raise GitError(f"`{self.ref}` has no such file", hint)
-        if wrong := _not_a_file(entry):
-            raise GitError(f"it is {wrong}", "name a file of UTF-8 text")
-        return entry
-
-    def _entry(self, path: str) -> _Entry | None:
-        if path == ".":
-            return _Entry("040000", "tree", self._top[1])
-        listed = _ask("ls-tree", "-z", "--full-tree", self._top[1], "--", path)
-        about = listed.partition(b"\t")[0]
-        return _Entry(*about.decode().split(" ")) if about else None
+        mode, kind, blob = listed.partition(b"\t")[0].decode().split(" ")
+        if mode == _LINK:
+            kind = "symbolic link, and links of a commit are not followed"
+        if kind != "blob":
+            raise GitError(f"it is a {_NOUNS.get(kind, kind)}", "name a file of UTF-8 text")
+        if int(_ask("cat-file", "-s", blob)) > source.MAX_BYTES:
+            raise GitError(f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
+        return _ask("cat-file", "blob", blob)
 
     def _from_top(self, path: str) -> str:
         if path.startswith(("./", "../")):
@@ -144,18 +129,6 @@ class GitTree:
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
     message = f"cannot read the file: {cause}"
     return RuleFileError([Problem(Place(spec, 1, 1), "unreadable-file", message, hint)])
-
-
-def _not_a_file(entry: _Entry) -> str:
-    if entry.mode == _LINK:
-        return "a symbolic link: links of a commit are not followed"
-    return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")
-
-
-def _blob(entry: _Entry) -> bytes:
-    if int(_ask("cat-file", "-s", entry.hash)) > source.MAX_BYTES:
-        raise GitError(f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
-    return _ask("cat-file", "blob", entry.hash)
 
 
 def _ask(*arguments: str, fails: bool = False) -> bytes:

@@ -1,10 +1,9 @@
 """Answers to the questions of checks: which tensors a rule selects, which of two acts first, where they overlap."""
 
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
@@ -14,31 +13,13 @@ from gradsurgeon.schema import RuleSet
 MAX_COMPARED = 400
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """Facts about a rule that each comparison with another rule needs."""
-
-    tensor: tuple[str, str]
-    when: tuple[int, int]  # order, then position in the file
-    patterns: tuple[str, ...]
-    where: dict[str, object]
-
-
 class LintContext:
     def __init__(self, rules: RuleSet, manifest: Manifest | None = None) -> None:
         self.rules = rules.rules
         self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
-        self._facts = {
-            rule.id: _Facts(
-                (rule.target, str(rule.ref)),
-                (rule.order, index),
-                tuple(getattr(rule, rule.target)),
-                rule.where.model_dump(exclude_none=True),
-            )
-            for index, rule in enumerate(self.rules)
-        }
         self._is_within = cache(frozenset[str].issubset)
-        sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
+        self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
+        sizes = (len(getattr(rule, rule.target)) + len(rule.exclude) for rule in self.rules)
         # The rules that are compared with each other: all of them, except in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
 
@@ -52,22 +33,15 @@ class LintContext:
             return None
         return self.matched.matches[rule.id].members
 
-    def never_matches(self, rule: Rule, pattern: str) -> bool:
-        """Tell whether a pattern certainly matches no name that the patterns of a rule match."""
-        patterns = self._facts[rule.id].patterns
-        if len(rule.exclude) + len(patterns) > MAX_COMPARED:
-            return False
-        return all(disjoint(text, pattern) for text in patterns)
-
     def acts_before(self, first: Rule, second: Rule) -> bool:
-        return self._facts[first.id].when < self._facts[second.id].when
+        return self._place[first.id] < self._place[second.id]
 
     def overlap(self, first: Rule, second: Rule) -> bool:
         """Tell whether two rules certainly act on one tensor in one step.
 
         Without names this is certain if one rule selects all that a pattern of the other matches.
         """
-        if self._facts[first.id].tensor != self._facts[second.id].tensor:
+        if (first.target, first.ref) != (second.target, second.ref):
             return False
         names, others = self.selected(first), self.selected(second)
         if names is not None and others is not None:
@@ -77,36 +51,33 @@ class LintContext:
         return shared and first.steps.meets(second.steps)
 
     def _shares_pattern(self, wide: Rule, narrow: Rule) -> bool:
-        texts = self._facts[narrow.id].patterns
-        return any(self._selects_all_of(wide, narrow, text) for text in texts)
+        texts = getattr(narrow, narrow.target)
+        return any(_selects_all_of(wide, narrow, text) for text in texts)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
-        if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
+        if (wide.target, wide.ref) != (narrow.target, narrow.ref):
             return False
         if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:
             return bool(names) and self._is_within(names, wider)
-        texts = self._facts[narrow.id].patterns
-        return all(self._selects_all_of(wide, narrow, text) for text in texts)
+        texts = getattr(narrow, narrow.target)
+        return all(_selects_all_of(wide, narrow, text) for text in texts)
 
-    def _selects_all_of(self, wide: Rule, narrow: Rule, text: str) -> bool:
-        """Tell whether ``wide`` selects every name that ``narrow`` selects by ``text``, one of its patterns."""
-        facts, narrow_facts = self._facts[wide.id], self._facts[narrow.id]
-        if not any(_contains(wide, pattern, text) for pattern in facts.patterns):
-            return False
-        # Each condition of the wide rule is also a condition of the narrow one.
-        if not facts.where.items() <= narrow_facts.where.items():
-            return False
-        if wide.model not in (None, narrow.model):
-            return False
-        return all(
-            any(_contains(narrow, left_out, out) for left_out in narrow.exclude)
-            or disjoint(out, text)
-            for out in wide.exclude
-        )
+
+def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
+    """Tell whether ``wide`` selects every name that ``narrow`` selects by ``text``, one of its patterns."""
+    if not any(_contains(wide, pattern, text) for pattern in getattr(wide, wide.target)):
+        return False
+    # Each condition of the wide rule is also a condition of the narrow one.
+    if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):
+        return False
+    return all(
+        any(_contains(narrow, left_out, out) for left_out in narrow.exclude) or disjoint(out, text)
+        for out in wide.exclude
+    )
 
 
 def _contains(rule: Rule, wide: str, narrow: str) -> bool:

@@ -13,7 +13,6 @@ from gradsurgeon.review.rule_changes import OptionChange
 
 _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
-_MAX_OVERLAPS = 10  # groups of tensors that several rules change
 _MAX_CHAIN = 40  # rules of one chain
 _QUOTED = (
     "params",
@@ -56,15 +55,7 @@ class Phrases:
         return f"{rules}; {covered} parameters under rules{lost}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield the warnings; of many overlaps only the first are written out."""
-        overlaps = 0
-        for warning in self.difference.warnings:
-            overlaps += warning.kind == "overlap"
-            if warning.kind != "overlap" or overlaps <= _MAX_OVERLAPS:
-                yield self._warning(warning)
-        if (more := overlaps - _MAX_OVERLAPS) > 0:
-            groups = count(more, "other group")
-            yield f"several rules now change {groups} of tensors: `--format json` has all."
+        return map(self._warning, self.difference.warnings)
 
     def _warning(self, warning: DiffWarning) -> str:
         rules = [self.code(rule) for rule in warning.rules]
@@ -85,10 +76,6 @@ class Phrases:
                 text = f"{rules[0]} cannot act on this model: {_ENDS}. {self.code(detail)}"
             case "expect":
                 text = f"{rules[0]} {detail}: {_ENDS}."
-            case "overlap":
-                points = detail.split(", then ")
-                order = [f"{rule} ({point})" for rule, point in zip(rules, points, strict=True)]
-                text = f"{len(rules)} rules now change {things}. In order of effect: {self._chained(order)}."
             case "order":
                 chains = (*self.difference.params, *self.difference.tensors)
                 example = next(chain for chain in chains if chain.name == warning.names[0])

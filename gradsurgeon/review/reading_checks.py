@@ -12,7 +12,6 @@ class CheckInfo:
     severity: Severity = "error"
 
 
-_WARNINGS = ("unused-suppression", "yaml-1.1-lookalike")
 # The first sentence is the summary, the rest is the help.
 _TEXTS = {
     "bad-include": "An entry of `include` names nothing that can be included. "
@@ -53,12 +52,9 @@ _TEXTS = {
     "unreadable-file": "The file cannot be read. Name a readable file of UTF-8 text.",
     "unused-suppression": "A comment suppresses nothing. "
     "It would hide the next problem of this kind: remove it, or correct the name. A comment "
-    "applies to its own line; alone on a line, to the next line; behind the `id` of a rule, to the "
-    "whole rule.",
+    "applies to the line at whose end it is.",
     "wrong-type": "A value is of the wrong type. "
     "Quoted numbers are texts, and patterns are quoted.",
-    "yaml-1.1-lookalike": "Tools that read YAML 1.1 read a value differently. "
-    "In YAML 1.2 `no` is text and `010` is ten: quote the word, or write the number plainly.",
     "yaml-syntax": "The text is not YAML. "
     "Most often a pattern is not quoted: `*`, `{`, `[`, `!`, `&` have a meaning in YAML.",
     "yaml-tag": "A YAML tag is not allowed. "
@@ -68,7 +64,7 @@ _TEXTS = {
 
 def _info(check: str, text: str) -> CheckInfo:
     summary, _, advice = text.partition(". ")
-    return CheckInfo(f"{summary}.", advice, "warning" if check in _WARNINGS else "error")
+    return CheckInfo(f"{summary}.", advice, "warning" if check == "unused-suppression" else "error")
 
 
 READING_CHECKS = {check: _info(check, text) for check, text in _TEXTS.items()}

@@ -40,9 +40,5 @@ def split(spec: str) -> tuple[str | None, str]:
     """
     if spec.startswith((".", "/", "\\")) or _DRIVE.match(spec):
         return None, spec
-    depth = 0  # `main@{10:00}` and `HEAD^{/fix: it}` hold colons inside the name of the commit
-    for at, char in enumerate(spec):
-        depth += (char == "{") - (char == "}")
-        if char == ":" and depth <= 0:
-            return spec[:at], spec[at + 1 :]
-    return None, spec
+    ref, colon, path = spec.partition(":")
+    return (ref, path) if colon else (None, spec)

@@ -148,15 +148,10 @@ def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems in the order of the file, without mere echoes of other problems."""
-    errors = [problem for problem in problems if problem.severity == "error"]
-    wrong = {problem.place for problem in errors}
-    misread = {problem.place for problem in errors if problem.check.startswith("yaml-")}
+    misread = {problem.place for problem in problems if problem.check.startswith("yaml-")}
 
     def echoes(problem: Problem) -> bool:
-        # A warning about YAML 1.1 is noise on a wrong word. So is the wrong type of a value with a
-        # YAML problem of its own.
-        if problem.severity == "warning":
-            return problem.place in wrong
+        # The wrong type of a value with a YAML problem of its own is noise.
         return problem.place in misread and not problem.check.startswith("yaml-")
 
     # Two aliases of one mapping repeat its problems.

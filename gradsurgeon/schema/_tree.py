@@ -62,14 +62,12 @@ class RuleSet:
 
     Attributes:
         rules: the rules.
-        warnings: doubts about the files.
         file: name of the file that was loaded.
         text: its text, empty for rules from Python.
         files: name and text of that file and of every included file and pack.
     """
 
     rules: tuple[Rule, ...]
-    warnings: tuple[Problem, ...] = ()
     file: str = "<python>"
     text: str = ""
     files: tuple[tuple[str, str], ...] = ()
@@ -131,7 +129,7 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
 class Inspection(NamedTuple):
     """A rule file with its includes, and all their problems."""
 
-    rules: RuleSet | None  # ``None`` if there are errors
+    rules: RuleSet | None  # ``None`` if there are problems
     problems: tuple[Problem, ...]  # file by file
     sources: tuple[Located, ...]  # in the same order, packs too
 
@@ -141,10 +139,9 @@ def inspect(source: Located, files: Files = DISK) -> Inspection:
     # The problems of a file come before the problems of its included files.
     problems = tuple(bounded([problem for group in tree.problems for problem in group]))
     rules = None
-    if not any(problem.severity == "error" for problem in problems):
+    if not problems:
         rules = RuleSet(
             rules=tuple(tree.rules),
-            warnings=problems,
             file=source.file,
             text=source.text,
             files=tuple((one.file, one.text) for one in tree.sources if one.text),

@@ -21,10 +21,9 @@ _PREFIX = "gradsurgeon"
 _ASIDE = "; training does not depend on it"
 # The session wakes the thread every two seconds.
 _INTERVAL = 2.0
-# Python runs one thread at a time, so the thread may take this share of the time, and some seconds in advance.
-_SHARE, _ADVANCE = 0.01, 0.5
-# The thread sends at least this many rows, whatever they cost.
-_LEAST_ROWS, _LEAST_AT_THE_END = 2, 200
+# Python runs one thread at a time, and a row takes up to two milliseconds. So the thread sends this many rows at once,
+# and more only at the beginning and at the end.
+_MOST_ROWS, _MORE_ROWS = 20, 200
 _MOST_BYTES = 64 * 2**20
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
@@ -65,11 +64,11 @@ class Delivery(Outlet):
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: dict[tuple[str, str, str], Parts] = {}
+        # The newest row of each series that another pass of its step may replace.
+        self._unfinished: dict[tuple[str, str, str], Measured] = {}
         self._kinds: Counter[str] = Counter()
         self._top_written: dict[str, int] = {}
-        self._began = time.monotonic()
-        # So many rows have been sent, and took so many seconds. The first two milliseconds are a guess.
-        self._sent, self._spent = 1, 0.002
+        self._sent = 0
 
     def begin(self) -> None:
         """Start sending: the session has begun, and the session that it replaces is over."""
@@ -176,7 +175,6 @@ class Delivery(Outlet):
             more = True
             while more:
                 rows, events, more = self._next()
-                begin = time.monotonic()
                 summaries = list(self._summarised(rows))
                 with self._shared.lock:
                     for event in events:
@@ -186,8 +184,6 @@ class Delivery(Outlet):
                     if events or summaries:
                         self._sink.flush()
                 self._sending = 0
-                self._spent += time.monotonic() - begin
-                self._sent += len(events) + len(summaries)
             self._shared.leave(self)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
@@ -201,20 +197,23 @@ class Delivery(Outlet):
             self._sending = self._waiting
             self._empty()
         rows = []
-        for row in waiting:
-            if row.replace:
-                rows += self._parts.setdefault(row.key[:3], Parts()).add(row)
-            else:
-                rows.append(row)
+        for one in waiting:
+            if not one.replace:
+                rows.append(one)
+                continue
+            row = self._parts.setdefault(one.key[:3], Parts()).named(one)
+            before = self._unfinished.get(row.key[:3])
+            if before is not None and before.step != row.step:
+                rows.append(before)
+            self._unfinished[row.key[:3]] = row
         if not more:
-            rows += [row for parts in self._parts.values() for row in parts.finish()]
+            rows += self._unfinished.values()
         return rows, events, more
 
     def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
         """Yield the summaries to send. If there are too many rows, the worst of a few steps represents them."""
-        least = _LEAST_ROWS if not self._ended else _LEAST_AT_THE_END
-        left = _ADVANCE + _SHARE * (time.monotonic() - self._began) - self._spent
-        most = max(least, int(left * self._sent / self._spent))
+        most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
+        self._sent += min(len(rows), most)
         many = max(1, math.ceil(len(rows) / most))
         by_key: dict[Key, list[Measured]] = {}
         for row in rows:

@@ -62,60 +62,24 @@ class Measured(NamedTuple):
 
 
 class Parts:
-    """The series of one rule and statistic. Each of several optimizers has a series of its own.
-
-    Optimizers that take turns count their steps separately. Series whose rows have the same step are one norm
-    together; otherwise a sum would mix steps, and each series has a name of its own.
-    """
+    """Names for the series of one rule and statistic: each of several optimizers has a series of its own."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, ...], int] = {}
-        self._current: set[tuple[str, ...]] = set()
-        # The rows of the newest step: another pass replaces them, and another optimizer adds to them.
-        self._newest: dict[tuple[str, ...], Measured] = {}
+        self._tensors: list[set[str]] = []
 
-    def add(self, row: Measured) -> list[Measured]:
-        """Take a row. If it begins a new step, return the rows of the step before."""
-        is_over = any(one.step != row.step for one in self._newest.values())
-        over = self.finish() if is_over else []
-        self._newest[row.key.names] = row
-        self.meet(row.key.names)
-        return over
-
-    def finish(self) -> list[Measured]:
-        """Return the rows of the newest step."""
-        rows, self._newest = list(self._newest.values()), {}
-        return self.named(rows) if rows else []
-
-    def meet(self, names: tuple[str, ...]) -> None:
-        """Note that a series goes on. An older series that shares a tensor with it does not go on."""
-        if names in self._current:
-            return
-        tensors = set(names)
-        self._current = {one for one in self._current if tensors.isdisjoint(one)} | {names}
-        self._numbers.setdefault(names, len(self._numbers) + 1)
-
-    def are_current(self, names: tuple[str, ...]) -> bool:
-        return names in self._current
-
-    def named(self, rows: Sequence[Measured]) -> list[Measured]:
-        """Return the rows of one step as one row if no series is missing, else each under a name of its own."""
-        if len(self._current) > len(rows) or len({row.step for row in rows}) > 1:
-            return [self._part(row) for row in rows]
-        return [rows[0] if len(rows) == 1 else _joined(rows)]
-
-    def _part(self, row: Measured) -> Measured:
-        rule = f"{row.key.rule}/part-{self._numbers[row.key.names]}"
-        return row._replace(key=row.key._replace(rule=rule))
-
-
-def _joined(rows: Sequence[Measured]) -> Measured:
-    absent, names = set[int](), list[str]()
-    for row in rows:
-        absent |= {len(names) + column for column in row.absent}
-        names += row.key.names
-    key = rows[0].key._replace(names=tuple(names))
-    return Measured(key, rows[0].step, b"".join(row.values for row in rows), frozenset(absent))
+    def named(self, row: Measured) -> Measured:
+        """Return a row of the first series as it is, and a row of another one under a name of its own."""
+        names = row.key.names
+        if names not in self._numbers:
+            # An optimizer that gets more parameters begins another series, which takes the place of the older one.
+            new, known = set(names), self._tensors
+            number = next((n for n, one in enumerate(known) if not new.isdisjoint(one)), len(known))
+            known[number : number + 1] = [new]
+            self._numbers[names] = number
+        part = self._numbers[names] + 1
+        rule = f"{row.key.rule}/part-{part}"
+        return row if part == 1 else row._replace(key=row.key._replace(rule=rule))
 
 
 def weight(row: Measured) -> float:

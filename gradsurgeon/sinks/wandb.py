@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from gradsurgeon._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 _STEP = "gradsurgeon/step"
-_BLOCK = bytes(4096)
 
 
 class WandB(Client):
@@ -69,17 +67,7 @@ class WandB(Client):
         self._client.log({_STEP: step, name: page})
 
     def flush(self) -> None:
-        """Check that an offline run can write. The client writes and sends by itself.
-
-        The client does not report a full disk, on which an offline run loses everything.
-
-        Raises:
-            OSError: nothing can be written.
-        """
-        run = self._client
-        if getattr(run, "offline", False):
-            with tempfile.TemporaryFile(dir=run.dir) as file:
-                file.write(_BLOCK)
+        """Do nothing: the client writes and sends by itself."""
 
     def close(self) -> None:
         if self._given is None and self._opened is not None:

@@ -8,8 +8,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.store.layout import RUN_FILE, section
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.run import Run
-from gradsurgeon.suggestion.groups import groups_of
-from gradsurgeon.suggestion.patterns import patterns_of
+from gradsurgeon.suggestion.groups import groups_of, patterns_of
 from gradsurgeon.suggestion.recorded import (
     GroupNorms,
     behaviours,

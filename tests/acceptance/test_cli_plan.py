@@ -94,10 +94,7 @@ class TestPlan:
                 "1.weight": ["norms"],
                 "1.bias": ["no-bias", "norms"],
             },
-            "warnings": [
-                "no-bias (at backward) comes before norms (at accumulated) on 2 parameters "
-                "(e.g. 0.bias), although it is later in the file"
-            ],
+            "warnings": [],
         }
         assert done.stderr.splitlines() == [
             "printed by the import",

@@ -160,7 +160,7 @@ def test_files_are_found_by_name_or_given(job: Job) -> None:
 
 
 def test_what_fails_is_chosen(job: Job) -> None:
-    job.write({"rules.yaml": CLEAN.replace("norms", "no")})
+    job.write({"rules.yaml": CLEAN.replace("norm-log", "scale, factor: 0")})
     assert [job.run(fail_on=one).returncode for one in ("error", "warning")] == [0, 1]
     done = job.run(fail_on="errors")
     assert done.returncode == 2
@@ -276,7 +276,7 @@ def test_notes_alone_are_no_reason_for_a_comment(job: Job) -> None:
     assert job.run(params="params.json").returncode == 0
     assert re.search(r"### Notes\n\n```text\nrules.yaml:4:\d+: note: ", job.summary)
     assert job.github.comments == []
-    job.write({"rules.yaml": CLEAN.replace("norms", "no")})
+    job.write({"rules.yaml": CLEAN.replace("norm-log", "scale, factor: 0")})
     job.base = git(job.checkout, "rev-parse", "HEAD")
     assert job.run(params="params.json").returncode == 0
     assert "### Problems\n" in job.summary

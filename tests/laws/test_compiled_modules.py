@@ -170,7 +170,7 @@ def run(setup: str, backend: str = "eager", *, acting: bool = True) -> Outcome:
     "`torch.compile`, rules first",
     "modules",
     differs="no call of a module with rules is part of a graph, and a loop around it, as in "
-    "`nn.Sequential`, runs uncompiled; the plan counts the modules",
+    "`nn.Sequential`, runs uncompiled",
 )
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("where", SITES)

@@ -111,9 +111,7 @@ def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_is_behind_gets_the_worst_of_several_steps(
     monkeypatch: pytest.MonkeyPatch, params: str
 ) -> None:
-    monkeypatch.setattr(delivery, "_LEAST_AT_THE_END", 10)
-    monkeypatch.setattr(delivery, "_SHARE", 0.0)
-    monkeypatch.setattr(delivery, "_ADVANCE", 0.0)
+    monkeypatch.setattr(delivery, "_MORE_ROWS", 10)
     # Until all of them wait.
     released = threading.Event()
     sink = Kept(text=lambda: released.wait(30))

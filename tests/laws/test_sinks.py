@@ -113,7 +113,7 @@ def test_events_are_texts_with_the_diagnosis_and_counts() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
+def test_two_optimizers_are_two_names(every: int) -> None:
     """Where one of them steps in every third iteration their steps are not the same."""
     sink = Kept()
     model = make()
@@ -134,17 +134,27 @@ def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
     def whole(step: int, *names: str) -> float:
         return math.hypot(*(norms[name][step] for name in names))
 
-    total = sink.curves["gradsurgeon/norms/total"]
-    if every == 1:
-        assert dict(total) == pytest.approx({step: whole(step, *norms) for step in range(6)})
-        assert len(total) == 6
-    for number, layer in enumerate((0, 2), 1):
-        for step, norm in sink.curves.get(f"gradsurgeon/norms/part-{number}/total", []):
-            assert norm == pytest.approx(whole(step, f"{layer}.weight", f"{layer}.bias"))
-    assert ("gradsurgeon/norms/part-1/total" in sink.curves) == (every > 1)
+    for part, layer in (("", 0), ("part-2/", 2)):
+        curve = sink.curves[f"gradsurgeon/norms/{part}total"]
+        names = f"{layer}.weight", f"{layer}.bias"
+        expected = {step: whole(step, *names) for step in norms[names[0]]}
+        assert dict(curve) == pytest.approx(expected)
+        assert len(curve) == len(expected)
 
 
-def test_an_optimizer_that_gets_more_parameters_has_one_norm() -> None:
+def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
+    sink, model = Kept(), make()
+    optimizer = frozen(model)
+    rule = {"id": "tags", "action": "norm-log", "tensors": "*", "tensor": "value"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, sinks=[sink]):
+        for number in range(4):
+            gradsurgeon.tag(torch.ones(2), "early" if number < 2 else "late")
+            step(model, optimizer)
+    names = {"gradsurgeon/tags/early/l2", "gradsurgeon/tags/late/l2"}
+    assert {name for name in sink.curves if "/events/" not in name} == names
+
+
+def test_an_optimizer_that_gets_more_parameters_keeps_its_name() -> None:
     sink, model = Kept(), make()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
     model[0].requires_grad_(requires_grad=False)
@@ -155,7 +165,9 @@ def test_an_optimizer_that_gets_more_parameters_has_one_norm() -> None:
                 optimizer.add_param_group({"params": list(model[0].parameters())})
             step(model, optimizer)
     assert [at for at, _ in sink.curves["gradsurgeon/norms/total"]] == list(range(6))
-    assert not [name for name in sink.curves if "part-" in name]
+    # The pass before the update that brings them belongs to no optimizer.
+    parts = [curve for name, curve in sink.curves.items() if "part-" in name]
+    assert {at for curve in parts for at, _ in curve} == {3}
 
 
 def test_a_sum_that_goes_on_is_sent_once() -> None:

@@ -132,13 +132,9 @@ def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
         (clamp(max=1, min=0), clamp(max=1), "loosened"),
         (clip(), clip(max_norm=0.5), "tightened"),
         (clip(), clip(max_norm=5), "loosened"),
-        (clip(), clip(norm_type=1), "changed"),
+        (clip(), clip(norm_type="inf"), "changed"),
         (clip(), clip(per="rule"), "changed"),
-        (scale(0.5), scale(0.1), "tightened"),
-        (scale(0.5), scale(2), "loosened"),
-        (scale(-0.5), scale(-0.1), "tightened"),
-        (scale(0.5), scale(-0.5), "changed"),
-        (scale(0.5), scale(0), "tightened"),
+        (scale(0.5), scale(0.1), "changed"),
         (TRAP, {**TRAP, "then": "warn"}, "loosened"),
         ({**TRAP, "then": "warn"}, {**TRAP, "then": "skip-step"}, "tightened"),
         (TRAP, {**TRAP, "give_up_after": 3}, "tightened"),
@@ -323,26 +319,6 @@ class TestFindings:
         assert (
             finding.detail == "expected 6 parameters, matched 2 (h.0.attn.weight, h.0.mlp.weight)"
         )
-
-    def test_overlaps_with_the_order_of_effects(self) -> None:
-        found = diff(
-            [zero("a", params="h.0.*", at="step"), zero("b", params="head.*")],
-            [zero("a", params="h.0.*", at="step"), zero("b", params="*.attn.*")],
-        )
-        (overlap, lost) = found.warnings[::-1]
-        assert (overlap.kind, overlap.rules, overlap.names) == (
-            "overlap",
-            ("b", "a"),
-            ("h.0.attn.weight",),
-        )
-        assert (lost.kind, lost.names) == ("lost-protection", ("head.weight",))
-
-    def test_an_overlap_that_was_there_is_none(self) -> None:
-        old = [zero("a"), {**scale(2), "id": "b", "params": "h.0.*"}]
-        new = [zero("c"), {**scale(3), "id": "b", "params": "h.{0..1}.*"}]
-        assert kinds(diff(old, old)) == []
-        (overlap,) = diff(old, new).warnings
-        assert overlap.names == ("h.1.attn.weight", "h.1.mlp.weight")
 
     def test_what_cannot_act(self) -> None:
         whole = manifest()

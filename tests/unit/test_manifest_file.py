@@ -368,57 +368,9 @@ class TestWeights:
         assert places == ["a.shape[0]", "b.dtype", "[key]"]
 
 
-class TestIndex:
-    @pytest.fixture
-    def file(self, tmp_path: pathlib.Path) -> pathlib.Path:
-        write_weights(tmp_path / "one.safetensors", {"a.weight": ("F32", [2, 3])})
-        write_weights(tmp_path / "two.safetensors", {"b.weight": ("F32", [4]), "n": ("I64", [])})
-        return self.index(tmp_path)
-
-    def index(self, folder: pathlib.Path, **more: object) -> pathlib.Path:
-        path = folder / "model.safetensors.index.json"
-        names = {
-            "a.weight": "one.safetensors",
-            "b.weight": "two.safetensors",
-            "n": "two.safetensors",
-        }
-        path.write_text(json.dumps({"metadata": {}, "weight_map": names | more}))
-        return path
-
-    def test_shapes_come_from_the_shards(self, file: pathlib.Path) -> None:
-        found = manifest_file.read(file)
-        assert [(one.name, one.shape) for one in found.params] == [
-            ("a.weight", (2, 3)),
-            ("b.weight", (4,)),
-        ]
-
-    def test_without_shards_there_are_names_alone(self, file: pathlib.Path) -> None:
-        (file.parent / "two.safetensors").unlink()
-        found = manifest_file.read(file)
-        shapes = [(one.name, one.shape, one.dtype) for one in found.params]
-        assert shapes == [
-            ("a.weight", (2, 3), "float32"),
-            ("b.weight", None, ""),
-            ("n", None, ""),
-        ]
-        plan = bind(found, 'action: zero, params: "b.*"')
-        assert [one.name for one in plan.bindings] == ["b.weight"]
-        assert any("1 of 2 files of weights are missing" in text for text in plan.warnings)
-        for where in ("ndim: 1", "numel: {min: 1}", 'dtype: "float32"'):
-            with pytest.raises(gradsurgeon.BindError, match="cannot be decided"):
-                bind(found, f'action: zero, params: "b.*", where: {{{where}}}')
-
-    def test_a_shard_of_another_model(self, file: pathlib.Path) -> None:
-        write_weights(file.parent / "one.safetensors", {"x": ("F32", [2, 3])})
-        with pytest.raises(ManifestError, match=r"one\.safetensors holds no tensor `a\.weight`"):
-            manifest_file.read(file)
-
-    @pytest.mark.parametrize(
-        "shard", ["../one.safetensors", "/etc/passwd", "a\\b", "..", "C:x", 3, ""]
-    )
-    def test_only_files_beside_it_are_read(self, tmp_path: pathlib.Path, shard: object) -> None:
-        with pytest.raises(ManifestError, match=r"index\.json weight_map\.c"):
-            manifest_file.read(self.index(tmp_path, c=shard))
+def test_an_index_of_several_files_is_refused(file: pathlib.Path) -> None:
+    data = {"metadata": {}, "weight_map": {"a.weight": "one.safetensors"}}
+    assert refused(data, file) == [("", "an index of several files of weights is not read")]
 
 
 REPLACED = {

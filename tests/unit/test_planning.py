@@ -259,10 +259,6 @@ def test_the_plan_as_a_table() -> None:
         "",
         "to know",
         "  cut: zero is not freeze: weight decay and momentum still move the weight",
-        "  cut (at backward) comes before norms (at accumulated) on 4 parameters (e.g. h.0.attn.bias), "
-        "although it is later in the file",
-        "  cut and bound both change 2 parameters (e.g. h.0.attn.bias); effective order: "
-        "cut (at backward), then bound (at step)",
     ]
 
 

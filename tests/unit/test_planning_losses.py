@@ -182,18 +182,13 @@ class TestPlan:
             "params": "trunk.0.*",
         }
         found = plan(look, combine())
-        # 6 * 16 + 16 + 16 * 8 + 8 elements of 4 bytes, for each of three losses.
+        # 6 * 16 + 16 + 16 * 8 + 8 elements, for each of three losses.
         assert found.warnings[0] == (
             "gradsurgeon.backward takes one more backward pass per loss (seg, edges, depth), and meanwhile keeps "
-            "3 gradients of 248 elements (3.0 kB) and the graph"
+            "3 gradients of 248 elements and the graph"
         )
         assert sum("backward pass per loss" in one for one in found.warnings) == 1
         assert not any("backward pass per loss" in one for one in plan(on_heads()).warnings)
-
-    @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float64", 8), ("complex64", 8)])
-    def test_the_memory_follows_the_dtype(self, dtype: str, size: int) -> None:
-        model = Heads(nn.Linear(6, 8, dtype=getattr(torch, dtype)))
-        assert f"56 elements ({2 * 56 * size} bytes)" in plan(combine(), model=model).warnings[0]
 
     @pytest.mark.parametrize("method", METHODS)
     def test_the_scale_is_told(self, method: str) -> None:
@@ -234,10 +229,6 @@ class TestPlan:
         early = {"id": "early", "action": "clamp", "params": "trunk.*", "at": "backward", "max": 1}
         found = plan(early, {"id": "look", "action": "norm-log", "params": "*"}, combine())
         assert found.chains["trunk.0.bias"] == ("surgery", "early", "look")
-        (warning,) = (one for one in found.warnings if "both change" in one)
-        assert warning.endswith(
-            "surgery (at backward), then early (at backward), which sees the losses combined"
-        )
 
     def test_on_modules_it_acts_on_what_edits_of_each_have_left(self) -> None:
         edit = {

@@ -64,14 +64,13 @@ def test_options_say_themselves_which_value_is_stricter(
             {"above": {"times": 3}},
             [("above.sigmas", "changed"), ("above.times", "changed")],
         ),
-        ({"above": {"times": 3}}, {"above": {"times": 2}}, [("above.times", "tightened")]),
-        # Not given it is 10.
-        ({}, {"give_up_after": 20}, [("give_up_after", "loosened")]),
-        ({}, {"give_up_after": 5}, [("give_up_after", "tightened")]),
-        ({"give_up_after": 5}, {}, [("give_up_after", "loosened")]),
+        ({"above": {"times": 3}}, {"above": {"times": 2}}, [("above.times", "changed")]),
+        ({}, {"give_up_after": 20}, [("give_up_after", "changed")]),
     ],
 )
-def test_what_is_not_given_stands_for(old: Any, new: Any, expected: list[tuple[str, str]]) -> None:
+def test_bounds_of_spikes_have_no_order(
+    old: Any, new: Any, expected: list[tuple[str, str]]
+) -> None:
     common = {"id": "it", "params": "*", "above": {"sigmas": 2.5}, "then": "skip-step"}
     rules = [SpikeTrap.model_validate({**common, **options}) for options in (old, new)]
     assert [(one.name, one.direction) for one in changed_options(*rules)] == expected

@@ -55,15 +55,6 @@ def test_what_is_left_out_is_counted() -> None:
     assert errors[-1].place.line > errors[-2].place.line - 1
 
 
-def test_warnings_do_not_hide_errors() -> None:
-    words = ", ".join(["no"] * 150)
-    text = f'{HEAD}- {{id: a, action: zero, params: ["x", {words}]}}\n- {{id: b, action: zer}}\n'
-    problems = problems_of(text)
-    assert [one.check for one in problems if one.severity == "error"] == ["unknown-action"]
-    warnings = [one for one in problems if one.severity == "warning"]
-    assert warnings[-1].message == "and 50 more warnings, from here on"
-
-
 def test_one_rule_is_not_looked_at_for_ever() -> None:
     patterns = ", ".join(['"{"'] * 60)
     problems = problems_of(f"{HEAD}- {{id: a, action: zero, params: [{patterns}]}}\n")

@@ -89,12 +89,6 @@ class TestOrderAndPlaces:
         (here / "top.yaml").write_text(text(include=["part.yaml"]))
         assert [rule.id for rule in gradsurgeon.load(here / "top.yaml").rules] == ["one", "two"]
 
-    def test_warnings_of_included_files_are_kept(self, here: pathlib.Path) -> None:
-        (here / "part.yaml").write_text("version: 1\nrules:\n- {id: no, action: zero, params: x}\n")
-        (here / "top.yaml").write_text(text(include=["part.yaml"]))
-        (warning,) = gradsurgeon.load("top.yaml").warnings
-        assert str(warning.place) == "part.yaml:3:8"
-
 
 class TestHash:
     def test_of_one_file_it_is_that_of_its_text(self, here: pathlib.Path) -> None:

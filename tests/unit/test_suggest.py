@@ -20,8 +20,7 @@ from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 from gradsurgeon.suggestion import Suggestion, suggest
-from gradsurgeon.suggestion.groups import groups_of
-from gradsurgeon.suggestion.patterns import patterns_of
+from gradsurgeon.suggestion.groups import groups_of, patterns_of
 from gradsurgeon.suggestion.recorded import Behaviour, group_norms, skipped_steps, sources
 from gradsurgeon.suggestion.rule_file import rule_id
 from gradsurgeon.suggestion.thresholds import let_through, threshold

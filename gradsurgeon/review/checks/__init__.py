@@ -1,6 +1,6 @@
 """The checks of `gradsurgeon lint` on valid rules: every subclass of `Check` in this folder."""
 
-from gradsurgeon.review.checks import pairs, patterns, values  # noqa: F401 # importing them defines the checks
+from gradsurgeon.review.checks import pairs, single  # noqa: F401 # importing them defines the checks
 from gradsurgeon.review.checks._base import Check, Finding
 
 __all__ = ["CHECKS", "Check", "Finding"]

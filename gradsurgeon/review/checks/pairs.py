@@ -2,48 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
+from gradsurgeon.actions import LossRule, Rule, TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
-
-
-class CombinedTwice(Check):
-    """Two rules certainly combine the losses of the same gradients in the same step.
-
-    A `combine` replaces the gradients of single losses by one gradient. A second `combine` would find no single
-    losses, so training with both ends with an error before its first step.
-
-    Exclude the names of one rule from the other, or give the two `steps` that do not overlap: one method first
-    and another one later is fine.
-    """
-
-    severity = "error"
-    BAD = """
-- id: surgery
-  action: combine
-  losses: ["seg", "depth"]
-  params: "trunk.*"
-  method: upgrad
-
-- id: last-block
-  action: combine
-  losses: ["seg", "normals"]
-  params: "trunk.11.weight"
-  method: pcgrad
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        if context.matched is not None:  # `cannot-act` reports it if names are known
-            return
-        combining = [rule for rule in context.compared if _combines(rule)]
-        for index, rule in enumerate(combining):
-            others = tuple(other for other in combining[:index] if context.overlap(other, rule))
-            if others:
-                message = (
-                    f"`{rule.id[:60]}` combines gradients that {_listed(others)} already combined"
-                )
-                hint = "use `exclude`, or give them `steps` that do not overlap"
-                yield Finding(rule, (rule.target,), message, hint, others)
 
 
 class EffectiveOrder(Check):
@@ -115,7 +76,6 @@ class JudgedBeforeEdits(Check):
                 and other.point == rule.point
                 and context.acts_before(other, rule)
                 and context.overlap(other, rule)
-                and not _one_is_moot(context, rule, other)
             )
             if above:
                 edit = f"edit{'s' * (len(above) == 1)}"
@@ -154,36 +114,6 @@ class OverlappingEdits(Check):
                 message = f"`{rule.id[:60]}` changes tensors that {_listed(others)} also {change}"
                 hint = "both apply, one after the other: if one is enough, use `exclude`"
                 yield Finding(rule, (rule.target,), message, hint, others)
-
-
-class ShadowedRule(Check):
-    """A rule has no effect, because another rule zeroes or freezes all its tensors.
-
-    The rule only seems to act, and removing the other rule would activate it. The check finds edits of tensors
-    that are certainly zero already, that become zero later, or that belong to frozen parameters, in every
-    step in which the edit acts.
-
-    Remove one of the two, or give them different names or different `steps`.
-    """
-
-    BAD = """
-- id: no-bias
-  action: zero
-  params: "*.bias"
-
-- id: gentle-bias
-  action: scale
-  params: "fc.bias"
-  factor: 0.1
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule in context.compared:
-            for other in context.compared:
-                if reason := _moot(context, rule, other):
-                    hint = "remove one of the two, or give them other names or `steps`"
-                    yield Finding(rule, ("id",), f"`{rule.id}` {reason}", hint, (other,))
-                    break
 
 
 class TrapAfterSanitize(Check):
@@ -244,9 +174,7 @@ class ZeroIsNotFreeze(Check):
         message = "zero is not freeze: weight decay and momentum still move the weight"
         hint = "to keep a parameter unchanged, use `freeze`"
         for rule in context.rules:
-            if rule.action != "zero" or rule.target != "params":
-                continue
-            if not any(_moot(context, rule, by) for by in context.compared):
+            if rule.action == "zero" and rule.target == "params":
                 yield Finding(rule, ("action",), message, hint)
 
 
@@ -257,9 +185,7 @@ def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule,
         others = (
             other
             for other in edits[:index]
-            if not _one_is_moot(context, rule, other)
-            and not (_combines(rule) and _combines(other))
-            and context.overlap(other, rule)
+            if not (_combines(rule) and _combines(other)) and context.overlap(other, rule)
         )
         yield rule, tuple(others)
 
@@ -273,25 +199,3 @@ def _listed(rules: Sequence[Rule]) -> str:
     if len(rules) > len(shown):
         shown.append(f"{len(rules) - len(shown)} more")
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-
-
-def _one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:
-    return bool(_moot(context, first, second) or _moot(context, second, first))
-
-
-def _moot(context: LintContext, rule: Rule, by: Rule) -> str:
-    """Return why another rule makes a rule useless; empty if it does not, or may not."""
-    if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
-        return ""
-    first = context.acts_before(by, rule)
-    if by.action == "freeze":
-        moot = rule.edits or (isinstance(rule, FreezeRule) and first)
-        reason = f"does nothing: `{by.id}` keeps the optimizer off these parameters"
-    elif first:
-        moot = rule.edits and rule.keeps_zero
-        reason = f"does nothing: `{by.id}` already set all its tensors to zero"
-    else:
-        # If both zero the same tensors, only the later rule is useless.
-        moot = rule.edits and rule.action != "zero"
-        reason = f"has no effect: `{by.id}` sets all its tensors to zero later"
-    return reason if moot else ""
