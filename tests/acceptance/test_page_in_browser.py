@@ -265,7 +265,4 @@ def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None
     page.locator(".curves .u-over").hover(position={"x": left, "y": top + 1})
     chosen = page.locator(".curves li.on")
     assert chosen.count() == 1
-    assert (
-        chosen.inner_text().split() == ["block.2.weight", "0.3"]
-        or "block.2.bias" in chosen.inner_text()
-    )
+    assert chosen.inner_text().split()[0] in ("block.2.weight", "block.2.bias")

@@ -139,6 +139,7 @@ async function kindSection(run, kind, axis, state) {
 }
 
 function rules(run) {
+  if (!run.rules.rows.length && !run.files.some((file) => file.text)) return;
   const part = section("Rules");
   const head = run.rules.head.map((text) => (text === "changed" && run.observed ? "would have changed" : text));
   if (run.rules.rows.length) part.append(table({ ...run.rules, head }));
