@@ -228,7 +228,7 @@ def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
         text = from_run(opened).text(width=100)
         page = page_data(opened)
     assert "  would have changed the sum in 75% of calls" in text
-    assert page["combined"][0]["remarks"][0].startswith("would have changed the sum in 75%")
+    assert page["versus"][0]["table"]["notes"][0].startswith("would have changed the sum in 75%")
 
 
 def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: pathlib.Path) -> None:
@@ -422,23 +422,25 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
 def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     with open_run(run) as opened:
         data = page_data(opened)
-    (found,) = data["conflicts"]
+    found, combined = data["versus"]
     (matrix,) = found["matrices"]
     assert matrix["cells"][1] == ["1 seg", "", "-0.31", "0.50"]
     assert matrix["tints"][1] == [-0.75, None, pytest.approx(0.291667)]
-    assert [curve["label"] for curve in found["curves"]] == [
+    ((title, curves),) = found["charts"]
+    assert title == "cosine"
+    assert [curve["label"] for curve in curves] == [
         "seg/depth",
         "depth/edges",
         "seg/edges",
     ]
     # Two calls of one step are one point.
-    assert (found["curves"][0]["steps"], found["curves"][0]["values"]) == (
+    assert (curves[0]["steps"], curves[0]["values"]) == (
         [0, 1, 2],
         [-0.5, -0.75, 0.0],
     )
-    (combined,) = data["combined"]
-    assert combined["distance"]["values"] == [0.0, 0.5, "Infinity"]
-    assert [row[:2] for row in combined["weights"]] == [
+    _, (_, (distance,)) = combined["charts"]
+    assert distance["values"] == [0.0, 0.5, "Infinity"]
+    assert [row[:2] for row in combined["table"]["rows"]] == [
         ["seg", "1"],
         ["depth", "0.562"],
         ["edges", "2"],
