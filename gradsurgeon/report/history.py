@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from gradsurgeon.report.parts import Flags, Floats, Ints, Part, is_stored, joined
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.spikes import Spike, largest_spike
 from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import CHUNK
 
@@ -28,7 +28,6 @@ POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
-_CHUNKS = 4  # so many are read in search of a spike
 _TURNS = 4  # so many losses that take turns are no noise
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
 
@@ -221,8 +220,10 @@ class History:
         begin, begin_row = min(parts[::-1] if is_once else parts, key=lambda one: _span(one)[0])
         end, end_row = max(parts[::-1], key=lambda one: _span(one)[1])
         finite = tops[~np.isnan(tops)].astype(float)
-        sample = np.concatenate([part.sample[row] for part, row in parts])
-        usual = sample[np.isfinite(sample)].astype(float)
+        usual = finite
+        if not parts[0][0].exact:
+            sample = np.concatenate([part.sample[row] for part, row in parts])
+            usual = sample[np.isfinite(sample)].astype(float)
         return Track(
             name,
             source,
@@ -243,21 +244,10 @@ class History:
 
     @staticmethod
     def _spike(parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats) -> Spike | None:
-        part, row = parts[0]
-        if part.exact or len(parts) > 1:
+        if parts[0][0].exact:
             finite = ~np.isnan(tops)
             return largest_spike(steps[finite], tops[finite])
-        # The sample tells what is usual around a chunk, and only chunks that stand out from it are read.
-        near = part.usual[row]
-        with np.errstate(all="ignore"):
-            near = np.where(near > 0, near, np.nanmedian(part.sample[row]))
-            bounds = np.where(near > 0, tops / near, 0)
-        found = []
-        for chunk in np.argsort(-bounds, kind="stable")[:_CHUNKS].tolist():
-            if bounds[chunk] > TIMES:
-                near_steps, norms = part.pairs(row, chunk - 1, chunk + 2)
-                finite = np.isfinite(norms)
-                found.append(largest_spike(near_steps[finite], norms[finite]))
+        found = [part.spike(row) for part, row in parts]
         return max(filter(None, found), key=lambda spike: spike.times, default=None)
 
     def wholes(self, kind: str = "gradient", names: Collection[str] | None = None) -> list[Whole]:
@@ -274,13 +264,7 @@ class History:
                 if self.shown.get((kind, name)) == source and (names is None or name in names)
             ]
             if rows and len(part.steps):
-                place = (
-                    source.point,
-                    int(part.steps[0]),
-                    int(part.steps[-1]),
-                    len(part.steps),
-                    part.exact,
-                )
+                place = source.point, part.steps.tobytes(), part.exact
                 groups.setdefault(place, []).append((part, rows))
         return [self._whole(group) for group in groups.values()]
 
@@ -347,25 +331,43 @@ def _zero_since(
     parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats, bad: Ints, there: Flags
 ) -> int | None:
     """Return the step from which on a tensor that was alive has only norms of 0, None if it rests now and then."""
-    dead = (tops == 0) & (bad == 0)
-    places = np.flatnonzero(there & ~dead)
-    if not len(places) or not there.any():
+    places = np.flatnonzero(there & ((tops != 0) | (bad > 0)))
+    if not len(places):
         return None
-    alive = int(places[-1])
-    after = steps[alive + 1 :][there[alive + 1 :]]
-    part, row = parts[0]
-    if not part.exact and len(parts) == 1:
-        near, values = part.pairs(row, alive, alive + 2)
-        if not len(nonzero := np.flatnonzero(values != 0)):
-            raise part.damaged()
-        rest = near[nonzero[-1] + 1 :]
-        number = len(rest) + CHUNK * max(0, len(after) - 1)
-        pauses = np.append(np.diff(nonzero, prepend=-1), CHUNK * (np.diff(places, prepend=-1) - 1))
+    if parts[0][0].exact:
+        alive = int(places[-1])
+        rest = steps[alive + 1 :][there[alive + 1 :]]
+        number, used = len(rest), np.flatnonzero((tops[there] != 0) | (bad[there] > 0))
+        pauses = np.diff(used, prepend=-1)
     else:
-        rest, number = after, len(after)
-        pauses = np.diff(np.flatnonzero((there & ~dead)[there]), prepend=-1)
+        rest, number, pauses = _rest(parts)
     # An expert that is rarely chosen rests as long between two choices.
-    return int(rest[0]) if number >= max(_DEAD, 3 * int(pauses.max())) else None
+    is_dead = number >= max(_DEAD, 3 * int(pauses.max()))
+    return int(rest[0]) if len(rest) and is_dead else None
+
+
+def _rest(parts: Sequence[tuple[Part, int]]) -> tuple[Ints, int, Ints]:
+    """Return the steps after the last norm that is not 0, about how many there are, and the pauses before it.
+
+    Of a long run only the rows of two chunks are read.
+    """
+    ordered = sorted(parts, key=lambda one: _span(one)[0])
+    ways = [
+        np.flatnonzero((part.tops[row] != 0) & part.there[row] | (part.bad[row] > 0))
+        for part, row in ordered
+    ]
+    last = max(number for number, places in enumerate(ways) if len(places))
+    (part, row), places = ordered[last], ways[last]
+    alive = int(places[-1])
+    near, values = part.pairs(row, alive, alive + 2)
+    if not len(used := np.flatnonzero(values != 0)):
+        raise part.damaged()
+    later = [one.steps[one.there[line]] for one, line in ordered[last + 1 :]]
+    rest = np.concatenate([near[used[-1] + 1 :], *later])
+    chunks = part.there[row][alive + 2 :].sum() + sum(map(len, later))
+    number = len(values) - 1 - int(used[-1]) + CHUNK * int(chunks)
+    pauses = np.append(np.diff(used, prepend=-1), CHUNK * (np.diff(places, prepend=-1) - 1))
+    return rest, number, pauses
 
 
 def _growth(finite: Floats, *, broken: bool) -> dict[str, float]:

@@ -12,8 +12,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradsurgeon.errors import RecordError
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 from gradsurgeon.store import WholeSeries
-from gradsurgeon.store.layout import CHUNK
+from gradsurgeon.store.layout import CHUNK, summarise
 from gradsurgeon.store.tables import arrays
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH = 2**18  # values of a series in memory that are converted at a time
 _SAMPLE_VALUES, _SAMPLE_MOST, _SAMPLE_LEAST = 4 * 2**20, 4096, 64
+_CHUNKS = 4  # so many are read in search of a spike
 _AROUND = 9  # so many samples around a chunk tell what is usual
 
 Floats = NDArray[np.floating[Any]]
@@ -46,7 +48,7 @@ class Part:
         if exact:
             self._read_rows(newest, pending)
         else:
-            self._read_summaries(cast("StoredSeries", series))
+            self._read_summaries(cast("StoredSeries", series), pending)
 
     def _read_rows(self, newest: int | None, pending: int | None) -> None:
         steps, values, present = [], [], []
@@ -66,8 +68,15 @@ class Part:
         self.sample = self.tops
         self.bad = (self.there & ~finite).astype(np.int64)
 
-    def _read_summaries(self, series: StoredSeries) -> None:
-        chunks = list(series.summaries())
+    def _read_summaries(self, series: StoredSeries, pending: int | None) -> None:
+        chunks, width = list(series.summaries()), len(series.key.names)
+        self._length = len(series)
+        if not chunks:
+            raise self.damaged()
+        if self._length > 1 and chunks[-1].last == pending:
+            self._length -= 1
+            rest = [*series.stored((len(chunks) - 1) * CHUNK, self._length)]
+            chunks[-1:] = [summarise(rest, width)] if rest else []
 
         def stacked(field: str) -> Any:
             rows = [np.array(getattr(chunk, field), copy=False) for chunk in chunks]
@@ -76,15 +85,17 @@ class Part:
         self.steps = np.array([chunk.first for chunk in chunks], np.int64)
         self.tops, self.bad = stacked("maxima"), stacked("nonfinite").astype(np.int64)
         self.there = stacked("present") > 0
-        width, length = len(series.key.names), len(series)
+        length = self._length
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, width)))
         self.every = max(1, length // most)
         # A look-up per row jumps from one to the next.
         numbers = range(0, length, self.every)
         rows = [row for number in numbers for row in series.stored(number, number + 1)]
+        self._first, self._last = ([*series.stored(place, place + 1)] for place in (0, length - 1))
+        if not (rows and self._first and self._last):
+            raise self.damaged()
         self.sample_steps, values, present = arrays(rows, width)
         self.sample = np.where(present, values, np.float32(np.nan))[:, self.columns].T
-        self._first, self._last = ([*series.stored(place, place + 1)] for place in (0, length - 1))
 
     @cached_property
     def usual(self) -> Floats:
@@ -112,6 +123,20 @@ class Part:
                 found.append(float(values[end]))
         return found[0], found[1]
 
+    def spike(self, row: int) -> Spike | None:
+        """Return the norm of a tensor that stands out most, of the chunks that stand out from the sample."""
+        near = self.usual[row]
+        with np.errstate(all="ignore"):
+            near = np.where(near > 0, near, _median(self.sample[row]))
+            bounds = np.where(near > 0, self.tops[row] / near, 0)
+        found = []
+        for chunk in np.argsort(-bounds, kind="stable")[:_CHUNKS].tolist():
+            if bounds[chunk] > TIMES:
+                steps, norms = self.pairs(row, chunk - 1, chunk + 2)
+                finite = np.isfinite(norms)
+                found.append(largest_spike(steps[finite], norms[finite]))
+        return max(filter(None, found), key=lambda spike: spike.times, default=None)
+
     def damaged(self) -> RecordError:
         """Return the error for summaries that do not fit their rows."""
         return cast("StoredSeries", self.series).damaged()
@@ -120,9 +145,14 @@ class Part:
         """Return steps and norms of one tensor in some chunks, which are read anew."""
         name = self.series.key.names[self.columns[row]]
         series = cast("StoredSeries", self.series)
-        found = series.between(name, max(0, start) * CHUNK, stop * CHUNK)
+        found = series.between(name, max(0, start) * CHUNK, min(stop * CHUNK, self._length))
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, np.int64), np.array(values, float)
+
+
+def _median(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else np.nan
 
 
 def is_stored(series: WholeSeries) -> bool:

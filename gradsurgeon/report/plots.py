@@ -19,6 +19,7 @@ from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.norms import labels, ranked
+from gradsurgeon.report.parts import Floats, Ints
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
@@ -135,12 +136,12 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
         "aspect": "auto",
         "interpolation": "nearest",
     }
-    shown = np.ma.masked_invalid(np.where(np.isneginf(logs), np.nan, logs))
-    image = axes.imshow(shown, vmin=low, vmax=high, cmap="viridis", **place)
+    shown = _spread(np.where(np.isneginf(logs), np.nan, logs), grid)
+    image = axes.imshow(np.ma.masked_invalid(shown), vmin=low, vmax=high, cmap="viridis", **place)
     # What has no logarithm, above it: a step that is not finite takes its column, whatever else is in it.
     special = np.where(grid.bad > 0, 1.0, np.where(grid.tops == 0, 0.0, np.nan))
     colours = ListedColormap([ZERO, NONFINITE])
-    axes.imshow(np.ma.masked_invalid(special), vmin=0, vmax=1, cmap=colours, **place)
+    axes.imshow(np.ma.masked_invalid(_spread(special, grid)), vmin=0, vmax=1, cmap=colours, **place)
     below = "min" if finite.min(initial=low) < low else "neither"
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02, extend=below)
     bar.set_label(f"log10 of the l2 norm at {drawn.points}", fontsize=9)
@@ -167,7 +168,7 @@ def density(source: RecordQueries, *, name: Name | None = None, rule: str | None
     each = counts.sum(axis=1, keepdims=True)
     shares = counts[:, low:high].T / np.maximum(each, 1).T
     image = axes.imshow(
-        np.ma.masked_equal(shares, 0),
+        np.ma.masked_equal(np.nan_to_num(_spread(shares, grid)), 0),
         extent=(*_edges(grid), DECADES[low], DECADES[high]),
         aspect="auto",
         interpolation="nearest",
@@ -225,13 +226,29 @@ def _drawn(source: RecordQueries, name: Name | None, rule: str | None) -> _Drawn
     )
 
 
+def _places(grid: Grid) -> tuple[Ints, float]:
+    """Return the place of each column on an axis of even steps, and how many steps a place has."""
+    if len(grid.firsts) < 2:  # noqa: PLR2004 # one column has no width of its own
+        return np.zeros(len(grid.firsts), np.int64), float(grid.lasts[-1] - grid.firsts[0] + 1)
+    since = grid.firsts - grid.firsts[0]
+    width = max(float(np.median(np.diff(since))), float(since[-1]) / (COLUMNS - 1))
+    return np.rint(since / width).astype(np.int64), width
+
+
+def _spread(cells: Floats, grid: Grid) -> Floats:
+    """Return an image, rows x columns, with a gap where no rule has looked for longer than usual."""
+    at, _ = _places(grid)
+    spread = np.full((len(cells), int(at[-1]) + 1), np.nan)
+    for column, place in enumerate(at.tolist()):
+        spread[:, place] = np.fmax(spread[:, place], cells[:, column])
+    return spread
+
+
 def _edges(grid: Grid) -> tuple[float, float]:
     """Return where the first column begins and the last one ends: each record stands in the middle of its share."""
-    if len(grid.firsts) < 2:  # noqa: PLR2004 # one column has no width of its own
-        return float(grid.firsts[0]) - 0.5, float(grid.lasts[-1]) + 0.5
-    width = float(np.median(np.diff(grid.firsts)))
-    begin = float(grid.firsts[0]) - width / 2
-    return begin, begin + width * len(grid.firsts)
+    at, width = _places(grid)
+    begin = float(grid.firsts[0]) - (width / 2 if len(grid.firsts) > 1 else 0.5)
+    return begin, begin + width * (int(at[-1]) + 1)
 
 
 def _colours(number: int) -> Sequence[Any]:
@@ -264,9 +281,10 @@ def _path(grid: Grid, row: int) -> tuple[Any, Any]:
     """
     at = np.flatnonzero(grid.measured[row])
     steps, values = grid.firsts[at].astype(np.float64), grid.tops[row, at]
-    distances = np.diff(at)
+    places, width = _places(grid)
+    distances = np.diff(places[at])
     late = np.flatnonzero(distances > np.median(distances)) if len(distances) else distances
-    steps = np.insert(steps, late + 1, grid.firsts[at[late] + 1])
+    steps = np.insert(steps, late + 1, steps[late] + width)
     return steps, np.insert(np.where(values > 0, values, np.nan), late + 1, np.nan)
 
 

@@ -105,9 +105,9 @@ class Report:
     @cached_property
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
+        norms = [found.table for found in self.norms]
         from gradsurgeon.report.loss_tables import loss_tables  # noqa: PLC0415 # needs numpy
 
-        norms = [found.table for found in self.norms]
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
         rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
@@ -152,9 +152,10 @@ class Report:
     @cached_property
     def norms(self) -> list[NormTable]:
         """The tables of norms, one for each kind of tensors."""
+        history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
 
-        return norm_tables(self.history)
+        return norm_tables(history)
 
     @property
     def norms_title(self) -> str:
@@ -176,9 +177,10 @@ class Report:
     @cached_property
     def remarks(self) -> tuple[str, ...]:
         """What stands out, a sentence each."""
+        history = self.history
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
-        found = list(callouts(self.history, len(self.params)))
+        found = list(callouts(history, len(self.params)))
         if self.ranks:
             found.append(self.ranks)
         having = {name for _, name in self.history.shown}
@@ -223,7 +225,10 @@ class Report:
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
         ends = [end for one, _ in self.series for end in self._ends(one)]
-        ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        # A rule that has seen a pass without its update has acted in no step of that number.
+        waiting = set(self.pending.values())
+        lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        ends += [last - (last in waiting and bool(ends)) for last in lasts]
         if self.end is not None and self.end > (self.start or 0):
             ends.append(self.end - 1)
         if self.start is not None and ends:

@@ -107,7 +107,7 @@ def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
     lines: list[Line] = []
     for section, most in zip(sections, kept, strict=True):
         take = min(most, rows - len(lines))
-        if take < min(2, len(section)):
+        if take < (min(_LEAST_LINES, len(section)) if lines else 1):
             break
         lines += section[:take]
     return lines
@@ -151,8 +151,9 @@ def _events(report: Report) -> Iterator[Line]:
     listed = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
     yield Line(f"events ({kinds.total():,}){listed and ': '}{listed}", "head")
     edits = edits_of(report.rules)
-    once = {(e.kind, e.rule, e.step, e.message): e for e in report.events}.values()
-    newest = list(reversed(list(once)))
+    # The lowest rank speaks for all that note the same.
+    once = {(e.kind, e.rule, e.step, e.message): e for e in reversed(report.events)}
+    newest = list(once.values())
     traps = [event for event in newest if is_trip(event, edits)][:_TRAPS]
     others = [event for event in newest if not is_trip(event, edits)][:_OTHERS]
     for event in (*traps, *others):

@@ -16,7 +16,7 @@ from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
 from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.notebook import sparkline
+from gradsurgeon.report.tables import log_curve
 from gradsurgeon.store import Key, Records
 
 NAN = math.nan
@@ -212,8 +212,8 @@ def test_of_many_events_the_first_and_the_last_are_shown() -> None:
 
 
 def test_a_sparkline_is_one_line_per_stretch() -> None:
-    assert sparkline([]).count("<polyline") == 0
-    drawn = str(sparkline([1.0, 10.0, None, 0.1, NAN, 0.0]))
+    assert log_curve([]).count("<polyline") == 0
+    drawn = str(log_curve([1.0, 10.0, None, 0.1, NAN, 0.0]))
     step = 160 / 6
     assert (
         f'<polyline points="{step / 2:.1f},9.0 {1.5 * step:.1f},2.0 {1.5 * step:.1f},2.0"/>'

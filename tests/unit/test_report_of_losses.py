@@ -6,15 +6,12 @@ import itertools
 import json
 import math
 import pathlib
-import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from commands import call_here
-from gradsurgeon.report.loss_lines import compared_remarks
-from gradsurgeon.report.signed_curve import by_step, means_of, runs_below
 from html_views import Page
 from runs import meta, values
 
@@ -22,9 +19,11 @@ from gradsurgeon import RecordError, open_run
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.live import LiveRun
-from gradsurgeon.report.losses import Compared, split_pair
+from gradsurgeon.report.loss_tables import compared_table
+from gradsurgeon.report.losses import Compared, Curve, split_pair
 from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import screen
+from gradsurgeon.report.tables import means
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
@@ -127,6 +126,10 @@ def compared(cosines: Sequence[Row], names: Sequence[str], losses: Sequence[str]
     return found
 
 
+def pairs_of(curve: Curve) -> list[tuple[int, float]]:
+    return list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -> None:
     (found,) = (in_memory_of(run) if in_memory else report_of(run))["conflicts"]
@@ -160,7 +163,6 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
             "below_from": None,
             "ratio": 1000.0,
             "opposed": 0.25,
-            "since": None,
         },
         {
             "first": "depth",
@@ -228,7 +230,9 @@ def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
         text = from_run(opened).text(width=100)
         page = page_data(opened)
     assert "  would have changed the sum in 75% of calls" in text
-    assert page["versus"][0]["table"]["notes"][0].startswith("would have changed the sum in 75%")
+    notes = page["versus"][-1]["table"]["notes"]
+    (remark,) = (one for one in notes if "the sum in" in one)
+    assert remark.startswith("would have changed the sum in 75%")
 
 
 def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: pathlib.Path) -> None:
@@ -272,7 +276,7 @@ def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> Non
         writer.close()
     with open_run(tmp_path / "run") as opened:
         (found,) = from_run(opened).losses.compared
-    assert [(one.name, one.curve) for one in found.pairs] == [
+    assert [(one.name, pairs_of(one.curve)) for one in found.pairs] == [
         ("seg/depth", [(0, 0.5)]),
         ("seg/edges", [(0, -0.5)]),
     ]
@@ -300,63 +304,16 @@ def test_a_name_says_what_it_is_made_of(
     assert split_pair(name, losses) == split
 
 
-def noisy(means: Sequence[float], seed: int = 0, noise: float = 0.1) -> list[tuple[int, float]]:
-    rng = random.Random(seed)
-    return [(step, rng.gauss(mean, noise)) for step, mean in enumerate(means)]
+def test_no_conflict_on_average_is_said() -> None:
+    notes = compared_table(compared([[0.5], [0.25]], ["a/b"], ["a", "b"])).notes
+    assert notes[-1] == "no losses conflict on average"
 
 
-@pytest.mark.parametrize(
-    ("means", "when"),
-    [
-        ([-0.4] * 200, "throughout"),
-        ([0.4] * 200, "never"),
-        ([0.4] * 120 + [-0.4] * 80, "since step (119|120|121)"),
-        ([-0.4] * 80 + [0.4] * 120, "until step (79|80|81)"),
-        ([-0.4] * 86 + [0.4] * 114, "until step (85|86|87)"),
-        ([-0.6] * 8 + [0.2] * 4, "on average"),
-        ([0.4] * 60 + [-0.4] * 60 + [0.4] * 80, "at times"),
-        ([0.0] * 200, "at times"),
-        ([0.3 - step / 200 for step in range(200)], "since step (4|5|6|7)."),
-        ([-0.5] * 3, "throughout"),
-    ],
-)
-@pytest.mark.parametrize("seed", range(5))
-def test_since_when_they_conflict(means: Sequence[float], when: str, seed: int) -> None:
-    curve = noisy(means, seed)
-    (pair,) = compared([[value] for _, value in curve], ["a/b"], ["a", "b"]).pairs
-    assert re.fullmatch(when, pair.when)
-    assert (pair.since is not None) == (pair.when.split()[0] in ("since", "throughout", "on"))
-
-
-def test_few_calls_of_which_all_conflict_do_so_throughout() -> None:
-    # Of three that differ as much as this, noise could be the cause; but there is no other one.
-    (pair,) = compared([[-0.02], [-0.15], [-0.1]], ["a/b"], ["a", "b"]).pairs
-    assert (pair.below, pair.when) == (1.0, "throughout")
-
-
-def test_a_few_calls_in_conflict_among_many_without_are_told_as_such() -> None:
-    values = [[-0.8 if step % 10 == 0 else 0.0] for step in range(200)]
-    (pair,) = compared(values, ["a/b"], ["a", "b"]).pairs
-    assert (pair.below, pair.when, pair.since) == (0.1, "at times", None)
-
-
-def test_a_conflict_that_has_begun_late_is_said() -> None:
-    curve = noisy([0.6] * 160 + [-0.4] * 40)
-    found = compared([[value] for _, value in curve], ["a/b"], ["a", "b"])
-    assert found.pairs[0].cosine > 0.2
-    assert list(compared_remarks(found)) == [
-        f"conflicts that have begun: a/b since step {found.pairs[0].since}"
-    ]
-    never = compared([[0.5], [0.25]], ["a/b"], ["a", "b"])
-    assert list(compared_remarks(never)) == ["no losses conflict on average"]
-
-
-def test_curves_are_folded_by_step_and_by_mean() -> None:
-    curve = [(0, 1.0), (0, 3.0), (1, 5.0), (2, -1.0)]
-    assert by_step(curve) == [(0, 2.0), (1, 5.0), (2, -1.0)]
-    assert means_of(curve, 2) == [(0, 2.0), (1, 2.0)]
-    assert means_of([], 4) == []
-    assert runs_below([]) == []
+def test_curves_are_folded_by_mean() -> None:
+    assert means([1.0, 3.0, 5.0, -1.0], 2) == [2.0, 2.0]
+    assert means([1.0, None, None, None], 2) == [1.0, None]
+    assert means([4.0, 5.0], 3) == [4.0, 5.0]
+    assert means([], 4) == []
 
 
 EIGHT = ["segmentation", "depth", "normals", "edges", "keypoints", "boxes", "train/flow", "albedo"]
@@ -373,8 +330,13 @@ def test_twenty_eight_pairs_can_be_read() -> None:
     assert [len(row) for row in matrix] == [7] * 8
     assert matrix[0] == ["-1.00", "-0.93", "-0.86", "-0.79", "-0.71", "-0.64", "-0.57"]
     assert matrix[7][0] == "100%"
-    assert "... and 18 more; the lowest mean cosines are shown" in text
-    tables = [line for line in lines if not line.startswith(("  the worst", "  history: "))]
+    names = [
+        line.split()[0] for line in lines if line.startswith(tuple(f"  {one}/" for one in EIGHT))
+    ]
+    assert len(names) == len(set(names)) == 28
+    assert "more; the lowest mean cosines are shown" not in text
+    sentences = ("  the worst", "  history: ", "  ratio: ")
+    tables = [line for line in lines if not line.startswith(sentences)]
     assert max(map(len, tables)) <= 100, tables
 
 
@@ -387,8 +349,8 @@ def test_of_hundreds_of_parts_the_worst_are_shown() -> None:
     )
     text = report.text(width=120)
     shown = re.findall(r"^  (trunk\.\d+\.weight): seg/depth ", text, re.MULTILINE)
-    assert shown == [f"trunk.{place}.weight" for place in range(10)]
-    assert "... and 290 more; the lowest mean cosines are shown" in text
+    assert shown == [f"trunk.{place}.weight" for place in range(28)]
+    assert "and 272 more; the lowest mean cosines are shown\n" in text
     assert "conflicts of 2 losses in each of 300 parts, recorded by tasks in steps 0..15" in text
     assert "seg/depth conflict on average in 30 of 300 parts" in text
     assert "left out: 1 call of trunk.0.weight: seg/depth, and of 299 more pairs" in text
@@ -402,7 +364,7 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
         key, row = (first, [0.5]) if step % 2 else (both, [-0.5, 0.25, 0.0])
         records.add(key, step, values(*row))
     (found,) = Report("t", (), rules_of("tasks"), {}, records).losses.compared
-    assert [one.curve for one in found.pairs][:2] == [
+    assert [pairs_of(one.curve) for one in found.pairs][:2] == [
         [(0, -0.5), (1, 0.5), (2, -0.5), (3, 0.5)],
         [(0, 0.25), (2, 0.25)],
     ]
@@ -461,10 +423,11 @@ def test_a_notebook_shows_them(run: pathlib.Path) -> None:
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
     lines = [line.text for line in screen(LiveRun(run).read(), 100)]
     assert not any("norms" in line for line in lines)
-    assert "worst cosines of losses, tasks in steps 0..2" in lines
+    assert "conflicts of 3 losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
-    assert row[2:] == ["-0.25", "-0.31", "75%"]
-    assert "  distance from the sum, over its norm: 1" in lines
+    assert row[2:] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
+    row = next(line.split() for line in lines if line.startswith("  edges  "))
+    assert row[2:] == ["2", "1", "4", "4"]
 
 
 def test_trackers_get_mean_and_least() -> None:
