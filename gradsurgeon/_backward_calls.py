@@ -78,12 +78,9 @@ def around(context: Around) -> Callable[[], None]:
     return _added(_around, context)
 
 
-def asked_for() -> list[Any] | None:
-    """Return the inputs of all running `torch.autograd.grad` calls; ``None`` if a `backward()` runs, or no pass."""
-    calls = list(_running)
-    if not calls or any(call.accumulates for call in calls):
-        return None
-    return [one for call in calls for one in call.inputs]
+def is_only_grad() -> bool:
+    """Tell whether passes run, and all of them are `torch.autograd.grad` calls."""
+    return bool(_running) and not any(call.accumulates for call in _running)
 
 
 def _added(watching: list[Any], one: object) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +10,6 @@ from typing import Literal
 
 from gradsurgeon import _html
 from gradsurgeon.errors import printable
-
-# Operations with a pole or a limited domain, in the forward or in the backward pass.
-_SINGULAR = re.compile(
-    r"(Div|Reciprocal|Log|Sqrt|Rsqrt|Pow|Exp|Acos|Asin|Atanh|Acosh|Erfinv|Lgamma|Digamma|Tan|Cosh|Sinh|Norm|"
-    r"LinalgVectorNorm|Std|Var|Softmax|LogSoftmax|Logit|BinaryCrossEntropy|Cumprod|Prod|Xlogy|Fmod|Remainder|"
-    r"CtcLoss|KlDiv|Linalg|Cholesky|Inverse)[A-Za-z]*Backward\d*$"
-)
 
 # When a tensor was already non-finite.
 ALREADY = {
@@ -212,10 +204,6 @@ class Diagnosis:
         """Yield sentences on the loss."""
         if self.loss_nodes:
             yield f"operations of the loss: {', '.join(self.loss_nodes)}"
-        if self.loss_nodes and self.where == "output gradient":
-            suspects = [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
-            named = ", ".join(suspects) or "none that is known"
-            yield f"operations that can make it of finite numbers: {named}"
         if self.loss is not None and self.where == "output gradient":
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.forensics.kept_calls import MOST_CALLS
 from gradsurgeon.forensics.kept_step import (
-    Buffers,
     FailedStep,
     Fingerprint,
     HostRandom,
@@ -29,11 +28,15 @@ from gradsurgeon.planning import named_modules
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 2
+FORMAT = 3
 STEP = "step.pt"
 # Weights, the kept calls, and some more.
 MOST_BYTES = 6 * 2**30
 _LONGEST = 300
+# The parts of a step and of a call that are in a bundle as they are.
+STEP_NUMBERS = ("dropped", "passes", "step", "rank", "updated")
+STEP_NAMES = ("modules", "rested", "bad")
+CALL_PARTS = ("args", "kwargs", "buffers", "grads", "number", "compiled", "training")
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
@@ -72,8 +75,6 @@ def check(folder: Path) -> None:
         inside = sorted(folder.glob("trap-step*")) if folder.is_dir() else []
         if inside:
             why += f"; it has {printable(inside[0].name)}: name that"
-        elif (folder / "bundle.json").exists():
-            why += "; an older gradsurgeon wrote it: replay it with that version"
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
     if not stat.S_ISREG(mode):
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {STEP} is no file")
@@ -93,7 +94,7 @@ class _Reader:
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._made_on = str(document["device"])
-        code = document.get("code")
+        code = document["code"]
         self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
         self._doubts: list[str] = []
 
@@ -116,18 +117,13 @@ class _Reader:
         if len(document["calls"]) > MOST_CALLS:
             raise ValueError(f"a step has at most {MOST_CALLS} calls")
         scale = document["scale"]
+        parts: dict[str, Any] = {name: int(document[name]) for name in STEP_NUMBERS}
+        parts |= {name: tuple(map(str, document[name])) for name in STEP_NAMES}
         failed = FailedStep(
-            [self._call(entry, weights or {}) for entry in document["calls"]],
-            int(document["dropped"]),
-            int(document["passes"]),
-            int(document["step"]),
-            int(document["rank"]),
-            None if scale is None else torch.tensor(float(scale)),
-            tuple(map(str, document["modules"])),
-            tuple(map(str, document["rested"])),
-            {int(number): self._loss(*loss) for number, loss in document["losses"].items()},
-            bad=tuple(map(str, document["bad"])),
-            updated=bool(document["updated"]),
+            calls=[self._call(entry, weights or {}) for entry in document["calls"]],
+            scale=None if scale is None else torch.tensor(float(scale)),
+            losses={int(number): self._loss(*loss) for number, loss in document["losses"].items()},
+            **parts,
         )
         return failed, tuple(dict.fromkeys(self._doubts))
 
@@ -140,22 +136,23 @@ class _Reader:
             )
         there = weights.get(name, {})
         _check_weights(module, there)
-        self._doubts += _other_code(module, self._code.get(name))
+        if not self._code.get(name) or self._code[name] != code_of(module):
+            self._doubts.append(
+                "this may not be the model of the bundle: its modules, or the source code of their classes, differ or "
+                "are unknown"
+            )
         if entry["written"]:
             self._doubts.append("an input was written to after the call")
         return KeptCall(
             module=lambda: module,
             name=name,
-            args=tuple(self._placed(entry["args"])),
-            kwargs=self._placed(entry["kwargs"]),
             written={},
             random={
                 device: state
                 for device, state in entry["random"].items()
                 if torch.device(device).type in ("cpu", self._device.type)
             },
-            host=_host(*entry["host"]),
-            buffers=Buffers(self._placed(entry["buffers"])),
+            host=HostRandom(*entry["host"]),
             autocast={
                 self._device.type if kind == self._made_on else kind: (bool(enabled), dtype)
                 for kind, (enabled, dtype) in entry["autocast"].items()
@@ -165,13 +162,9 @@ class _Reader:
                 path: Fingerprint(shape, sample, -1 if over else _torch.writes(sample))
                 for path, (shape, sample, over) in self._placed(entry["outputs"]).items()
             },
-            grads=self._placed(entry["grads"]),
-            number=int(entry["number"]),
-            compiled=bool(entry["compiled"]),
-            differentiated=bool(entry["differentiated"]),
-            casts=dict(_casts(module, entry["casts"])),
+            casts={key: Cast(*cast) for key, cast in entry["casts"].items()},
             weights=there,
-            training={str(key): bool(value) for key, value in entry["training"].items()},
+            **{part: self._placed(entry[part]) for part in CALL_PARTS},
         )
 
     def _loss(self, value: Any, nodes: Any) -> KeptLoss:
@@ -195,88 +188,31 @@ class _Reader:
 
 
 def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    have = {
-        name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+    own = {name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
     given = {name: list(tensor.shape) for name, tensor in weights.items()}
-    problems = [
-        *(f"{printable(name)} is not in the model" for name in given.keys() - have.keys()),
-        *(f"{printable(name)} is not in the bundle" for name in have.keys() - given.keys()),
-        *(
-            f"{printable(name)} has the shape {have[name]}, and {given[name]} in the bundle"
-            for name in given.keys() & have.keys()
-            if have[name] != given[name]
-        ),
-    ]
-    if weights and problems:
-        shown = "\n  ".join(sorted(problems)[:8])
-        raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+    other = sorted(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
+    if weights and other:
+        shown = "".join(
+            f"\n  {printable(name)} has the shape {own.get(name, 'none')}, and {given.get(name, 'none')} in the bundle"
+            for name in other[:8]
+        )
+        raise GradSurgeonError(f"this is not the model of the bundle:{shown}")
 
 
-def code_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return the class name of each module, and a hash of the source of its classes outside of torch.
+def code_of(module: nn.Module) -> str:
+    """Return a hash of a module tree and of the source of its classes outside of torch; empty if a source is missing."""
+    known = {kind: _code_of(kind) for kind in {type(inner) for inner in module.modules()}}
+    if not all(known.values()):
+        return ""
+    tree = "".join(f"{name}: {known[type(inner)]}\n" for name, inner in module.named_modules())
+    return hashlib.sha256(tree.encode()).hexdigest()[:16]
 
-    The hash is empty if the source is missing.
-    """
-    named = dict(module.named_modules())
-    codes = {kind: _code_of(kind) for kind in set(map(type, named.values()))}
-    return {name: codes[type(inner)] for name, inner in named.items()}
 
-
-def _code_of(kind: type) -> list[str]:
+def _code_of(kind: type) -> str:
     # `fully_shard` puts a class of its own before the class of the script.
     classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed.")]
     own = [one for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")]
     try:
-        sources = "".join(map(inspect.getsource, own))
+        return classes[0].__qualname__ + "".join(map(inspect.getsource, own))
     except (OSError, TypeError):
-        return [classes[0].__qualname__, ""]
-    return [classes[0].__qualname__, hashlib.sha256(sources.encode()).hexdigest()[:16]]
-
-
-def _other_code(module: nn.Module, told: Any) -> Iterator[str]:
-    """Yield the first reason to doubt that the code of a model is the code of the bundle."""
-    if not isinstance(told, dict):
-        yield "the bundle does not name the code of its model, which may be another than here"
-        return
-    here = code_of(module)
-    for name in sorted(here.keys() | told.keys()):
-        now, then = here.get(name), told.get(name)
-        if now is not None and now[1] and now == then:
-            continue
-        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
-        if now is None or then is None:
-            why = f"{shown} is in the {'model' if then is None else 'bundle'} alone"
-        elif now[0] != then[0]:
-            kind = printable(str(then[0])[:_LONGEST])
-            why = f"{shown} is of the class {now[0]}, and of {kind} in the bundle"
-        elif now[1] and then[1]:
-            why = f"{shown} ({now[0]}) has other source code"
-        else:
-            yield f"the source of {shown} ({now[0]}) is missing, and may be another than in the bundle"
-            return
-        yield f"this is not the model of the bundle: {why}"
-        return
-
-
-def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str, Cast]]:
-    there = named_modules(module)
-    for name, (inputs, outputs, moves) in entries.items():
-        if name not in there:
-            raise GradSurgeonError(
-                f"the model has no module {printable(name)}, for which the bundle has casts"
-            )
-        yield name, Cast(inputs, outputs, bool(moves))
-
-
-def _host(python: Any, numpy: Any) -> HostRandom:
-    state: dict[str, Any] | None = None
-    if numpy is not None:
-        key, position, has_gauss, gauss = numpy
-        state = {"bit_generator": "MT19937", "has_gauss": int(has_gauss), "gauss": float(gauss)}
-        words = torch.tensor(key, dtype=torch.uint32).numpy()
-        state["state"] = {"key": words, "pos": int(position)}
-    if python is not None:
-        version, numbers, gauss = python
-        python = version, tuple(map(int, numbers)), gauss
-    return HostRandom(python, state)
+        return ""

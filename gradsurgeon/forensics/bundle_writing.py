@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from gradsurgeon import _bounded_load, _torch
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.forensics.bundle_reading import FORMAT, MOST_BYTES, STEP, code_of
+from gradsurgeon.forensics.bundle_reading import (
+    CALL_PARTS,
+    FORMAT,
+    MOST_BYTES,
+    STEP,
+    STEP_NAMES,
+    STEP_NUMBERS,
+    code_of,
+)
 from gradsurgeon.forensics.kept_step import FailedStep, HostRandom, KeptCall
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.structure import Path as TensorPath
@@ -25,7 +33,6 @@ from gradsurgeon.tensors.structure import tensors_in
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
 MAX_BYTES = 4 * 2**30
 _FACE = "step.json"
-_DEEPEST = 64
 _PLAIN = (str, int, bool, float, type(None), torch.dtype, torch.Size)
 _HOLDS = "which a bundle cannot hold: it can hold tensors, numbers, texts, dtypes, lists, tuples and dicts"
 
@@ -74,18 +81,11 @@ def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
 
 def _named(made: Path, folder: Path, name: str) -> Path:
     """Give a directory its name, or the next one that is free: a bundle is never overwritten."""
-    for number in range(1, 1000):
-        place = folder / (name if number == 1 else f"{name}-{number}")
-        if place.exists():
-            continue
-        try:
-            made.rename(place)
-        except OSError:
-            if place.exists():
-                continue
-            raise
-        return place
-    raise OSError(f"{folder} holds a thousand bundles of this step already")
+    place, number = folder / name, 1
+    while place.exists():
+        number += 1
+        place = folder / f"{name}-{number}"
+    return made.rename(place)
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
@@ -97,8 +97,6 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         "gradsurgeon": VERSION,
         "torch": str(torch.__version__),
         "device": "cpu" if first is None else first.device.type,
-        "step": failed.step,
-        "rank": failed.rank,
         "scale": None if failed.scale is None else float(failed.scale),
         "losses": {
             number: (
@@ -107,55 +105,39 @@ def _document(failed: FailedStep) -> dict[str, Any]:
             )
             for number, loss in failed.losses.items()
         },
-        "modules": failed.modules,
-        "rested": failed.rested,
-        "bad": failed.bad,
-        "passes": failed.passes,
-        "dropped": failed.dropped,
-        "updated": failed.updated,
         "calls": [_call(call, plain) for call in failed.calls],
         "weights": _weights(modules, plain),
         "code": {name: code_of(module) for name, module in modules.items()},
+        **{name: getattr(failed, name) for name in (*STEP_NUMBERS, *STEP_NAMES)},
     }
 
 
 def _call(call: KeptCall, plain: _Plain) -> dict[str, Any]:
     module = call.module()
     named = [] if module is None else module.named_modules()
+    given = {path: _torch.writes(t) for path, t in tensors_in([call.args, call.kwargs])}
     return {
         "name": call.name,
-        "args": plain(call.args),
-        "kwargs": plain(call.kwargs),
+        **{part: plain(getattr(call, part)) for part in CALL_PARTS},
         "random": plain(call.random),
         "host": _host(call.host),
-        "buffers": plain(dict(call.buffers.items())),
         "autocast": call.autocast,
         "outputs": {
             path: (kept.shape, plain(kept.sample), kept.is_overwritten)
             for path, kept in call.outputs.items()
         },
-        "grads": plain(call.grads),
-        "written": call.written
-        != {p: _torch.writes(t) for p, t in tensors_in([call.args, call.kwargs])},
-        "number": call.number,
-        "compiled": call.compiled,
-        "differentiated": call.differentiated,
+        "written": call.written != given,
         "casts": {name: tuple(cast) for name, cast in call.casts.items()},
         "training": {name: inner.training for name, inner in named},
     }
 
 
 def _host(state: HostRandom) -> tuple[Any, Any]:
-    """Return the random state of Python and numpy in lists; other generators of numpy than its default are left out."""
-    python, numpy = state.python, state.numpy
-    if python is not None:
-        version, words, gauss = python
-        python = version, list(words), gauss
-    if numpy is None or numpy["bit_generator"] != "MT19937":
-        return python, None
-    inner = numpy["state"]
-    waiting = int(numpy["has_gauss"]), float(numpy["gauss"])
-    return python, (inner["key"].tolist(), int(inner["pos"]), *waiting)
+    """Return the random state of Python and numpy without arrays; other generators than numpy's default are left out."""
+    if state.numpy is None or state.numpy["bit_generator"] != "MT19937":
+        return state.python, None
+    inner = state.numpy["state"]
+    return state.python, {**state.numpy, "state": {**inner, "key": inner["key"].tolist()}}
 
 
 def _weights(modules: Mapping[str, nn.Module], plain: _Plain) -> dict[str, dict[str, Any]] | None:
@@ -174,19 +156,14 @@ class _Plain:
     def __init__(self) -> None:
         # With the tensor itself, so that no other one gets its number.
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        # How many values structures may still hold: a structure that contains itself has no end.
-        self._left = 100_000
 
-    def __call__(self, value: Any, depth: int = 0) -> Any:
-        self._left -= 1
-        if self._left < 0 or depth > _DEEPEST:
-            raise NotWrittenError(f"the model was given a structure without end, {_HOLDS}")
+    def __call__(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if type(value) in (list, tuple):
-            return type(value)(self(item, depth + 1) for item in value)
+            return type(value)(self(item) for item in value)
         if type(value) in (dict, OrderedDict):
-            return {self(key, depth + 1): self(item, depth + 1) for key, item in value.items()}
+            return {self(key): self(item) for key, item in value.items()}
         if type(value) not in _PLAIN:
             raise _not_held(f"value of the type {_kind(value)}")
         return value

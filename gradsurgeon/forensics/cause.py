@@ -43,11 +43,6 @@ _UPDATED = (
     "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
     "the script did since (a checkpoint, a copy)"
 )
-_LOST_EPSILON = (
-    "float16 rounds numbers below 3e-08 to 0, such as the epsilon of 1e-08 that Adam has by default: it then divides by 0 "
-    "where a gradient was too small to be squared"
-)
-_EPSILON_ADVICE = "give the optimizer `eps=1e-4`, or keep the weights that it updates in float32"
 # Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
 _GROWN = 1e3
 
@@ -74,10 +69,7 @@ def cause_of(source: Source, step: int = 0) -> Cause:
     if source.what == "output gradient":
         return Cause("unknown", (text,), _LOOK_AT_LOSS)
     if source.what == "weight" and step and not source.intended:
-        evidence = (text, _UPDATED)
-        if source.facts is None or source.facts.dtype != "float16":
-            return cause("bad input", *evidence)
-        return Cause("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
+        return cause("bad input", text, _UPDATED)
     return cause("unknown" if source.what == "unknown" else "bad input", text)
 
 
@@ -107,10 +99,7 @@ def cause_of_call(
     """
     with torch.no_grad():
         try:
-            try:
-                found = _repeat(call, number)
-            except torch.OutOfMemoryError:
-                found = _repeat(_on_host(call), number)
+            found = _repeat(call, number)
         except Exception as error:  # noqa: BLE001 # any operation may raise anything
             text = f"repeating the operation raised {type(error).__name__}: {error}"
             found = cause("unknown", text)
@@ -166,17 +155,13 @@ def _repeat(call: Call, number: int) -> Cause:
     if wide is None:
         return cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
-        text = f"in float64 the result is {_sign(wide)} as well"
+        text = f"in float64 the result is {facts(wide).kind} as well"
         # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
         pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
             return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
         return cause("mathematics", text)
     return _of_format(call, number, first.dtype, _largest(wide))
-
-
-def _sign(tensor: Tensor) -> str:
-    return facts(tensor).kind
 
 
 def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:

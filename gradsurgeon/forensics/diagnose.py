@@ -12,9 +12,9 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.forensics.cause import cause_of
 from gradsurgeon.forensics.kept_calls import MAX_BYTES
-from gradsurgeon.forensics.kept_step import FailedStep, Fingerprint, KeptCall
+from gradsurgeon.forensics.kept_step import FailedStep, KeptCall
 from gradsurgeon.forensics.loss import birth_in
-from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
+from gradsurgeon.forensics.replay import INPUT, Replayed, replay
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
 from gradsurgeon.tensors.structure import tensors_in
 
@@ -26,8 +26,8 @@ _TOO_LARGE = (
     f"{{}} of the calls of this step were not kept: the tensors exceed {MAX_BYTES // 2**20} MiB"
 )
 _DIFFERENT = (
-    "the replay returned other outputs than the call: state in Python has changed, an input was written to, or the "
-    "model uses random numbers from elsewhere"
+    "the replay returned other outputs than the call: state in Python has changed, an input was written to, the model "
+    "uses random numbers from elsewhere, or the machine made an error"
 )
 _CLOSE = (
     "the replay differs from the call in the last digits (an operation is not deterministic), or the script has "
@@ -42,16 +42,9 @@ _NOTHING_FINITE = (
     "replay after state in Python has changed"
 )
 _FINITE = (
-    "all gradients are finite in the replay: the script changed them after backward, or made them without the forward "
-    "pass of the model, or the model uses random numbers from elsewhere, or the machine made an error"
-)
-_DIFFERENTIATED = (
-    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and the double backward "
-    "pass cannot be run again: look at the penalty, such as at the root of a norm of 0"
-)
-_FINITE_NOW = (
-    "the output was non-finite in the call and is finite in the replay: an error of the machine, a race, or state in "
-    "Python that has changed"
+    "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
+    "of the model or by `torch.autograd.grad` (a gradient penalty), or the model uses random numbers from elsewhere, or "
+    "the machine made an error"
 )
 _ITERATOR = (
     "the model was given an iterator ({}), which a replay would use up for the training: give the model the items of "
@@ -113,8 +106,6 @@ def diagnose(
     blamed = _search(failed, reasons)
     if blamed is None:
         finite = _FINITE_HERE if failed.together else _FINITE
-        if any(call.differentiated for call in failed.calls):
-            finite = _DIFFERENTIATED
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
     replayed, source = blamed
     if debugger and isinstance(source, Birth):
@@ -135,29 +126,11 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
             if replayed.sources and failed.bad:
                 reasons.append(_OTHERS)
         elif not _is_from_outside(source):
-            return _followed(replayed, source, failed)
+            return replayed, source
         elif outside is None:
             # Another call may have sent the gradient back.
             outside = replayed, source
     return outside
-
-
-def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[Replayed, Source]:
-    """Go from a non-finite input to the earlier call of the step that returned it, if there is one."""
-    if not (isinstance(source, Origin) and source.what == "input"):
-        return replayed, source
-    given = [
-        Fingerprint.of(tensor)
-        for path, tensor in tensors_in([replayed.call.args, replayed.call.kwargs])
-        if spelled_input(replayed.call, path) == source.name
-    ]
-    for call in failed.calls[: failed.calls.index(replayed.call)]:
-        for path, kept in call.outputs.items():
-            if any(map(kept.is_like, given)) and path in (earlier := replay(call)).outputs:
-                _, before = earlier.outputs[path]
-                if not is_intended(before) and _problem(earlier, failed) is None:
-                    return _followed(earlier, before, failed)
-    return replayed, source
 
 
 def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
@@ -167,14 +140,7 @@ def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
     error = replayed.error
     if error is not None:
         return f"the replay raised {type(error).__name__}: {_shortened(str(error))}"
-    if failed.updated or all(replayed.differs.values()):
-        return None
-    for path, close in replayed.differs.items():
-        if not close and path not in replayed.outputs:
-            sample = replayed.call.outputs[path].sample
-            if sample.is_floating_point() and not bool(sample.isfinite().all()):
-                return _FINITE_NOW
-    return _DIFFERENT
+    return None if failed.updated or all(replayed.differs.values()) else _DIFFERENT
 
 
 def _shortened(text: str) -> str:

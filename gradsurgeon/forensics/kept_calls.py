@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.forensics.kept_step import (
-    Buffers,
     Fingerprint,
     HostRandom,
     KeptCall,
     KeptLoss,
+    torch_random,
 )
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -34,13 +34,6 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
-
-
-class Pausable(Protocol):
-    """A session; no call is kept while it is paused."""
-
-    @property
-    def paused(self) -> bool: ...
 
 
 class _Open(threading.local):
@@ -58,8 +51,9 @@ class KeptCalls:
     If the root of the model has no forward pass of its own, the calls of the modules in it are kept.
     """
 
-    def __init__(self, session: Pausable) -> None:
-        self._session = session
+    def __init__(self, is_paused: Callable[[], bool]) -> None:
+        # While the session is paused, no call is kept.
+        self._is_paused = is_paused
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.calls: list[KeptCall] = []
         # Number of calls of this step that were dropped because of their size.
@@ -142,7 +136,7 @@ class KeptCalls:
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return
-        if self._session.paused:
+        if self._is_paused():
             self.problem = "the session was paused"
             return
         key = name, module.training
@@ -158,16 +152,16 @@ class KeptCalls:
             args,
             kwargs,
             {path: _torch.writes(tensor) for path, tensor in tensors},
-            self._random(),
+            torch_random(map(str, self._devices)),
             self._buffers(module, key),
             _autocast(self._devices),
             compiled=compiled,
             host=HostRandom.now(),
             iterators=tuple(copied.iterators),
         )
-        tensors += call.random.items()
+        tensors += [*call.random.items(), *call.buffers.items()]
         call.bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-        call.bytes += call.buffers.nbytes + call.host.nbytes
+        call.bytes += call.host.nbytes
         self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:
@@ -221,7 +215,7 @@ class KeptCalls:
             # The script has cleared the gradients of earlier passes.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()
-        if self.calls and not self._session.paused:
+        if self.calls and not self._is_paused():
             last = max(call.last_node for call in self.calls)
             loss = KeptLoss.of(graph, last)
             # A diagnosis needs the calls more than the loss.
@@ -229,14 +223,8 @@ class KeptCalls:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
-        if (asked := _backward_calls.asked_for()) is not None and (
-            differentiated := call()
-        ) is not None:
-            # Grad mode is on inside a pass that makes a graph.
-            makes_graph = torch.is_grad_enabled()
-            differentiated.differentiated |= makes_graph
-            if self._trains_nothing(asked, makes_graph=makes_graph):
-                return
+        if _backward_calls.is_only_grad():
+            return  # `torch.autograd.grad` is not training.
         if self._begins:
             self._begins = False
             self.passes += 1
@@ -251,17 +239,6 @@ class KeptCalls:
             kept.bytes += grad.numel() * grad.element_size()
             self._shorten()
 
-    def _trains_nothing(self, asked: Sequence[Any], *, makes_graph: bool) -> bool:
-        """Tell whether a pass of `torch.autograd.grad` returns no gradient that an update can use.
-
-        The script may send the gradient of a non-leaf on to parameters.
-        """
-        model = self.model()
-        params = set() if model is None else set(map(id, model.parameters()))
-        return not any(id(one) in params for one in asked) and (
-            makes_graph or all(isinstance(one, Tensor) and one.is_leaf for one in asked)
-        )
-
     def _shorten(self) -> None:
         if self.losses and self._bytes() > MAX_BYTES:
             self.losses.clear()
@@ -273,19 +250,18 @@ class KeptCalls:
         losses = sum(loss.bytes for loss in self.losses.values())
         return sum(call.bytes for call in self.calls) + losses
 
-    def _random(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        for device in self._devices:
-            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
-        return states
-
-    def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> Buffers:
-        changing = self._changing.get(key)
-        if changing is None:
-            return Buffers(dict(module.named_buffers()))
-        # The tables of scripted modules have no `get`.
-        there = {name: table[key] for name, (table, key) in changing.items() if key in table}
-        return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
+    def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> dict[str, Tensor]:
+        """Return copies of the buffers that the call may change."""
+        if (changing := self._changing.get(key)) is None:
+            there = dict(module.named_buffers())
+        else:
+            # The tables of scripted modules have no `get`.
+            there = {
+                name: table[key]
+                for name, (table, key) in changing.items()
+                if key in table and table[key] is not None
+            }
+        return {name: buffer.detach().clone() for name, buffer in there.items()}
 
 
 class _Hook:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,11 +55,13 @@ class Fingerprint:
         """Whether the script has written into the sample since."""
         return _torch.writes(self.sample) != self.version
 
-    def is_like(self, other: Fingerprint) -> bool:
-        """Tell whether two samples are equal; NaN equals NaN."""
-        if self.shape != other.shape or self.sample.dtype != other.sample.dtype:
-            return False
-        return torch.equal(self.sample.nan_to_num(7.0), other.sample.nan_to_num(7.0))
+
+def torch_random(devices: Iterable[str]) -> dict[str, Tensor]:
+    """Return the random state of torch by device, ``cpu`` included."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in {*devices} - {"cpu"}:
+        states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +108,6 @@ def _state_of_numpy() -> Mapping[str, Any] | None:
     return _read[1]
 
 
-class Buffers:
-    """Copies of buffers. Buffers of one dtype share a tensor: a forward pass may change hundreds of small ones."""
-
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self._alone: dict[str, Tensor] = {}
-        kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        for name, buffer in buffers.items():
-            part = buffer.detach()
-            if part.layout == torch.strided and part.is_contiguous() and not part.is_quantized:
-                kinds.setdefault((part.device, part.dtype), {})[name] = part
-            else:
-                self._alone[name] = part.clone()
-        self._together = [
-            (
-                [(name, part.shape) for name, part in named.items()],
-                # `flattened` would not copy a single buffer.
-                _torch.flattened(list(named.values()))
-                if len(named) > 1
-                else next(iter(named.values())).clone().view(-1),
-            )
-            for named in kinds.values()
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        parts = (*self._alone.values(), *(flat for _, flat in self._together))
-        return sum(part.numel() * part.element_size() for part in parts)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._alone.items()
-        for named, flat in self._together:
-            parts = torch.split(flat, [shape.numel() for _, shape in named])
-            for (name, shape), part in zip(named, parts, strict=True):
-                yield name, part.view(shape)
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptCall:
     """One call of a model in training.
@@ -164,7 +130,6 @@ class KeptCall:
         training: by name, whether each module was in training, if that may have changed.
         compiled: whether compiled code ran.
         host: random state of Python and numpy.
-        differentiated: whether `torch.autograd.grad` went through the call and made a graph (a gradient penalty).
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
@@ -175,7 +140,7 @@ class KeptCall:
     kwargs: dict[str, Any]
     written: dict[Path, int]
     random: dict[str, Tensor]
-    buffers: Buffers
+    buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
     grads: dict[Path, Tensor] = field(default_factory=dict)
@@ -186,7 +151,6 @@ class KeptCall:
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
     host: HostRandom = HostRandom()
-    differentiated: bool = False
     iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 

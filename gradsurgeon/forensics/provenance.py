@@ -209,26 +209,26 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Birth]
     ) -> list[Source]:
-        led = given(call, output, kind)
-        by_tensor = [self._known(call, tensor, "NaN") for tensor in led.nan]
+        nan, infinite, fresh = given(call, output, kind)
+        by_tensor = [self._known(call, tensor, "NaN") for tensor in nan]
         found = [source for sources in by_tensor for source in sources]
         if kind == "NaN":
-            if led.infinite:
-                found.append(self._of_infinities(call, led.infinite, birth))
-            if led.fresh or not all(by_tensor):
+            if infinite:
+                found.append(self._of_infinities(call, infinite, birth))
+            if fresh or not all(by_tensor):
                 found.append(birth())
             return found
-        by_tensor = [self._known(call, *one) for one in led.infinite]
+        by_tensor = [self._known(call, *one) for one in infinite]
         found += [source for sources in by_tensor for source in sources]
         numbers = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
-        is_written = led.fresh and (numbers or not tensors_of(call.args, call.kwargs))
+        is_written = fresh and (numbers or not tensors_of(call.args, call.kwargs))
         if is_written or not all(by_tensor):
             # The script wrote or holds the number: a mask.
             lines, measured = lines_here(), facts(output)
             found.append(
                 Origin(self._moment(), "literal", call.name, measured, lines, intended=True)
             )
-        elif led.fresh:
+        elif fresh:
             found.append(birth())
         return found
 
@@ -251,7 +251,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             for source in self._known(call, tensor, kind)
         ]
         masks = [source for source, kind in found if may_mask(source, kind)]
-        faults = [s for s, kind in found if not may_mask(s, kind) and _can_be_blamed(s)]
+        # An infinite input may be a mask or a mistake: its use decides.
+        faults = [
+            s
+            for s, kind in found
+            if not may_mask(s, kind)
+            and (not is_intended(s) or (isinstance(s, Origin) and s.what == "input"))
+        ]
         hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
         if not faults:
             first = None if hides else min(masks, key=lambda source: source.when, default=None)
@@ -373,11 +379,6 @@ def _as_given(
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _can_be_blamed(source: Source) -> bool:
-    # An infinite input may be a mask or a mistake: its use decides.
-    return not is_intended(source) or (isinstance(source, Origin) and source.what == "input")
 
 
 def _named(birth: Birth) -> str:

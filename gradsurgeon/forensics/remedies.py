@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
 from gradsurgeon.diagnosis import Fault
 
@@ -29,29 +29,10 @@ _MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
         "`clamp(min=eps)` before it; a `where` after it does not help",
     ),
     (
-        r"log1p",
-        "log1p(x) is minus infinity at -1 and NaN below: clamp with `clamp(min=-1 + eps)`",
-        "the derivative of log1p at -1 is infinite: clamp with `clamp(min=-1 + eps)`",
-    ),
-    (
-        r"logit",
-        "logit(x) is infinite at 0 and at 1, and NaN beyond: pass `eps=`, or keep the logits that made x",
-        "the derivative of logit at 0 and at 1 is infinite: pass `eps=`, or keep the logits that made x",
-    ),
-    (
-        r"xlogy|special(xlogy|entr)",
-        "x * log(y) is not finite where y is 0 and x is not, or y is negative: clamp y with `clamp(min=eps)`",
-        "the derivative of x * log(y) is infinite where y is 0: clamp y with `clamp(min=eps)`",
-    ),
-    (
         r"div|truedivide|reciprocal",
         "a division by 0: add an epsilon to the divisor, `clamp(min=eps)` it, or choose with `where` before the "
         "division, not after it",
         "the gradient of a division by 0: choose with `where` before the division, so that the divisor is never 0",
-    ),
-    (
-        r"fmod|remainder|floordivide",
-        "the remainder of a division by 0 is NaN: replace the divisor where it is 0",
     ),
     (
         r"pow|float_?power",
@@ -64,20 +45,6 @@ _MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
         r"acos|asin",
         "acos and asin are NaN beyond -1 and 1, which rounding reaches: clamp with `clamp(-1 + eps, 1 - eps)`",
         "the derivative of acos and asin at -1 and 1 is infinite: clamp with `clamp(-1 + eps, 1 - eps)`",
-    ),
-    (
-        r"atanh|acosh|erfinv|specialerfinv|specialndtri",
-        "the result is infinite at the ends of its domain and NaN beyond: clamp the input, as with `clamp(-1 + eps, 1 - eps)`",
-        "the derivative is infinite at the ends of its domain: clamp the input, as with `clamp(-1 + eps, 1 - eps)`",
-    ),
-    (
-        r"atan2",
-        "",
-        "atan2(0, 0) has no derivative: keep both from being 0, or choose with `where` before it",
-    ),
-    (
-        r"tan|digamma|polygamma|lgamma|mvlgamma",
-        "the operation has poles, and its input is at one: keep the input away from them with `clamp`",
     ),
     (
         r"(linalgvector|linalgmatrix)?norm",
@@ -131,12 +98,6 @@ _MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
         "a target is longer than its input can spell: pass `zero_infinity=True`, or drop such samples",
     ),
     (
-        r"(linalg)?(svd|eigh?|qr|symeig).*",
-        "the matrix has no such decomposition in finite numbers: look at the matrix",
-        "the derivative of a decomposition with equal eigenvalues or singular values is not finite: add small noise "
-        "to the matrix, or avoid a gradient through the vectors",
-    ),
-    (
         r"(linalg)?(inv|inverse|solve|cholesky|choleskysolve|invex|det|slogdet|logdet|pinv|lu).*",
         "the matrix is singular: add `eps * torch.eye(n)` to it",
     ),
@@ -148,11 +109,6 @@ _MATHEMATICS: tuple[tuple[str, str] | tuple[str, str, str], ...] = (
     (
         r"add|sub|rsub|sum|cumsum|addmm|mm|bmm|baddbmm|matmul",
         "infinities of both signs met, or an infinity met a 0: keep the mask out of this sum or product",
-    ),
-    (
-        r"cumprod|prod",
-        "",
-        "the derivative of a product divides by its factors: keep them from being 0, or sum logarithms",
     ),
 )
 
@@ -197,22 +153,13 @@ def remedy(fault: Fault, operation: str, node: str) -> str:
         node: the node of the graph, if the fault is in the backward pass.
     """
     made_by = _NODE.fullmatch(node)
+    name = operation.rpartition(".")[2]
     if fault == "mathematics":
-        if made_by and (told := _of(_key(made_by["name"]), "backward")):
-            return told
-        return _of(_key(operation.rpartition(".")[2]), "forward")
-    if fault == "overflow":
-        key = _key(operation.rpartition(".")[2])
-        return next((told for names, told in _OVERFLOW if re.fullmatch(names, key)), "")
-    return ""
+        told = _of(made_by["name"], _MATHEMATICS)[-1] if made_by else ""
+        return told or _of(name, _MATHEMATICS)[0]
+    return _of(name, _OVERFLOW)[0] if fault == "overflow" else ""
 
 
-def _of(key: str, direction: Literal["forward", "backward"]) -> str:
-    for names, *told in _MATHEMATICS:
-        if re.fullmatch(names, key):
-            return told[0] if direction == "forward" else told[-1]
-    return ""
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "").lower()
+def _of(name: str, table: Iterable[tuple[str, ...]]) -> Sequence[str]:
+    key = name.replace("_", "").lower()
+    return next((told for names, *told in table if re.fullmatch(names, key)), [""])

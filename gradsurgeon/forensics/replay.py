@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,25 +15,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradsurgeon.distributed.fully_shard import Cast, casts
-from gradsurgeon.forensics import debugging
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
-from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
+from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 # The prefix of inputs among the names of tensors with gradients.
 INPUT = "input "
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 # Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
 shown_to: list[Callable[[str, Tensor], None]] = []
-
-
-# Whether this thread runs a replay.
-_this_thread = threading.local()
 
 
 @dataclass(slots=True)
@@ -76,11 +71,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     found = Replayed(call)
     if module is None or call.iterators:
         return found
-    if getattr(_this_thread, "replays", False):
-        found.error = RuntimeError("a replay inside a replay")
-        return found
     try:
-        _this_thread.replays = True
         with (
             _one_at_a_time,
             undisturbed(module, call) as found.left,
@@ -90,8 +81,6 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
             _run(module, call, found, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
         found.error = error
-    finally:
-        _this_thread.replays = False
     return found
 
 
@@ -108,7 +97,10 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
-    args, kwargs = _copied((call.args, call.kwargs))
+    # Copies without their graph, so the forward pass may write to them.
+    args, kwargs = Copied(
+        (call.args, call.kwargs), lambda t: t.detach().clone().requires_grad_(t.requires_grad)
+    ).value
     inputs = {spelled_input(call, path): tensor for path, tensor in tensors_in([args, kwargs])}
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
@@ -135,7 +127,6 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         shown_to.append(came_out)
         stack.callback(shown_to.remove, came_out)
         stack.callback(provenance.memory.restore)
-        stack.callback(debugging.leave)
         with provenance:
             output = module(*args, **kwargs)
         outputs = dict(tensors_in(output))
@@ -225,16 +216,15 @@ def _go_back(
         origin = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
         if origin is not None:
             found.grads[path] = origin
-    # Reentrant checkpoints refuse `inputs=`, so their pass reaches all leaves.
-    reaches_any = _has_reentrant_checkpoint(driven, outputs)
-    with grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
-        # No watch over backward passes sees this pass, and only the copies get gradients.
+    with provenance:
+        # No watch over backward passes sees this pass, and only the copies get gradients. A reentrant checkpoint
+        # refuses that, and names the remedy.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
             tuple(driven.values()),
             False,
             False,
-            () if reaches_any else tuple(leaves.values()),
+            tuple(leaves.values()),
             allow_unreachable=True,
             accumulate_grad=True,
         )
@@ -249,13 +239,6 @@ def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> 
     for path in grads:
         inner |= _nodes_below(outputs[path])
     return {path: grad for path, grad in grads.items() if outputs[path].grad_fn not in inner}
-
-
-def _has_reentrant_checkpoint(paths: Iterable[Path], outputs: Mapping[Path, Tensor]) -> bool:
-    nodes = {outputs[path].grad_fn for path in paths}
-    for path in paths:
-        nodes |= _nodes_below(outputs[path])
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
 def _nodes_below(tensor: Tensor) -> set[Any]:
@@ -316,13 +299,6 @@ def _cast(root: nn.Module, around: Mapping[str, Cast]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _copied(value: Any) -> Any:
-    """Return copies of arguments without their graph, so a forward pass may write to them."""
-    return Copied(
-        value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    ).value
 
 
 def _spelled(path: Sequence[int | str]) -> str:

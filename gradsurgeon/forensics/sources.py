@@ -118,19 +118,9 @@ def first_to_blame(sources: Iterable[Source]) -> Source | None:
     return next(iter(blamed or in_order), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The inputs that led to the elements of one kind in a result.
-
-    Attributes:
-        nan: the tensors that are NaN there.
-        infinite: the tensors that are infinite there, with the sign, if none is NaN.
-        fresh: whether some of the elements were made of finite numbers alone.
-    """
-
-    nan: list[Tensor]
-    infinite: list[tuple[Tensor, Kind]]
-    fresh: bool
+# The inputs that led to the elements of one kind in a result: the tensors that are NaN there; the tensors that are
+# infinite there, with the sign, if none is NaN; and whether some of the elements were made of finite numbers alone.
+Given = tuple[list[Tensor], list[tuple[Tensor, Kind]], bool]
 
 
 def given(call: Call, output: Tensor, kind: Kind) -> Given:
@@ -140,7 +130,7 @@ def given(call: Call, output: Tensor, kind: Kind) -> Given:
     """
     sides = [(t, taken) for t, taken in _read(call) if is_real(t) and nonfinite_kind(t)]
     if not sides:
-        return Given([], [], fresh=True)
+        return [], [], True
     if (apart := _by_elements(call, sides, output, kind)) is not None:
         return apart
     found = [(tensor, one) for tensor, _ in sides for one in kinds_in(tensor)]
@@ -150,7 +140,7 @@ def given(call: Call, output: Tensor, kind: Kind) -> Given:
         infinite = [] if nan else infinite
     elif infinite:
         nan = []
-    return Given(nan, infinite, fresh=False)
+    return nan, infinite, False
 
 
 def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -196,4 +186,4 @@ def _by_elements(
     for place in (*found["Inf"], *found["-Inf"]):
         left = left & ~place
     nan = [t for (t, _), place in zip(read, found["NaN"], strict=True) if bool(place.any())]
-    return Given(nan, infinite, fresh=bool(left.any()))
+    return nan, infinite, bool(left.any())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import sys
 from collections import deque
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.forensics.kept_step import HostRandom, KeptCall
+from gradsurgeon.forensics.kept_step import HostRandom, KeptCall, torch_random
 
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -30,11 +29,7 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
     Yields:
         A list that names the objects that could not be restored, once the context has ended.
     """
-    devices = [torch.device(name) for name in call.random if name != "cpu"]
-    before = {"cpu": torch.get_rng_state()}
-    for device in devices:
-        before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    host = HostRandom.now()
+    before, host = torch_random(call.random), HostRandom.now()
     left: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
@@ -164,26 +159,3 @@ def exchanged(
     finally:
         for table, key, value in kept:
             table[key] = value
-
-
-@contextmanager
-def grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the gradients of all other leaves of the process: a pass may reach any of them."""
-    apart = set(map(id, ours))
-    leaves = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), Tensor) and one.is_leaf and one.requires_grad
-    ]
-    kept = [
-        (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone())
-        for leaf in leaves
-        if id(leaf) not in apart
-    ]
-    try:
-        yield
-    finally:
-        for leaf, grad, before in kept:
-            leaf.grad = grad
-            if grad is not None and before is not None:
-                grad.detach().copy_(before)

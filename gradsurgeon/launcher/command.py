@@ -6,7 +6,6 @@ The launcher replaces itself, so no wrapper process remains: arguments, exit cod
 
 import argparse
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from pathlib import Path
 
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.settings import DISABLE, RULES, Settings, is_on
+from gradsurgeon.launcher.settings import Settings, is_off
 from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import RUN_FILE, state_name
@@ -28,28 +26,18 @@ _WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink")
 def main(argv: Sequence[str]) -> int:
     options, target = split(argv)
     arguments = _parser().parse_args(options)
-    if not arguments.print_env and not target:
+    if not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
-    if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
+    if is_off(os.environ):
         return _become_target(target, dict(os.environ))
-    rules = arguments.rules or os.environ.get(RULES, "")
-    if problem := next(_problems(rules, arguments), ""):
+    if problem := next(_problems(arguments), ""):
         return _fail(problem)
-    environment = _settings(rules, arguments).environment(os.environ)
-    if arguments.print_env:
-        _print_difference(environment)
-        return 0
-    if (flag := _blocking_flag()) and target[0] != "--":
-        why = f"with {flag} Python looks at neither PYTHONPATH nor sitecustomize: leave {flag} out"
-        if arguments.strict:
-            return _fail(f"the rules cannot get into the script: {why}")
-        say(f"the script runs on without rules: {why}")
-    return _become_target(target, environment)
+    return _become_target(target, _settings(arguments).environment(os.environ))
 
 
-def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace) -> Settings:
     return Settings(
-        rules=str(Path(rules).absolute()),
+        rules=str(Path(arguments.rules).absolute()),
         record=str(Path(arguments.record).absolute()) if arguments.record else "",
         dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
         start_step=arguments.start_step,
@@ -58,15 +46,20 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
         observe=arguments.observe,
         pdb=arguments.pdb,
         quiet=arguments.quiet,
-        strict=arguments.strict,
     )
 
 
-def _problems(rules: str, arguments: argparse.Namespace) -> Iterator[str]:
-    if not rules:
-        yield f"no rules are given: pass `--rules FILE`, or set {RULES}"
-    elif not Path(rules).is_file():
-        yield f"{printable(rules)}: there is no such rule file"
+def _problems(arguments: argparse.Namespace) -> Iterator[str]:
+    if not arguments.rules:
+        yield "no rules are given: pass `--rules FILE`"
+    elif not Path(arguments.rules).is_file():
+        yield f"{printable(arguments.rules)}: there is no such rule file"
+    given = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
+    for flag in (flag for flag, on in given.items() if on):
+        yield (
+            f"the rules cannot get into the script: with {flag} Python looks at neither PYTHONPATH nor "
+            f"sitecustomize: leave {flag} out"
+        )
     if arguments.record and job.is_taken(Path(arguments.record)):
         yield f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
     if arguments.resume:
@@ -104,20 +97,7 @@ def _flags() -> list[str]:
     # They omit -u, with which `torchrun` starts its workers so that no output waits in a buffer.
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
-    if sys.flags.inspect:
-        flags.append("-i")
-    for key, value in sys._xoptions.items():  # noqa: SLF001 # the documented name
-        option = key if value is True else f"{key}={value}"
-        if option not in flags:
-            flags += ["-X", option]
     return flags
-
-
-def _blocking_flag() -> str:
-    """Return the flag of this interpreter that keeps rules out of scripts; empty if there is none."""
-    flags = sys.flags
-    given = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site}
-    return next((flag for flag, on in given.items() if on), "")
 
 
 def _become_target(target: list[str], environment: dict[str, str]) -> int:
@@ -127,7 +107,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
-    environment |= launch_status.variables(environment, program)
+    environment |= launch_status.variables(program)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":
@@ -137,13 +117,6 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
         os.execve(program, command, environment)  # noqa: S606 # the user asked for this command
     except OSError as error:
         return _fail(f"{printable(program)}: {error.strerror}")
-
-
-def _print_difference(environment: dict[str, str]) -> None:
-    for key, value in environment.items():
-        if os.environ.get(key) != value:
-            # Written as bytes, because a path need not be text.
-            sys.stdout.buffer.write(os.fsencode(f"export {key}={shlex.quote(value)}\n"))
 
 
 def _fail(text: str) -> int:
@@ -156,12 +129,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradsurgeon run",
         usage=_USAGE,
         description="Run a training script with rules on it, without editing it.",
-        epilog="The exit code is the script's own; with --strict it is 2 if a rule, or all rules, could not act. "
-        "GRADSURGEON_DISABLE=1 turns everything off.",
+        epilog="The exit code is the script's own. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--rules", metavar="FILE", help=f"the rule file; default: the file in {RULES}")
+    add("--rules", metavar="FILE", help="the rule file")
     add("--record", metavar="DIR", help="write records to this run directory")
     add(
         "--sink",
@@ -198,12 +170,6 @@ def _parser() -> argparse.ArgumentParser:
         "--quiet",
         action="store_true",
         help="print no header and no summary: only errors, warnings, traps and skips",
-    )
-    add("--strict", action="store_true", help="stop if the rules cannot act on the script")
-    add(
-        "--print-env",
-        action="store_true",
-        help="print the variables, PYTHONPATH included, with which plain `python` does the same, and stop",
     )
     return parser
 

@@ -1,11 +1,8 @@
 """`run --pdb`: the debugger, in the line of the script that a trap stopped."""
 
-import os
 import pdb  # noqa: T100 # the user asked for it
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -18,9 +15,6 @@ from gradsurgeon.errors import TrapError
 from gradsurgeon.launcher.messages import say
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
-_POLL_SECONDS = 0.2
-# Restarted ranks may find the same store, so the key holds the number of the restart.
-_OVER = f"gradsurgeon/debugged/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def install() -> None:
@@ -38,26 +32,17 @@ def _on_end(
     while error is not None and not isinstance(error, TrapError):
         error = error.__cause__ or error.__context__
     if error is not None and error.__traceback__ is not None:
-        _debug(error, error.__traceback__)
+        _debug(error.__traceback__)
 
 
-def _debug(error: TrapError, traceback: TracebackType) -> None:
-    rank = _dist.rank()
-    if _dist.world() > 1 and rank != error.rank:
-        say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")
-        # If the other rank hosts the store, the store ends with it.
-        with suppress(RuntimeError):
-            while not _dist.store().check([_OVER]):
-                time.sleep(_POLL_SECONDS)
+def _debug(traceback: TracebackType) -> None:
+    if _dist.world() > 1:
+        # The end of any rank makes torchrun end the others, the debugger with them.
+        say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
-    where = f"rank {rank} trapped" if _dist.world() > 1 else "the trap stopped the update"
-    say(f"{where}: the debugger is in the line that took the step (`q` to quit)")
+    say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
     cut_behind_the_script(traceback)
-    try:
-        pdb.post_mortem(traceback)
-    finally:
-        if _dist.world() > 1:
-            _dist.store().set(_OVER, "")
+    pdb.post_mortem(traceback)
 
 
 def cut_behind_the_script(traceback: TracebackType) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gradsurgeon import _live
 from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.settings import PREFIX, Settings, from_environment
+from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -28,28 +28,17 @@ def start() -> None:
     settings = from_environment(os.environ)
     if settings is None:
         return
-    # Another Python, such as the interpreter of a tool, gets a message only if it imports torch.
-    ours = os.environ.get(PREFIX, sys.prefix)
-    if sys.prefix == ours:
-        launch_status.start(settings)
-        waiting = partial(_activate, settings)
-    else:
-        reason = (
-            f"this is the Python of {sys.prefix}, and gradsurgeon is installed in {ours}: install it here, and "
-            "start `gradsurgeon run` from here"
-        )
-        waiting = partial(launch_status.run_without_rules, settings, reason)
-    sys.meta_path.insert(0, _Finder("torch", waiting))
+    launch_status.start()
+    sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 
 def _activate(settings: Settings) -> None:
-    launch_status.note(launch_status.TORCH_IMPORTED)
     try:
         # Imported late, because this module imports the rest of the package, and torch.
         from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        launch_status.run_without_rules(settings, reason)
+        launch_status.run_without_rules(reason)
     else:
         activate(settings)
 

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,13 +50,13 @@ class Models:
         return any(not model.begun for model in self._alive())
 
     def attach(
-        self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer | None
+        self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        """Put the rules on models of an optimizer, or of manual updates, that have none yet."""
+        """Put the rules on models of an optimizer that have none yet."""
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
-            whose = "the script" if optimizer is None else type(optimizer).__name__
-            say(f"{free} parameters of {whose} are in no module: no rule acts on them")
+            of = type(optimizer).__name__
+            say(f"{free} parameters of {of} are in no module: no rule acts on them")
         for root in roots:
             self._put_on(root, optimizer)
 
@@ -93,7 +92,7 @@ class Models:
             for group in getattr(optimizer, "param_groups", ())
             if any(id(param) in params for param in group["params"])
         }
-        write_header(model, list(owners))
+        write_header(model, list(owners), list(self._made_sinks()), observing=self.settings.observe)
 
     def _replace_parts(self, root: nn.Module) -> int:
         """Take the rules off models that are parts of this one; return the step of the furthest."""
@@ -111,7 +110,7 @@ class Models:
         return step
 
     def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
-        launch_status.note(launch_status.EXPLAINED)
+        launch_status.explain()
         start = self._replace_parts(root)
         plan = planning.bind(self.rules, planning.from_model(root), alone=False)
         title = self._title(plan.manifest.origin)
@@ -147,9 +146,7 @@ class Models:
                 session,
                 str(record or ""),
                 _dist.rank(),
-                observing=self.settings.observe,
                 start=session.step,
-                sinks=tuple(self._made_sinks()),
             )
         )
         if len(self.attached) > 1:
@@ -167,13 +164,12 @@ class Models:
             found = session_state.read(folder)
             if found is not None:
                 end = found.load(session.controller, step=settings.start_step)
-                _warn_of_later_records(folder, end, settings.start_step)
+                if not settings.quiet and _dist.rank() == 0:
+                    say(f"the rules go on from {printable(str(folder))}, saved before step {end:,}")
                 return
             text = f"{printable(str(folder))} cannot be resumed: it has no state of this model, or of this rank"
         except GradSurgeonError as error:
             text = str(error)
-        if settings.strict:
-            _stop(text)
         say(text)
         restart = "the rules start without what they had learnt"
         if settings.start_step is None:
@@ -192,8 +188,6 @@ class Models:
                     self._sinks[text] = at_place(text)
                 except Exception as error:  # noqa: BLE001 # no error of a client stops the script
                     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    if self.settings.strict:
-                        _stop(f"the sink {printable(text)} cannot be made: {printable(reason)}")
                     say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
         return self._sinks
 
@@ -238,37 +232,3 @@ class Models:
     def shortfalls(self) -> list[str]:
         models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
         return planning.shortfalls(self.rules, models)
-
-
-def _stop(error: str) -> NoReturn:
-    launch_status.refuse()
-    say(f"error: {error}")
-    raise SystemExit(launch_status.REFUSED) from None
-
-
-def _warn_of_later_records(folder: Path, end: int, start_step: int | None) -> None:
-    """Say if a run has records of updates that its state, saved once a minute, does not include."""
-    from gradsurgeon.store.rank_file import RankFile  # noqa: PLC0415 # only a resumed run has a database
-
-    path = folder / database_name(0)
-    if _dist.rank() or not path.is_file():
-        return
-    try:
-        records = RankFile(path, 0)
-        # A run that was closed may have one more backward pass, without an update.
-        last, first_unknown = records.last_step(), end + (records.closed is not None)
-        records.close()
-    except RecordError as error:
-        say(f"the state may be older than the records of the run, which cannot be read: {error}")
-        return
-    if last is None or last < first_unknown:
-        return
-    steps = f"steps continue at {end:,}"
-    if start_step is None:
-        steps += "; if the script's checkpoint is of another step, stop it and pass --start-step N"
-    else:
-        steps = f"steps continue at {start_step:,}, from --start-step"
-    say(
-        f"the saved state of the rules in {printable(str(folder))} is from before step {end:,}, but its records go "
-        f"on to step {last:,}: the run was killed, or could not write; {steps}"
-    )

@@ -1,21 +1,18 @@
-"""Write the summary and complete the records at the end of a launched script, however it ends."""
+"""Write the summary and complete the records at the end of a launched script, unless a signal kills it."""
 
 import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NoReturn
 
 from gradsurgeon import _dist
-from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
-from gradsurgeon.launcher import debugger, launch_status
+from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.sigterm import SigtermHandler
 from gradsurgeon.launcher.summary import write_failures, write_summary
 from gradsurgeon.planning import manifest_file
 
@@ -38,17 +35,10 @@ class ScriptEnd:
         self._prepared = True
         # The process that trains, which may be a forked worker.
         self._pid = os.getpid()
-        # A script that leaves by `os._exit` runs nothing else, and would lose the last records.
-        Patch(os, "_exit", self._exit)
-        SigtermHandler(self._finish).install()
+        # A worker that `multiprocessing` forked runs no functions at exit.
+        Finalize(None, self._finish, exitpriority=100)
         if self._settings.pdb:
             debugger.install()
-
-    def _exit(self, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
-        try:
-            self._finish()
-        finally:
-            leave(launch_status.exit_code_for(status))
 
     def dry_run(self) -> None:
         """Print the plans, write the manifests and exit, if the launch is a dry run."""
@@ -65,7 +55,7 @@ class ScriptEnd:
                 manifest_file.write(model.plan.manifest, path)
             except OSError as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
-                code = launch_status.REFUSED
+                code = 2
             else:
                 say(f"dry run: wrote {printable(str(path))}")
         sys.exit(code)
@@ -102,5 +92,3 @@ class ScriptEnd:
             write_failures(model)
         rank = self._models.attached[0].rank
         write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
-        if problems and (self._settings.strict or self._settings.dry_run):
-            launch_status.refuse()

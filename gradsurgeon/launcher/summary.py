@@ -1,7 +1,6 @@
 """One model of a launched script, and its header and summary on stderr."""
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,7 @@ class AttachedModel:
     session: Attachment
     record: str  # the run directory, empty for none
     rank: int  # of this process; the process group may be gone at the end
-    observing: bool  # the rules edit nothing
     start: int  # number of the first update
-    sinks: Sequence[str] = ()  # the trackers that get its records
     begun: bool = False  # training has begun, and the header is written
     replaced: bool = False  # another model with all of its parameters took its place
 
@@ -49,7 +46,9 @@ class AttachedModel:
         }
 
 
-def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
+def write_header(
+    model: AttachedModel, optimizers: Sequence[str], sinks: Sequence[str], *, observing: bool
+) -> None:
     rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
@@ -71,12 +70,12 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
         if text != NO_MATCH  # the row of the rule says so
     ]
     lines += [f"  note: {printable(text)}" for text in (*model.plan.warnings, *of_rules)]
-    if model.observing:
+    if observing:
         lines.append("  observing only: nothing is edited")
     if model.record:
         lines.append(f"  records: {printable(model.record)}")
-    if model.sinks:
-        lines.append(f"  sinks: {printable(', '.join(model.sinks))}")
+    if sinks:
+        lines.append(f"  sinks: {printable(', '.join(sinks))}")
     write(lines, model.rank)
 
 
@@ -116,11 +115,8 @@ def write_failures(model: AttachedModel) -> None:
 
 def _events(events: Sequence[Event]) -> list[str]:
     shown = [event for event in events if event.kind != "notice"]
-    lines = []
-    if len(shown) > _MOST_EVENTS:
-        counts = Counter(event.kind for event in shown[:-_MOST_EVENTS])
-        before = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-        lines.append(f"  earlier: {before}")
+    before = len(shown) - _MOST_EVENTS
+    lines = [f"  {before} events before these"] if before > 0 else []
     for event in shown[-_MOST_EVENTS:]:
         text = printable(event.message.partition("\n")[0])
         rule = f", rule {printable(event.rule)}" if event.rule else ""

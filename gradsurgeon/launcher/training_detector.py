@@ -1,14 +1,13 @@
-"""Wait for training: an optimizer that is built, or weights that change without an optimizer."""
+"""Wait for training, which a torch optimizer announces."""
 
 import gc
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,16 +18,11 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.messages import write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.warning_lines import WarningLines
 from gradsurgeon.runtime import registry
-from gradsurgeon.tensors.backward_graph import BackwardGraph
-from gradsurgeon.tensors.backward_graph import roots_of as roots_of_pass
-
-_SAMPLED = 16
 
 
 def activate(settings: Settings) -> None:
@@ -36,16 +30,25 @@ def activate(settings: Settings) -> None:
     try:
         rules = api.load(settings.rules)
     except RuleFileError as error:
-        launch_status.note(launch_status.EXPLAINED)
+        launch_status.explain()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
-        raise SystemExit(launch_status.REFUSED) from None
+        raise SystemExit(2) from None
+    # Events of updates are logged, the first trap or skipped step of a kind at once.
+    logging.getLogger("gradsurgeon").addHandler(_LogLines(logging.WARNING))
     models = Models(settings, rules)
-    WarningLines(models).install()
     TrainingDetector(models, ScriptEnd(settings, models)).install()
 
 
+class _LogLines(logging.Handler):
+    """Shows log lines of the package as lines of the launcher."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
+        write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
+
+
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds, or that change without an optimizer.
+    """Finds the models of the parameters that an optimizer holds.
 
     Without a ``script_end``, the caller handles the end, and rules that match nothing.
     """
@@ -55,12 +58,8 @@ class TrainingDetector:
         self._script_end = script_end
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Optimizers that existed before, as long as they have not stepped.
-        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._end_waiting: Callable[[], None] | None = None
         self._checked = False
-        # A few elements of the parameters that the last pass reached, while there is no optimizer.
-        self._samples: dict[int, tuple[Tensor, Tensor]] = {}
         self._undo = ExitStack()
 
     def install(self) -> None:
@@ -69,19 +68,16 @@ class TrainingDetector:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
         self._undo.callback(registry.unwatch_steps)
-        self._wait_for_backward()
 
     def uninstall(self) -> None:
         """Stop waiting. The sessions stay on the models."""
         self._stop_waiting()
-        self._samples.clear()
         self._undo.close()
 
     def search_built(self) -> None:
         """Find the models of the existing optimizers, whether they will step or not."""
         gc.collect()  # An unreachable optimizer will never step.
         for optimizer in _live.instances(Optimizer):
-            self._idle.add(optimizer)
             try:
                 self._search(optimizer)
             except GradSurgeonError:
@@ -97,7 +93,7 @@ class TrainingDetector:
         self._search(optimizer)
 
     def _wait_for_backward(self) -> None:
-        """Wait for the first backward pass of a new model; without an optimizer, for every pass."""
+        """Wait for the first backward pass of a new model."""
         if self._end_waiting is None:
             self._end_waiting = _backward_calls.before(self._before_backward)
 
@@ -112,31 +108,10 @@ class TrainingDetector:
         self._stop_waiting()
         for optimizer in list(self._sizes):
             self._search(optimizer)
-        if set(self._sizes) - set(self._idle):
-            self._samples.clear()  # The samples keep their parameters alive.
-        else:
-            self._search_updated(call.outputs)
         self._begin()
-
-    def _search_updated(self, outputs: Sequence[Any]) -> None:
-        """Find the models that a script updates by hand: their weights changed since the last pass."""
-        roots = roots_of_pass(outputs)
-        leaves = [leaf for leaf in BackwardGraph(roots).leaves() if isinstance(leaf, nn.Parameter)]
-        before, self._samples = self._samples, {id(leaf): (leaf, _sample(leaf)) for leaf in leaves}
-        updated = [
-            leaf
-            for identity, (leaf, now) in self._samples.items()
-            if identity in before and not torch.equal(before[identity][1], now)
-        ]
-        self._wait_for_backward()
-        if updated and not self._models.cover(updated):
-            say("weights change without a torch optimizer: the rules act from the second update on")
-            self._models.attach(roots_of(updated), leaves, None)
-            self._check()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
-        self._idle.discard(optimizer)
         # The constructor of a copied or loaded optimizer never ran.
         self._search(optimizer)
         if self._models.is_any_waiting:
@@ -176,7 +151,3 @@ class TrainingDetector:
         self._models.begin(list(self._sizes))
         if self._models.attached:
             self._prepare()
-
-
-def _sample(param: Tensor) -> Tensor:
-    return _dist.local(param).detach().reshape(-1)[:_SAMPLED].clone()

@@ -96,7 +96,7 @@ def _exploded(tracks: Sequence[Track]) -> list[Track]:
     return [
         track
         for track in tracks
-        if (track.growth >= _GROWTH and _end(track) >= _LARGE)
+        if (track.rise >= _GROWTH and track.largest >= _LARGE)
         or (len(tracks) >= _LEAST_COMPARED and track.median >= _FAR * max(usual, 1.0))
     ]
 
@@ -110,7 +110,7 @@ def _exploding(tracks: Sequence[Track], kind: str) -> Iterator[str]:
     far = _exploded(tracks)
     if not far:
         return
-    grown = [track for track in far if track.growth >= _GROWTH]
+    grown = [track for track in far if track.rise >= _GROWTH]
     names = listed([track.name for track in far])
     if not grown:
         most = max(far, key=lambda track: track.median)
@@ -120,9 +120,16 @@ def _exploding(tracks: Sequence[Track], kind: str) -> Iterator[str]:
         )
         yield f"{_word('exploding', kind)}: {names}; {text}"
         return
-    most = max(grown, key=lambda track: track.growth)
-    begin = most.tops[most.tops > 0][0]
-    text = f"{printable(most.name)} has grown from {begin:.3g} to {_end(most):.3g}"
+    most = max(grown, key=lambda track: track.rise)
+    begin, end = most.tops[most.tops > 0][0], _end(most)
+    if most.growth * _GROWTH < most.rise:
+        top = int(most.steps[np.nanargmax(most.tops)])
+        text = (
+            f"{printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {top}, and came down to "
+            f"{end:.3g}"
+        )
+    else:
+        text = f"{printable(most.name)} has grown from {begin:.3g} to {end:.3g}"
     if most.nonfinite and most.nonfinite_steps[1] >= int(most.steps[~np.isnan(most.tops)][-1]):
         text += f" before it was non-finite at step {most.nonfinite_steps[0]}"
     yield f"{_word('exploding', kind)}: {names}; {text}"

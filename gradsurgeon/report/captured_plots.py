@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradsurgeon.report import plots
 from gradsurgeon.report.captures import Calls, Capture, pair, several, single
-from gradsurgeon.report.names import AnySession, Name
+from gradsurgeon.report.names import Name, Session
 from gradsurgeon.report.picture import NONFINITE, Picture, plain
 from gradsurgeon.tensors.saliency import grad_cam, resized
 
@@ -38,7 +38,7 @@ def histogram(
     call: int | None = None,
 ) -> Picture:
     """Draw the elements of tensors that a `capture` rule has kept, or the norms of all parameters."""
-    session = cast("AnySession", source) if hasattr(source, "captured") else None
+    session = cast("Session", source) if hasattr(source, "captured") else None
     ids = (
         []
         if session is None
@@ -78,7 +78,7 @@ def _elements(captures: Sequence[Capture]) -> Picture:
 
 
 def features(
-    source: AnySession,
+    source: Session,
     *,
     name: Name | None = None,
     rule: str | None = None,
@@ -110,7 +110,7 @@ def features(
 
 
 def cam(
-    source: AnySession,
+    source: Session,
     *,
     name: Name | None = None,
     rule: str | Sequence[str] | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsurgeon.actions import CaptureRule, gradient_pairs
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
-from gradsurgeon.report.names import AnySession, Name, matching
+from gradsurgeon.report.names import Name, Session, matching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class Capture(NamedTuple):
 
 
 def several(
-    session: AnySession, rule: str | None, name: Name | None, step: int | None, call: int | None
+    session: Session, rule: str | None, name: Name | None, step: int | None, call: int | None
 ) -> list[Capture]:
     """Return what a rule has kept of a step, the newest if not given.
 
@@ -85,7 +85,7 @@ def several(
 
 
 def single(
-    session: AnySession, rule: str | None, name: Name | None, step: int | None, call: int | None
+    session: Session, rule: str | None, name: Name | None, step: int | None, call: int | None
 ) -> Capture:
     """Return what `several` does, of one tensor: of its last call if none is given.
 
@@ -102,7 +102,7 @@ def single(
 
 
 def pair(
-    session: AnySession,
+    session: Session,
     rule: str | Sequence[str] | None,
     name: Name | None,
     step: int | None,
@@ -173,7 +173,7 @@ def _of_one_step(
     return chosen[0], chosen[1]
 
 
-def _partners(session: AnySession, rule: str | Sequence[str] | None) -> list[tuple[str, str]]:
+def _partners(session: Session, rule: str | Sequence[str] | None) -> list[tuple[str, str]]:
     """Return the rules that keep a value and its gradient, in pairs."""
     given = {rule} if isinstance(rule, str) else set(rule or ())
     rules = {one.id: one.ref for one in _rules(session) if one.target != "params"}
@@ -187,11 +187,11 @@ def _partners(session: AnySession, rule: str | Sequence[str] | None) -> list[tup
     return pairs
 
 
-def _rules(session: AnySession) -> list[CaptureRule]:
+def _rules(session: Session) -> list[CaptureRule]:
     return [one for one in session.plan.rules.rules if isinstance(one, CaptureRule)]
 
 
-def _rule(session: AnySession) -> str:
+def _rule(session: Session) -> str:
     """Return the only `capture` rule that has kept something."""
     ids = [one.id for one in _rules(session)]
     if not ids:
@@ -202,7 +202,7 @@ def _rule(session: AnySession) -> str:
     return kept[0] if kept else ids[0]
 
 
-def _kept(session: AnySession, rule: str) -> list[Capture]:
+def _kept(session: Session, rule: str) -> list[Capture]:
     return [Capture(rule, *key, tensor) for key, tensor in session.captured(rule).items()]
 
 
@@ -213,7 +213,7 @@ def _by_name(kept: Iterable[Capture]) -> dict[str, list[Capture]]:
     return found
 
 
-def _aliases(session: AnySession) -> dict[str, str]:
+def _aliases(session: Session) -> dict[str, str]:
     manifest = session.plan.manifest
     named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
     return {alias: one.name for one in named for alias in one.aliases}

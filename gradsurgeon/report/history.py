@@ -14,6 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from gradsurgeon.report.parts import Flags, Floats, Ints, Part, is_stored, joined
 from gradsurgeon.report.spikes import Spike, largest_spike
@@ -58,6 +59,7 @@ class Track:
         spike: the norm that stands out most from the steps before it.
         zero_since: the step from which on all norms are 0 until the end.
         growth: how many times the first norms the last finite ones are.
+        rise: how many times the first norms the highest ones are that last a few steps.
         jitter: the median distance of the logarithms of norms of successive steps.
     """
 
@@ -75,6 +77,7 @@ class Track:
     spike: Spike | None
     zero_since: int | None
     growth: float
+    rise: float
     jitter: float
 
     @property
@@ -235,7 +238,7 @@ class History:
             last=end.ends(end_row)[1],
             spike=self._spike(parts, steps, tops),
             zero_since=_zero_since(parts, steps, tops, bad, there),
-            growth=_growth(finite, broken=bool(bad[there][-1:].any())),
+            **_growth(finite, broken=bool(bad[there][-1:].any())),
             jitter=_jitter(usual if len(parts) == 1 else finite),
         )
 
@@ -367,18 +370,20 @@ def _rest(parts: Sequence[tuple[Part, int]]) -> tuple[Ints, int, Ints]:
     return rest, number, pauses
 
 
-def _growth(finite: Floats, *, broken: bool) -> float:
-    """Return how many times the first norms the last finite ones are, NaN where that says nothing.
+def _growth(finite: Floats, *, broken: bool) -> dict[str, float]:
+    """Return `growth` and `rise` of a track, NaN where they say nothing.
 
-    The last norms before a non-finite one may have grown within a step or two; otherwise a single high norm at
-    the end is no growth.
+    The last norms before a non-finite one may have grown within a step or two; otherwise a single high norm is
+    no growth.
     """
     positive = finite[finite > 0]
-    if len(positive) < 4:  # noqa: PLR2004 # of fewer nobody can say
-        return np.nan
-    begin = np.median(positive[: max(1, min(_ENDS, len(positive) // 4))])
-    end = positive[-min(3, len(positive) // 4) :]
-    return float((end.max() if broken else end.min()) / begin) if begin > 0 else np.nan
+    few = min(3, len(positive) // 4)
+    if not few:
+        return {"growth": np.nan, "rise": np.nan}
+    begin = np.median(positive[: min(_ENDS, len(positive) // 4)])
+    lasting = sliding_window_view(positive, few).min(axis=1)
+    end = positive[-few:].max() if broken else lasting[-1]
+    return {"growth": float(end / begin), "rise": float(max(end, lasting.max()) / begin)}
 
 
 def _jitter(values: Floats) -> float:

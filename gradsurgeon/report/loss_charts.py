@@ -28,8 +28,12 @@ def compared_data(found: Compared) -> dict[str, Any]:
     shown = parts[:_MATRICES]
     curves = [_curve(pair_name(one), one.curve) for one in worst[:_CURVES] if one.calls]
     few = f" of the {len(curves)} worst" if len(curves) < len(worst) else ""
+    table = compared_table(found)
+    # The page draws the matrix, which text has among the notes, and no histories.
+    begin = table.notes.index(MATRIX_HINT) + 1 if MATRIX_HINT in table.notes else 0
+    notes = [text for text in table.notes[begin:] if not text.startswith("history: ")]
     return {
-        "table": compared_table(found).plain(),
+        "table": table._replace(notes=notes).plain(),
         "hint": MATRIX_HINT,
         "matrices": [_matrix(part, found.losses, found.parts[part]) for part in shown],
         "left_out": len(parts) - len(shown),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Name = str | Sequence[str]
 
 
-class AnySession(Protocol):
+class Session(Protocol):
     """What a report takes from a `Session`, which lies above it."""
 
     @property

@@ -14,7 +14,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.names import AnySession
+from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import LOSS_STATS, RuleInfo
 from gradsurgeon.schema import VERSION
@@ -30,7 +30,7 @@ STAT = "l2"
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
 
-def summary(session: AnySession | Run) -> Report:
+def summary(session: Session | Run) -> Report:
     """Return the report of a session, running or removed, or of a run. Waits for the device."""
     if hasattr(session, "ranks"):
         return from_run(cast("Run", session))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradsurgeon import _html
 from gradsurgeon.planning.table import grid
@@ -77,7 +77,7 @@ class Table(NamedTuple):
         if self.notes:
             yield _html.listing(self.notes)
 
-    def plain(self) -> dict[str, object]:
+    def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves and notes, as the page takes them."""
         kept = [place for place in range(len(self.head)) if not (self.curves and place == _HISTORY)]
         return {

@@ -147,15 +147,14 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
     wholes = report.history.wholes(table.kind) if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
-    largest = newest_table(report.history, table, _LARGEST).plain()
-    largest["head"] = [*largest["head"], "spike"]
-    largest["rows"] = [[*row, _spike(one)] for row, one in zip(largest["rows"], shown, strict=True)]
+    largest = newest_table(report.history, table, _LARGEST)
+    rows = [[*row, _spike(one)] for row, one in zip(largest.rows, shown, strict=True)]
     return {
         "kind": table.kind,
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
-        "notes": [text for text in largest.pop("notes") if not text.startswith("and ")],
-        "table": largest,
+        "notes": [text for text in largest.notes if not text.startswith("and ")],
+        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
         "largest": [track.name for track in shown],
         "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
         "map": _map(table.tracks, grid_of(table.tracks, most)),

@@ -64,7 +64,7 @@ class Controller:
         self.context = context
         self._together = RankAgreement(context)
         self._agreement: DecidesAlone = DecidesAlone(context)
-        self._kept = KeptCalls(context)
+        self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._kept, self.spikes)
         self.losses = LossRules(context, self._together)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ from commands import environment
 from outside import NORMS, TRAIN, Folder
 
 import gradsurgeon
-from gradsurgeon.launcher.settings import BOOTSTRAP
 
 pytestmark = pytest.mark.slow
 
@@ -57,16 +54,6 @@ def test_names_of_files_are_bytes(folder: Folder) -> None:
         assert next(event.kind for event in run.events if event.rule == "trap") == "trap"
 
 
-def test_a_shell_gets_names_as_they_are(folder: Folder) -> None:
-    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
-    own = ("--rules", "rules.yaml", "--record", ODD, "--print-env")
-    done = launch(folder.path, "-m", "gradsurgeon", "run", *own)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if b"GRADSURGEON_OPTIONS" in line]
-    options = json.loads(shlex.split(os.fsdecode(line))[1].partition("=")[2])
-    assert options == {"record": str(folder.path / ODD)}
-
-
 BROKEN = """
 import torch, gradsurgeon.planning
 def bind(*arguments, **named):
@@ -82,32 +69,6 @@ def test_a_fault_of_ours_does_not_end_in_training_without_rules(folder: Folder) 
     assert done.lines[-1] == "ZeroDivisionError"
     off = folder.run(BROKEN + TRAIN, env={"GRADSURGEON_DISABLE": "1"})
     assert (off.code, off.out, off.lines) == (0, "trained\n", [])
-
-
-@pytest.mark.cover_children
-def test_a_variable_that_means_nothing_is_named(folder: Folder) -> None:
-    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
-    (folder.path / "train.py").write_text(f"print('begun', flush=True)\n{TRAIN}")
-    path = os.pathsep.join([str(BOOTSTRAP), environment()["PYTHONPATH"]])
-    told = {"GRADSURGEON_RULES": "rules.yaml", "PYTHONPATH": path}
-    done = launch(folder.path, "train.py", GRADSURGEON_OPTIONS="x", **told)
-    assert (done.returncode, done.stdout) == (0, b"begun\ntrained\n")
-    text = b"gradsurgeon: the script runs without rules: GRADSURGEON_OPTIONS is not what "
-    assert done.stderr.startswith(text)
-    options = '{"strict": true, "unknown": 1}'
-    done = launch(folder.path, "train.py", GRADSURGEON_OPTIONS=options, **told)
-    assert (done.returncode, done.stdout) == (2, b"")
-
-
-@pytest.mark.cover_children
-@pytest.mark.parametrize("option", ["--strict", "--dry-run"])
-def test_training_that_was_expected_and_needs_torch_is_missed(folder: Folder, option: str) -> None:
-    done = folder.run("print('no torch')", option, record=False)
-    assert (done.code, done.out) == (2, "no torch\n")
-    assert done.lines == ["gradsurgeon: no rule acted: no process imported torch"]
-    assert folder.run("print('no torch')", record=False).lines == []
-    done = folder.run("raise KeyError", option, record=False)
-    assert (done.code, done.lines[-1]) == (1, "KeyError")
 
 
 MINE = '{"learning_rate": 0.1}\n'

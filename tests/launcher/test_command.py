@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +53,6 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
         observe=True,
         pdb=True,
         quiet=True,
-        strict=True,
     )
     environment = given.environment({"PYTHONPATH": "elsewhere", "OTHER": "1"})
     assert from_environment(environment) == given
@@ -83,33 +81,23 @@ def test_entries_of_the_path_stay_as_they_are(given: str, entries: list[str]) ->
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {"GRADSURGEON_DISABLE": "1"},
-        {"GRADSURGEON_DISABLE": "yes"},
-        {"GRADSURGEON_RULES": ""},
-    ],
+    [{"GRADSURGEON_DISABLE": "1"}, {"GRADSURGEON_DISABLE": "yes"}, {"GRADSURGEON_OPTIONS": ""}],
 )
 def test_other_processes_are_left_alone(more: dict[str, str]) -> None:
-    assert from_environment({"GRADSURGEON_RULES": "/r.yaml", **more}) is None
+    assert from_environment({**Settings(rules="/r.yaml").environment({}), **more}) is None
 
 
 @pytest.mark.parametrize("off", ["", "0", "false", "No"])
 def test_a_switch_that_is_off_is_off(off: str) -> None:
-    found = from_environment({"GRADSURGEON_RULES": "/r.yaml", "GRADSURGEON_DISABLE": off})
-    assert found == Settings(rules="/r.yaml")
-
-
-@pytest.mark.parametrize("options", ["{", "7", '{"unknown": 1}'])
-def test_options_that_run_did_not_write_are_an_error(options: str) -> None:
-    with pytest.raises(ValueError, match="GRADSURGEON_OPTIONS is not what `gradsurgeon run"):
-        from_environment({"GRADSURGEON_RULES": "/r.yaml", "GRADSURGEON_OPTIONS": options})
+    given = Settings(rules="/r.yaml")
+    assert from_environment({**given.environment({}), "GRADSURGEON_DISABLE": off}) == given
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["--rules", "nowhere.yaml", "t.py"], "nowhere.yaml: there is no such rule file"),
-        (["t.py"], "no rules are given: pass `--rules FILE`, or set GRADSURGEON_RULES"),
+        (["t.py"], "no rules are given: pass `--rules FILE`"),
         (["--rules", "r.yaml"], "no script is given"),
         (["--rules", "r.yaml", "--"], "nothing follows `--`"),
         (
@@ -127,55 +115,12 @@ def test_what_cannot_be_run_is_said_before_anything_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GRADSURGEON_RULES", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "r.yaml").write_text(RULES, encoding="utf-8")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text("{}", encoding="utf-8")
     assert main(argv) == 2
     assert text in capsys.readouterr().err
-
-
-TRAINS = """
-import os, sys, torch
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-before = model.weight.tolist()
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-print("moved", model.weight.tolist() != before, sys.path)
-"""
-FROZEN = "version: 1\nrules:\n  - {id: still, action: zero, params: weight}\n"
-
-
-@pytest.mark.slow
-def test_the_environment_does_the_same_without_the_command(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(FROZEN, encoding="utf-8")
-    (tmp_path / "t.py").write_text(TRAINS, encoding="utf-8")
-
-    def python(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env={**os.environ, **more},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-
-    told = python("-m", "gradsurgeon", "run", "--rules", "r.yaml", "--print-env").stdout
-    pairs = [shlex.split(line)[1].partition("=") for line in told.splitlines()]
-    variables = {key: value for key, _, value in pairs}
-    assert variables["GRADSURGEON_RULES"] == str(tmp_path / "r.yaml")
-    seen = python("t.py", **variables)
-    assert seen.stdout.startswith("moved False")
-    assert "  still  zero  fired 1  changed 100%  last at step 0" in seen.stderr.splitlines()
-    # The script does not see how the rules come in.
-    assert "bootstrap" not in seen.stdout
-    # The rules alone do not: Python would not know where to begin.
-    alone = python("t.py", GRADSURGEON_RULES=variables["GRADSURGEON_RULES"])
-    assert alone.stdout.startswith("moved True")
-    assert alone.stderr == ""
 
 
 @pytest.mark.slow
@@ -194,14 +139,14 @@ def test_where_everything_is_turned_off_nothing_is_needed(tmp_path: Path) -> Non
 
 FLAGS = """\
 import sys
-print(sys.stdout.write_through, sys.flags.inspect, sys.flags.optimize, sorted(sys._xoptions))
+print(sys.stdout.write_through, sys.flags.optimize, sorted(sys._xoptions))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [(), ("-u",), ("-i",), ("-u", "-O", "-X", "dev", "-X", "int_max_str_digits=700")],
+    [(), ("-u",), ("-u", "-O", "-X", "dev")],
     ids=" ".join,
 )
 def test_a_script_has_the_flags_of_the_interpreter(flags: tuple[str, ...], tmp_path: Path) -> None:

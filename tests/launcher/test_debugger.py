@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from bounds import TIMEOUT
 from commands import environment
-from ranks import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -62,31 +61,3 @@ def test_the_debugger_opens_behind_another_error(tmp_path: Path) -> None:
     out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=TIMEOUT)
     assert "(Pdb) (1, 'SGD')" in out, err
     assert any(line.startswith(OPENED) for line in err.splitlines())
-
-
-def test_ranks_that_are_started_again_wait_again(tmp_path: Path) -> None:
-    script = """
-from torch.nn.parallel import DistributedDataParallel
-rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-# Each attempt meets anew: what gloo finds in the store of torchrun may be of the one before.
-meet = f"file://{os.getcwd()}/meet-{attempt}"
-dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-if rank == 0:
-    atexit.register(open, f"left-{attempt}", "w")
-train(DistributedDataParallel, trapped=rank == 1)
-"""
-    started = start(tmp_path, script, "--", sys.executable, *torchrun(), "--max-restarts", "1")
-    assert started.stdin is not None
-    assert started.stderr is not None
-    attempt = 0
-    for line in started.stderr:
-        if "rank 1 trapped: the debugger is in the line" in line:
-            # Somebody who looks around for a while: the other rank would be gone by then.
-            look = f"time.sleep(2); print('gone', os.path.exists('left-{attempt}'))"
-            started.stdin.write(f"import os, time\n{look}\nq\n")
-            started.stdin.flush()
-            attempt += 1
-    out, _ = started.communicate(timeout=TIMEOUT)
-    assert started.returncode == 1
-    assert out.count("gone False") == attempt == 2, out
-    assert not list((tmp_path / "tmp").glob("gradsurgeon*"))

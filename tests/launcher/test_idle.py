@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    place: Path, *words: str, flags: tuple[str, ...] = (), strict: bool = False
-) -> subprocess.CompletedProcess[str]:
-    options = ["--rules", "rules.yaml", *(["--strict"] if strict else [])]
+def run(place: Path, *words: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     # Isolated, the interpreter does not look at PYTHONPATH for the package either.
     package = environment()["PYTHONPATH"]
     start = f"import sys; sys.path.insert(0, {package!r}); from gradsurgeon.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, *flags, "-c", start, "run", *options, *words],
+        [sys.executable, *flags, "-c", start, "run", "--rules", "rules.yaml", *words],
         cwd=place,
         env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(place / "tmp")},
         capture_output=True,
@@ -56,48 +52,10 @@ def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.cover_children
 @pytest.mark.parametrize("flag", ["-I", "-E"])
 def test_flags_that_keep_the_rules_out_are_named(flag: str, place: Path) -> None:
-    done = run(place, "train.py", flags=(flag,))
-    assert (done.returncode, done.stdout) == (0, "trained\n")
-    (line,) = ours(done)
-    assert line.startswith(
-        f"gradsurgeon: the script runs on without rules: with {flag} Python looks at neither"
-    )
-    refused = run(place, "train.py", flags=(flag,), strict=True)
+    refused = run(place, "train.py", flags=(flag,))
     assert (refused.returncode, refused.stdout) == (2, "")
     (line,) = ours(refused)
     assert f"with {flag} Python looks at neither" in line
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other")
-    venv.create(folder, symlinks=True)
-    return folder
-
-
-@pytest.mark.cover_children
-@pytest.mark.parametrize("how", ["python", "tool", "shell"])
-def test_another_python_that_imports_torch_is_named(how: str, place: Path, other: Path) -> None:
-    (place / "torch.py").write_text("print('imported')\n", encoding="utf-8")
-    (place / "some.py").write_text("import torch\nprint('done')\n", encoding="utf-8")
-    python = other / "bin" / "python"
-    tool = place / "tool"
-    tool.write_text(f"#!{python}\nimport torch\nprint('done')\n", encoding="utf-8")
-    tool.chmod(0o755)
-    commands = {
-        "python": [str(python), "some.py"],
-        "tool": [str(tool)],
-        "shell": ["bash", "-c", f"{python} some.py"],
-    }
-    done = run(place, "--", *commands[how])
-    assert (done.returncode, done.stdout) == (0, "imported\ndone\n"), done.stderr
-    (line,) = ours(done)
-    assert line.startswith(
-        f"gradsurgeon: the script runs on without rules: this is the Python of {other}, "
-    )
-    refused = run(place, "--", *commands[how], strict=True)
-    assert (refused.returncode, refused.stdout) == (2, "imported\n")
-    assert ours(refused) == [line]
 
 
 SCRIPTS = {
@@ -109,15 +67,11 @@ SCRIPTS = {
 
 
 @pytest.mark.cover_children
-@pytest.mark.parametrize("how", ["python", "tool"])
 @pytest.mark.parametrize("what", SCRIPTS)
-def test_a_command_of_this_python_says_that_no_rule_acted(what: str, how: str, place: Path) -> None:
+def test_a_command_of_this_python_says_that_no_rule_acted(what: str, place: Path) -> None:
     script, said = SCRIPTS[what]
     (place / "some.py").write_text(script, encoding="utf-8")
-    tool = place / "tool"
-    tool.write_text(f"#!{sys.executable}\n{script}", encoding="utf-8")
-    tool.chmod(0o755)
-    done = run(place, "--", *([sys.executable, "some.py"] if how == "python" else [str(tool)]))
+    done = run(place, "--", sys.executable, "some.py")
     assert done.returncode == int("raise" in script)
     assert [line.startswith(IDLE) for line in ours(done)].count(True) == bool(said), done.stderr
     assert not list((place / "tmp").glob("gradsurgeon-*"))
@@ -139,32 +93,19 @@ def test_a_command_ends_as_it_would(place: Path) -> None:
     assert ours(done) == []
 
 
-LAST = {
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "os._exit": "os._exit(3)",
-    "nothing": "",
-}
-
-
-@pytest.mark.parametrize("last", LAST)
-def test_however_it_ends_nothing_is_left_behind(last: str, place: Path) -> None:
-    (place / "train.py").write_text(f"import os, signal\n{TRAIN}\n{LAST[last]}\n")
+def test_nothing_is_left_behind(place: Path) -> None:
     done = run(place, "train.py")
     assert " parameters, " in done.stderr
     assert not list((place / "tmp").glob("gradsurgeon-*"))
 
 
 @pytest.mark.cover_children
-@pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
-def test_an_installation_that_is_broken_is_one_line(strict: bool, place: Path) -> None:
+def test_an_installation_that_is_broken_is_one_line(place: Path) -> None:
     (place / "broken" / "gradsurgeon").mkdir(parents=True)
     init = place / "broken" / "gradsurgeon" / "__init__.py"
     init.write_text("raise OSError('a file is missing')\n", encoding="utf-8")
     told = {
         "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), str(place / "broken")]),
-        "GRADSURGEON_RULES": "rules.yaml",
-        "GRADSURGEON_OPTIONS": '{"strict": true}' if strict else "",
     }
     done = subprocess.run(
         [sys.executable, "train.py"],
@@ -175,4 +116,4 @@ def test_an_installation_that_is_broken_is_one_line(strict: bool, place: Path) -
         check=False,
     )
     assert done.stderr == "gradsurgeon: the script runs without rules: a file is missing\n"
-    assert (done.returncode, done.stdout) == ((2, "") if strict else (0, "trained\n"))
+    assert (done.returncode, done.stdout) == (0, "trained\n")

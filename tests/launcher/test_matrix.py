@@ -122,7 +122,7 @@ def test_what_is_said_beside_a_progress_bar_is_on_lines_of_its_own(runs: Runs) -
     assert bars, "the bar is drawn again"
 
 
-EVENTFUL = {"scaler", "phases", "no optimizer"}
+EVENTFUL = {"scaler", "phases"}
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,9 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
     ],
     ids=["no step", "no optimizer", "no gradient", "nothing"],
 )
-def test_a_dry_run_that_sees_no_step_says_so_and_fails(
-    place: Place, script: str, seen: str
-) -> None:
+def test_a_dry_run_that_sees_no_step_says_so(place: Place, script: str, seen: str) -> None:
     done = place.run("--dry-run", script=script)
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (0, "")
     (line,) = done.err.splitlines()
     assert line.startswith("gradsurgeon: ")
     assert seen in line
@@ -162,7 +160,7 @@ def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
 
 
 @pytest.mark.cover_children
-def test_the_debugger_opens_on_the_rank_that_trapped_and_the_other_waits(place: Place) -> None:
+def test_the_debugger_does_not_open_on_several_ranks(place: Place) -> None:
     place.launch = ("--", sys.executable, *torchrun(), "train.py")
     script = """
 import torch, torch.distributed as dist
@@ -179,9 +177,8 @@ for step in range(4):
 """
     done = place.run("--pdb", rules=TRAP, script=script, stdin="p rank, step\nq\n")
     assert done.code == 1
-    assert "(Pdb) (1, 2)" in done.out
-    assert "rank 0 waits: rank 1 trapped and is in the debugger" in done.err
-    assert "rank 1 trapped: the debugger is in the line that took the step" in done.err
+    assert "Pdb" not in done.out
+    assert "--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb`" in done.err
 
 
 @pytest.mark.cover_children
@@ -202,16 +199,13 @@ def test_records_that_cannot_be_written_stop_before_training(place: Place) -> No
 
 
 @pytest.mark.cover_children
-@pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
-def test_where_the_launcher_fails_the_script_runs_on_unless_strict(
-    place: Place, strict: bool
-) -> None:
+def test_where_the_launcher_fails_the_script_runs_on(place: Place) -> None:
     # Something in the way of what the launcher imports.
     (place.path / "pydantic.py").write_text("raise RuntimeError('not this one')\n")
-    done = place.run(*(["--strict"] if strict else []))
+    done = place.run()
     said = "gradsurgeon: the script runs on without rules: not this one"
     assert [line for line in done.err.splitlines() if "gradsurgeon" in line] == [said]
-    assert (done.code, bool(done.out)) == ((2, False) if strict else (0, True))
+    assert (done.code, bool(done.out)) == (0, True)
 
 
 @pytest.mark.cover_children

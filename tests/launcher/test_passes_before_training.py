@@ -1,4 +1,4 @@
-"""Backward passes that come before an optimizer count for nothing; weights that change without one do."""
+"""Backward passes that come before an optimizer count for nothing."""
 
 from __future__ import annotations
 
@@ -120,54 +120,3 @@ print("gone" if gone() is None else "kept")
 def test_a_model_that_only_a_pass_has_reached_is_let_go_of(folder: Folder) -> None:
     done = folder.run(DROPPED)
     assert (done.code, done.out) == (0, "gone\n"), done.lines
-
-
-BY_HAND = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-seen = nn.Linear(2, 1)
-model = nn.Linear(2, 2)
-for _ in range(2):
-    seen(torch.ones(1, 2)).sum().backward()
-for step in range(4):
-    model(torch.ones(1, 2)).square().sum().backward()
-    {update}
-    model.zero_grad()
-    print("step", step)
-"""
-UPDATES = {
-    "in place": "with torch.no_grad(): model.weight -= 0.1 * model.weight.grad",
-    "data": "model.weight.data.sub_(0.1 * model.weight.grad)",
-    "new data": "model.weight.data = model.weight.data - 0.1 * model.weight.grad",
-}
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_weights_that_change_without_an_optimizer_are_trained(folder: Folder, update: str) -> None:
-    done = folder.run(BY_HAND.format(update=UPDATES[update]))
-    assert done.code == 0, done.lines
-    (header,) = done.headers()
-    assert "on Linear (2 parameters, 6 elements)" in header
-    assert any("the rules act from the second update on" in line for line in done.lines)
-    assert folder.databases() == ["run/rank-0.db"]
-    assert folder.steps("weight") == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("rules", "text"),
-    [
-        ("  - {id: gone, action: zero, params: 'decodr.*'}\n", "rule gone: no parameter"),
-        (
-            "  - {id: still, action: freeze, params: bias}\n",
-            "rule still: weights are updated by hand",
-        ),
-    ],
-)
-def test_what_cannot_act_on_updates_by_hand_is_refused_once_one_is_seen(
-    folder: Folder, rules: str, text: str
-) -> None:
-    done = folder.run(BY_HAND.format(update=UPDATES["data"]), rules=NORMS + rules)
-    assert done.code == 1
-    assert done.out == "step 0\n"
-    assert any(text in line for line in done.lines), done.lines

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from bounds import TIMEOUT
-from commands import environment
 from outside import Folder
 from ranks import torchrun
 
@@ -98,7 +91,7 @@ def test_other_rules_are_told_apart_by_name(folder: Folder) -> None:
     done = folder.run(SCRIPT, "--resume", "run", rules=others, record=False, env=part(30, 33, "x"))
     assert done.code == 0
     told = "has learnt as `sigmas`, per: rule, and is `times`, per: rule: the rule restarts"
-    assert f"gradsurgeon: rule spikes: {told}" in done.lines
+    assert any(f"GradSurgeonWarning: rule spikes: {told}" in line for line in done.lines)
 
 
 @pytest.mark.parametrize(
@@ -119,25 +112,22 @@ def test_what_cannot_be_resumed_is_refused_at_once(folder: Folder, damage: str, 
     assert not (folder.path / "x.mlp").exists()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: bool) -> None:
+def test_a_damaged_state_stops_nothing(folder: Folder) -> None:
     folder.run(SCRIPT, rules=SPIKES, env=part(0, 3, "checkpoint"))
     path = folder.path / "run" / "state-0.pt"
     path.write_bytes(b"junk")
-    options = ("--resume", "run", *(("--strict",) if strict else ()))
-    done = folder.run(SCRIPT, *options, rules=SPIKES, record=False, env=part(3, 5, "x"))
-    assert done.code == (2 if strict else 0)
-    head = "gradsurgeon: error: " if strict else "gradsurgeon: "
+    done = folder.run(SCRIPT, "--resume", "run", rules=SPIKES, record=False, env=part(3, 5, "x"))
+    assert done.code == 0
     told = (
         "it is damaged, no whole file of `torch.save`; resume from another file, or remove this one"
     )
-    assert f"{head}{path}: {told}: then the rules restart what they learn" in done.lines
+    assert f"gradsurgeon: {path}: {told}: then the rules restart what they learn" in done.lines
     anew = (
         "gradsurgeon: the rules start without what they had learnt, and steps count from 0: pass --start-step N if the "
         "script continues a training"
     )
-    assert (anew in done.lines) is not strict
-    assert (folder.path / "x.mlp").exists() is not strict
+    assert anew in done.lines
+    assert (folder.path / "x.mlp").exists()
 
 
 def test_a_model_that_the_run_did_not_have_begins_anew(folder: Folder) -> None:
@@ -165,63 +155,15 @@ KILLED = (
 
 
 @pytest.mark.parametrize("given", ["", "25"])
-def test_a_run_that_was_killed_tells_what_its_state_does_not_know(
-    folder: Folder, given: str
-) -> None:
-    norms = "  - {id: norms, action: norm-log, params: '*'}\n"
-    trap = "  - {id: trap, action: nan-trap, params: '*', then: warn}\n"
-    rules = SPIKES + norms + trap
-    # An event brings all that was measured before into the file, of which a second would be missing.
-    script = KILLED.replace(
-        "        optimizer.step()",
-        "        model[0].bias.grad[0] /= step != 29\n        optimizer.step()",
-    )
-    assert folder.run(script, rules=rules, env=part(0, 30, "x")).code == -9
-    state = torch.load(folder.path / "run" / "state-0.pt", weights_only=True)
+def test_a_run_that_was_killed_goes_on_from_its_saved_state(folder: Folder, given: str) -> None:
+    assert folder.run(KILLED, rules=SPIKES, env=part(0, 30, "x")).code == -9
     options = ("--resume", "run", *(("--start-step", given) if given else ()))
     first = SCRIPT.replace("train(nn.Linear(8, 1)", "# ")
-    done = folder.run(first, *options, rules=rules, record=False, env=part(0, 3, "y"))
+    done = folder.run(first, *options, rules=SPIKES, record=False, env=part(0, 3, "y"))
     assert done.code == 0, done.lines
-    assert state["step"] == 20
-    (line,) = [line for line in done.lines if "saved state" in line]
-    start = given or "20"
-    run = folder.path / "run"
-    assert f"{run} is from before step 20, but its records go on to step 29: " in line
-    assert f"steps continue at {start}" in line
-    assert ("from --start-step" if given else "pass --start-step N") in line
-    assert any(f"from step {start}" in line for line in done.lines)
-
-
-@pytest.mark.parametrize("more", [False, True], ids=["whole updates", "a backward pass more"])
-def test_a_run_that_ended_by_itself_tells_of_nothing_later(folder: Folder, more: bool) -> None:
-    script = SCRIPT.replace("    torch.save(", "    model(x).sum().backward()\n    torch.save(")
-    rules = SPIKES + "  - {id: norms, action: norm-log, params: '*'}\n"
-    folder.run(script if more else SCRIPT, rules=rules, env=part(0, 5, "checkpoint"))
-    assert folder.steps("0.weight")[-1] == (5 if more else 4)
-    done = folder.run(SCRIPT, "--resume", "run", rules=rules, record=False, env=part(5, 6, "y"))
-    assert done.code == 0
-    assert not [line for line in done.lines if "had learnt" in line]
-
-
-def test_a_script_that_is_terminated_has_kept_its_state(folder: Folder) -> None:
-    script = SCRIPT.replace(
-        "optimizer.step()\n",
-        "optimizer.step()\n        open('ready', 'a').write('x')\n        import time; time.sleep(0.01)\n",
-    )
-    (folder.path / "train.py").write_text(script, encoding="utf-8")
-    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{SPIKES}", encoding="utf-8")
-    words = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run", "train.py"]
-    env = {**environment(), "OMP_NUM_THREADS": "1", **part(0, 100_000, "checkpoint")}
-    process = subprocess.Popen([sys.executable, *words], cwd=folder.path, env=env)
-    ready, end = folder.path / "ready", time.monotonic() + TIMEOUT
-    while not (ready.exists() and ready.stat().st_size > 20):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    process.wait(TIMEOUT)
-    state = torch.load(folder.path / "run" / "state-0.pt", weights_only=True)
-    assert state["step"] >= 20
-    assert state["rules"]["spikes"]["statistics"][0]["kept"][0].item() == state["step"]
+    said = f"gradsurgeon: the rules go on from {folder.path / 'run'}, saved before step 20"
+    assert said in done.lines
+    assert any(f"from step {given or '20'}" in line for line in done.lines)
 
 
 def test_each_rank_has_its_own(folder: Folder) -> None:

@@ -72,24 +72,6 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert SUMMARY in err.splitlines()
 
 
-def test_a_signal_to_a_forked_child_ends_the_child_alone(tmp_path: Path) -> None:
-    script = """
-train()
-for _ in range(20):
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    os.kill(child, signal.SIGTERM)  # it may not have run a line yet
-    assert os.waitpid(child, 0)[1] == signal.SIGTERM
-time.sleep(2)  # what could have reached this process would have
-print("alive")
-"""
-    started = start(tmp_path, script)
-    out, err = started.communicate(timeout=TIMEOUT)
-    assert (started.returncode, out) == (0, "alive\n"), err
-    assert err.splitlines().count(SUMMARY) == 1
-
-
 def test_an_interrupt_from_outside_is_that_of_plain_python(tmp_path: Path) -> None:
     # A shell starts what it leaves in the background deaf to it, and so are all below that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -182,11 +182,6 @@ BODY: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...], str]] = {
         ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
         "",
     ),
-    "reentrant checkpoint": (
-        lambda x: checkpoint(torch.log, x, use_reentrant=True),
-        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
-        "",
-    ),
     "in place": (
         lambda x: (x * 1).sqrt_(),
         ("reproduced", "NaN", "forward", "body", "aten.sqrt_", "mathematics"),
@@ -278,7 +273,6 @@ def test_a_loss_that_is_finite_and_goes_wrong_in_backward() -> None:
     assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
     assert diagnosis.loss == 0.0
     assert diagnosis.loss_nodes == ("SubBackward0", "SqrtBackward0", "SumBackward0")
-    assert "operations that can make it of finite numbers: SqrtBackward0\n" in str(diagnosis)
     assert "look at the backward pass" in str(diagnosis)
 
 
@@ -556,7 +550,7 @@ def test_a_state_that_has_moved_on_blames_nobody() -> None:
     diagnosis = diagnosed(Net(act), batch(), before_step=lambda: bad.__setitem__(0, False))
     assert diagnosis.certainty == "not reproduced"
     assert (diagnosis.operation, diagnosis.where, diagnosis.cause) == ("", "", None)
-    assert "finite" in diagnosis.reasons[0]
+    assert "other outputs than the call" in diagnosis.reasons[0]
 
 
 def test_a_fault_of_the_original_run_alone_blames_nobody() -> None:

@@ -322,7 +322,7 @@ def test_what_a_module_keeps_of_itself_is_put_back() -> None:
     assert [len(one) for one in plain if one.dim()] == [len(one) for one in replayed if one.dim()]
 
 
-def test_gradients_beside_the_model_are_as_they_were() -> None:
+def test_a_reentrant_checkpoint_is_refused_with_a_remedy() -> None:
     torch.manual_seed(0)
     beside = nn.Parameter(torch.ones(4))
     beside.grad = torch.full((4,), 5.0)
@@ -334,11 +334,10 @@ def test_gradients_beside_the_model_are_as_they_were() -> None:
         wanted.append(beside.grad.clone())
 
     diagnosis = diagnosed(model, batch(), before_step=note)
-    assert diagnosis.operation == "aten.log"
+    assert diagnosis.certainty == "not reproduced"
+    assert "use_reentrant=False" in diagnosis.reasons[0]
     assert beside.grad is not None
-    assert torch.equal(beside.grad, wanted[0]) or bool(
-        (beside.grad.isnan() == wanted[0].isnan()).all()
-    )
+    assert torch.equal(beside.grad.isnan(), wanted[0].isnan())
 
 
 def test_a_model_that_trains_another_one_inside_does_not_hang() -> None:
@@ -363,30 +362,7 @@ def test_a_model_that_trains_another_one_inside_does_not_hang() -> None:
     assert diagnosis.operation in ("aten.log", "")
 
 
-# What one call has made and another was given.
-
-
-class Pair(nn.Module):
-    """A generator and a discriminator that a script calls one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = Net(torch.sqrt), nn.Linear(2, 1)
-
-
-def test_an_input_that_an_earlier_call_has_made_is_followed_there() -> None:
-    torch.manual_seed(0)
-    model = Pair()
-    optimizer = torch.optim.SGD(model.discriminator.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, TRAP, optimizer=optimizer) as session:
-        fake = model.generator(batch())
-        model.discriminator(fake.detach()).square().mean().backward()
-        with pytest.raises(gradsurgeon.NonFiniteGradientError):
-            optimizer.step()
-        (message,) = [event.message for event in session.events if event.kind == "trap"]
-    assert (
-        "diagnosis (reproduced): NaN born in the forward pass of generator.body (Body): aten.sqrt\n"
-    ) in message
+# The loss.
 
 
 def test_what_the_loss_was_given_is_told_from_what_its_operations_made() -> None:
@@ -708,7 +684,7 @@ def test_the_sample_of_a_part_holds_no_more_than_the_part() -> None:
     for part in (whole[:, 0], whole[1], whole[2:3].t()):
         kept = Fingerprint.of(part)
         assert kept.sample.untyped_storage().nbytes() == part.nbytes
-        assert kept.is_like(Fingerprint.of(part.clone()))
+        assert torch.equal(kept.sample, Fingerprint.of(part.clone()).sample)
     small = torch.zeros(4)
     assert Fingerprint.of(small).sample.data_ptr() == small.data_ptr()
 
@@ -813,11 +789,6 @@ def test_a_running_mean_that_is_another_is_no_evidence() -> None:
 
 # Gradients that the script takes for itself.
 
-_PENALTY = (
-    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and the double "
-    "backward pass cannot be run again: look at the penalty, such as at the root of a norm of 0"
-)
-
 
 def with_own_gradients(
     act: Callable[[Tensor], Tensor], use: Callable[[nn.Module, Tensor], Tensor]
@@ -847,18 +818,10 @@ def attack(model: nn.Module, x: Tensor) -> Tensor:
     return (mean(model(x.detach())) - 1e9).sqrt()
 
 
-def by_hand(model: nn.Module, x: Tensor) -> Tensor:
-    params = list(model.parameters())
-    grads = torch.autograd.grad(mean(model(x)), params, create_graph=True)
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.detach()
-    return mean(model(x)) * 0
-
-
 def test_a_gradient_penalty_is_said_not_to_be_run_again() -> None:
     diagnosis = with_own_gradients(torch.tanh, penalty)
     assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
-    assert diagnosis.reasons == (_PENALTY,)
+    assert "(a gradient penalty)" in diagnosis.reasons[0]
 
 
 def test_gradients_of_inputs_alone_are_no_gradients_of_the_step() -> None:
@@ -868,11 +831,8 @@ def test_gradients_of_inputs_alone_are_no_gradients_of_the_step() -> None:
     assert (diagnosis.micro_batch, diagnosis.micro_batches) == (1, 1)
 
 
-@pytest.mark.parametrize("use", [penalty, by_hand])
-def test_what_such_a_model_has_made_itself_is_blamed(
-    use: Callable[[nn.Module, Tensor], Tensor],
-) -> None:
-    diagnosis = with_own_gradients(torch.log, use)
+def test_what_such_a_model_has_made_itself_is_blamed() -> None:
+    diagnosis = with_own_gradients(torch.log, penalty)
     assert brief(diagnosis)[1:5] == ("NaN", "forward", "body", "aten.log")
 
 

@@ -99,5 +99,3 @@ def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before()
     assert cause is not None
     assert cause.fault == "bad input"
     assert any("the optimizer itself wrote this number there" in text for text in cause.evidence)
-    assert any("epsilon of 1e-08" in text for text in cause.evidence)
-    assert "eps=1e-4" in cause.advice

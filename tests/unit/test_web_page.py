@@ -96,10 +96,8 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
     histories |= {"first.weight": [1e-6] * 30, "grown.weight": [1e-3 * 2**n for n in range(30)]}
     write(tmp_path / "run", histories).close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert run["callouts"] == [
-        "exploding: grown.weight; grown.weight has grown from 0.001 to 5.37e+05",
-        "vanishing: first.weight; the median norm of first.weight is 1e-06, and one of ten parameters has more than 10.4",
-    ]
+    kinds = [text.partition(";")[0] for text in run["callouts"]]
+    assert kinds == ["exploding: grown.weight", "vanishing: first.weight"]
 
 
 def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 The file must be quick and must not fail: every process of a launch runs it, also those that train nothing.
 """
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -43,13 +42,6 @@ def _make_importable() -> None:
             spec.loader.exec_module(module)
 
 
-def _note_explained() -> None:
-    """Note in the status file, without the package, that a message has told the reason."""
-    if file := os.environ.get("GRADSURGEON_STATUS_FILE"):
-        with contextlib.suppress(OSError), open(file, "ab") as out:  # noqa: PTH123 # as above
-            out.write(b"b")
-
-
 _leave_the_path()
 try:
     _make_importable()
@@ -58,8 +50,4 @@ try:
     start()
 except Exception as error:  # noqa: BLE001 # the script must run in any case
     print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
-    _note_explained()
-    if '"strict": true' in os.environ.get("GRADSURGEON_OPTIONS", ""):
-        sys.stderr.flush()
-        os._exit(2)  # Python would report an exception here as a fatal error.
 _run_the_hidden_sitecustomize()

@@ -1,7 +1,7 @@
 "use strict";
 // Curves over the steps, drawn with uPlot. A logarithmic chart draws log10 of its values on a linear axis.
 
-const Y_AXIS = 56;
+const Y_AXIS = 64;
 // Kinds of events that a chart shows, by their colours.
 const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "skipped-step": "skipped", "scaler-skip": "skipped" };
 
@@ -22,11 +22,11 @@ class Steps {
     panel.zoomed(this, min !== this.whole[0]);
   }
 
-  /** Puts the crosshair of every view at a step; `null` takes it away. */
-  point(step) {
+  /** Puts the crosshair of every view but the one below the mouse at a step; `null` takes it away. */
+  point(step, source = null) {
     if (this.pointing) return;
     this.pointing = true;
-    for (const view of this.views) view.cross(step);
+    for (const view of this.views) if (view !== source) view.cross(step);
     this.pointing = false;
   }
 }
@@ -76,12 +76,12 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width and digits. */
 class Chart {
-  constructor(part, axis, { title, hint = "", lines, log = true, height = 170, marks = [] }) {
+  constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
     Object.assign(this, { axis, lines, log, height, marks });
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
-    this.entries = lines.map((line, index) => this.entry(line, index));
-    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, log ? "log scale " : "", this.step), element("ul", {}, ...this.entries));
+    this.entries = lines.map((line, index) => this.entry(line, index, title));
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, [unit, log ? "log scale" : ""].filter(Boolean).join(", ")), this.step), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.
@@ -97,9 +97,9 @@ class Chart {
     return this.lines[index].colour || `curve-${index % 10}`;
   }
 
-  entry(line, index) {
+  entry(line, index, title) {
     const swatch = this.lines.length > 1 ? element("span", { class: "swatch", style: `background: var(--${this.name(index)})` }) : null;
-    const made = element("li", {}, swatch, nameOf(line.label, 80), element("span", { class: "value" }));
+    const made = element("li", {}, swatch, swatch || line.label !== title ? nameOf(line.label, 80) : null, element("span", { class: "value" }));
     made.addEventListener("mouseenter", () => this.plot.setSeries(index + 1, { focus: true }));
     made.addEventListener("mouseleave", () => this.plot.setSeries(null, { focus: true }));
     return made;
@@ -127,12 +127,12 @@ class Chart {
       return min === null ? [0, 1] : [min - room, max + room];
     };
     return {
-      width: this.width(), height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
+      width: this.box.clientWidth, height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
         // Steps are whole numbers.
-        { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at) => (at < 0 || at > edge() ? "" : at.toLocaleString("en"))) },
-        { ...axis, size: () => this.left(), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
+        { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => (at < 0 || at > edge() ? "" : (ticks[index - 1] >= 0 ? "" : "step ") + at.toLocaleString("en"))) },
+        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
       ],
       series: [{}, ...columns.map((column, index) => ({
         stroke: () => colour(this.name(index)), width: this.lines[index].width || 1.6,
@@ -160,7 +160,7 @@ class Chart {
       const name = paint || MARKS[kind], x = valToPos(step, "x", true);
       const wide = name === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
       ctx.fillStyle = name ? colour(name) : "transparent";
-      ctx.fillRect(x - wide / 2, bbox.top, wide, bbox.height);
+      ctx.fillRect(Math.round(x - wide / 2), bbox.top, wide, bbox.height);
     }
   }
 
@@ -178,15 +178,6 @@ class Chart {
     }
   }
 
-  /** Returns the room left of the plot, which begins where the cells of a map begin. */
-  left() {
-    return Math.max(Y_AXIS, gutter - Math.round(this.box.getBoundingClientRect().left - this.track.getBoundingClientRect().left));
-  }
-
-  width() {
-    return Math.max(240, this.box.clientWidth);
-  }
-
   selected(plot) {
     const { left, width } = plot.select;
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
@@ -197,17 +188,17 @@ class Chart {
     const at = plot.cursor.idx, step = plot.cursor.left < 0 || at === null || at === undefined ? null : plot.data[0][at];
     this.step.textContent = step === null ? "" : `step ${step.toLocaleString("en")}`;
     this.entries.forEach((entry, index) => { entry.lastChild.textContent = step === null ? "" : shown(this.known[index][at], this.lines[index].digits); });
-    this.axis.point(step);
+    this.axis.point(step, this);
   }
 
   cross(step) {
-    this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 10 });
+    this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: -1000 });
   }
 
   /** Draws anew: in another width, over other steps, or in other colours. */
   update() {
     const { min, max } = this.axis;
-    this.plot.setSize({ width: this.width(), height: this.height });
+    this.plot.setSize({ width: this.box.clientWidth, height: this.height });
     this.plot.setScale("x", { min, max });
     this.plot.redraw(false, true);
   }

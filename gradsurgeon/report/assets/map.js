@@ -3,7 +3,7 @@
 
 const ROW = 18;
 const MOST_ROWS = 600;
-const OPEN_AT_FIRST = 72;
+const ALL_OPEN = 48;
 // The colours begin so many orders of magnitude below the median, and norms this far above them are spikes.
 const BELOW = 4, FAR = 0.5;
 const DIGITS = 2;
@@ -42,20 +42,24 @@ function ramp(share) {
 
 /** Returns the modules that names spell, as a tree; a module with one tensor is one row with it. */
 function treeOf(names, kind) {
-  const root = { name: "", children: new Map(), row: -1, open: true };
+  const root = { name: "", children: new Map(), row: -1 };
   names.forEach((name, row) => {
     let node = root;
     const parts = name.split(".");
     parts.forEach((part, depth) => {
-      // A name may be that of a tensor and of a module, which stay two rows.
+      // A name may be that of a tensor and of a module, which are two nodes.
       const key = depth === parts.length - 1 ? row : part;
-      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1, open: false });
+      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1 });
       node = node.children.get(key);
     });
     node.row = row;
   });
   const folded = (node) => {
-    for (const child of node.children.values()) if (child.row >= 0 && node.children.has(child.label)) child.label += `: ${kind}`;
+    // What a module has itself stands in it, as one more row.
+    for (const [key, child] of node.children) {
+      const module = child.row >= 0 && node.children.get(child.label);
+      if (module) { node.children.delete(key); module.children = new Map([[-1, { ...child, label: `(${kind})` }], ...module.children]); }
+    }
     node.list = [...node.children.values()].map(folded);
     node.count = node.row >= 0 ? 1 : node.list.reduce((sum, child) => sum + child.count, 0);
     return node === root || node.list.length !== 1 ? node : { ...node.list[0], label: `${node.label}.${node.list[0].label}` };
@@ -65,17 +69,6 @@ function treeOf(names, kind) {
 
 function nodesOf(node) {
   return [node, ...node.list.flatMap(nodesOf)];
-}
-
-/** Opens modules, outer ones first and whole levels only, as long as the rows fit on a screen. */
-function openSome(root) {
-  for (let level = root.list, rows = level.length; level.length;) {
-    const modules = level.filter((node) => node.row < 0), next = modules.flatMap((node) => node.list);
-    if (rows + next.length > OPEN_AT_FIRST && rows > 1) return;
-    for (const node of modules) node.open = true;
-    rows += next.length;
-    level = next;
-  }
 }
 
 /** Returns half of the usual distance of two columns: each column stands around its step. */
@@ -88,7 +81,8 @@ class HeatMap {
   constructor(axis, map, cells, kind, onChoose) {
     Object.assign(this, { axis, map, cells, onChoose, columns: map.firsts.length, at: null });
     this.tree = treeOf(map.names, kind);
-    openSome(this.tree);
+    // Of a large model only the modules that hold much of it are open: the rest is a row for each layer.
+    for (const node of nodesOf(this.tree)) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
     this.span = spanOf(cells);
     this.most = cells.reduce((most, code) => (code !== nonfinite && code > most ? code : most), 0);
     const half = halfOf(map);
@@ -190,14 +184,12 @@ class HeatMap {
     const context = this.canvas.getContext("2d"), image = new ImageData(across, high), pixels = new Uint32Array(image.data.buffer), codes = new Uint16Array(across);
     const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.share(step) * across)));
     const lefts = this.starts.map(pixelAt), rights = this.ends.map((step, at) => Math.max(pixelAt(step), Math.min(across, lefts[at] + 1)));
-    // Lines between many rows would make a blind.
-    const bottom = high - (this.rows.length > 30 ? 0 : 1);
     this.rows.forEach(({ node }, row) => {
       codes.fill(absent);
       // A pixel of several columns shows the largest of them.
       this.cellsOf(node).forEach((code, at) => { for (let x = lefts[at]; x < rights[at]; x++) if (code > codes[x]) codes[x] = code; });
       codes.forEach((code, x) => { pixels[x] = paint(code); });
-      for (let y = 1; y < bottom; y++) pixels.copyWithin(y * across, 0, across);
+      for (let y = 1; y < high; y++) pixels.copyWithin(y * across, 0, across);
       context.putImageData(image, 0, row * high);
     });
   }

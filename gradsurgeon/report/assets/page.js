@@ -5,7 +5,8 @@ const main = document.getElementById("main");
 const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300;
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, hatching a skipped step, ▼ at the top a value that is not finite.";
+const UNITS = { "norm of the gradient": "l2 norm" };
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
 let current = { index: 0, axes: [], maps: {} };
@@ -60,8 +61,8 @@ function band(run) {
 function magnitudes(rows) {
   const logs = rows.map(([, text]) => Math.log10(Number(text.replace(/,/g, "").replace(/Inf$/, "Infinity")))), finite = logs.filter(Number.isFinite);
   const low = Math.min(...finite, 0), high = Math.max(...finite, low + 1);
-  const x = (at) => 6 + (at * 488) / Math.max(1, rows.length - 1), y = (log) => 64 - (56 * (Math.min(high, Number.isFinite(log) ? log : high) - low)) / (high - low);
-  const dots = logs.map((log, at) => svg("circle", { cx: x(at), cy: y(log), r: 3.5, ...(Number.isFinite(log) ? {} : { class: "bad" }) }, svg("title", {}, rows[at].join(": "))));
+  const x = (at) => 6 + (at * 488) / Math.max(1, rows.length - 1), y = (log) => 64 - (56 * ((log === -Infinity ? low : Number.isFinite(log) ? log : high) - low)) / (high - low);
+  const dots = logs.map((log, at) => svg("circle", { cx: x(at), cy: y(log), r: 3.5, class: Number.isNaN(log) || log === Infinity ? "bad" : "" }, svg("title", {}, rows[at].join(": "))));
   const [first, last] = [rows[0], rows.at(-1)].map(([operation, text]) => `${text} in ${operation}`);
   return element("figure", { class: "magnitudes" }, element("figcaption", {}, "largest magnitude of each operation, log scale"),
     svg("svg", { viewBox: "0 0 500 70", role: "img", "aria-label": `from ${first} to ${last}` }, svg("path", { d: "M" + logs.map((log, at) => `${x(at)} ${y(log)}`).join("L") }), ...dots),
@@ -94,7 +95,7 @@ function happened(run, axis) {
   const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   const chart = (title, lines, log) => {
     const every = Math.max(...lines.map((line) => line.every)), hint = every > 1 ? `The run is long: a point is the largest that is known of ${every} steps.` : "";
-    if (lines.length) new Chart(part, axis, { title, lines, hint, log, marks: run.marks, height: 150 });
+    if (lines.length) new Chart(part, axis, { title, unit: UNITS[title], lines, hint, log, marks: run.marks, height: 150 });
   };
   chart("loss", run.losses, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
   chart("norm of the gradient", wholes, true);
@@ -124,7 +125,7 @@ async function kindSection(run, kind, axis, state) {
   const draw = () => {
     const lines = (map.chosen.length ? map.chosen : largest).map((row, at) => ({ ...map.curve(row), colour: `curve-${at % 10}` }));
     if (drawn) drawn.remove();
-    drawn = new Chart(curves, axis, { title: map.chosen.length ? "chosen in the map" : `the ${count} largest`, lines: [...whole, ...lines], marks: run.marks, height: 240 });
+    drawn = new Chart(curves, axis, { title: map.chosen.length ? "chosen in the map" : `the ${count} largest`, unit: "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
   };
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
@@ -138,6 +139,7 @@ async function kindSection(run, kind, axis, state) {
 }
 
 function rules(run) {
+  if (!run.rules.rows.length && !run.files.some((file) => file.text)) return;
   const part = section("Rules");
   const head = run.rules.head.map((text) => (text === "changed" && run.observed ? "would have changed" : text));
   if (run.rules.rows.length) part.append(table({ ...run.rules, head }));
@@ -157,7 +159,7 @@ function beside(axis) {
   const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, kind]) => [step, kind, paint(index)]));
   const chart = (title, linesOf) => {
     const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
-    if (lines.length) new Chart(part, axis, { title, lines, marks, log: lines.every((line) => line.values.every((value) => value === null || !(number(value) <= 0))), height: 150 });
+    if (lines.length) new Chart(part, axis, { title, unit: UNITS[title], lines, marks, log: lines.every((line) => line.values.every((value) => value === null || !(number(value) <= 0))), height: 150 });
   };
   chart("loss", (run) => run.losses);
   chart("norm of the gradient", wholesOf);
@@ -171,12 +173,12 @@ async function show(index, state = {}) {
   main.replaceChildren();
   panel.reset.hidden = true;
   panel.say("");
+  band(run);
   if (data.runs.length > 1) {
     const spans = data.runs.flatMap((one) => one.span), all = new Steps(spans.length ? [Math.min(...spans), Math.max(...spans)] : [], 0.5);
     current.axes.push(all);
     beside(all);
   }
-  band(run);
   happened(run, axis);
   lossSections(run, axis);
   standsOut(run);
