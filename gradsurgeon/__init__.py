@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from gradsurgeon.events import Event, RuleStatus
     from gradsurgeon.planning import Binding, Manifest, Plan
     from gradsurgeon.report import Report
+    from gradsurgeon.report.run import Run
     from gradsurgeon.schema import RuleSet
     from gradsurgeon.session import Session
     from gradsurgeon.statistics import Statistic, add_statistic
-    from gradsurgeon.store.run import Run
 
 __all__ = [
     "BindError",
@@ -139,7 +139,7 @@ _NAMES = {
     "schema": "RuleSet",
     "session": "Session",
     "statistics": "Statistic add_statistic",
-    "store.run": "Run",
+    "report.run": "Run",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,9 +1,14 @@
 """Libraries that are imported where they are needed, and named with their extra where they are missing."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from gradsurgeon.errors import GradSurgeonError
+
+
+def is_installed(name: str) -> bool:
+    return find_spec(name) is not None
 
 
 def library(name: str, extra: str, what: str) -> Any:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.events import Event
+    from gradsurgeon.report.run import Run
     from gradsurgeon.runtime import Attachment, Options
     from gradsurgeon.session import Session
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.sinks.sink import Sink
-    from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
 Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
@@ -213,7 +213,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         RecordError: the directory holds no run, or its files are damaged or have another format.
     """
-    from gradsurgeon.store import run  # noqa: PLC0415 # other functions work without SQLite
+    from gradsurgeon.report import run  # noqa: PLC0415 # other functions work without SQLite
 
     return run.open_run(path)
 

@@ -120,10 +120,8 @@ class Trainer:
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         watched = self._step in (FAULT_STEP, FAULT_STEP + 1)
-        before, known = self._snapshot() if watched else [], len(self.traps())
-        self.optimizer.step()
-        for trap in self.traps()[known:]:
-            say(f"\nTRAP {trap.message}\n")
+        before = self._snapshot() if watched else []
+        self.optimizer.step()  # the trap logs its report
         after = self._snapshot() if watched else []
         moved = sum(old != new for old, new in zip(before, after, strict=True))
         if self._step == FAULT_STEP:

@@ -14,6 +14,7 @@ from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.previews import CaptureKey
+from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.store import Logged, Lookup, RecordQueries
@@ -196,7 +197,7 @@ class Session(RecordQueries):
             GradSurgeonError: matplotlib is missing.
         """
         options = {"step": step, "call": call, "sample": sample or None, "image": image}
-        return self._draw(kind, name=name, rule=rule, **options)
+        return pictures.draw(self, kind, name=name, rule=rule, **options)
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None

@@ -90,3 +90,24 @@ def eventful_run(path: Path, *, layers: int = 4) -> Path:
 
 def label(page: Any, text: str) -> int:
     return int(page.locator(".rows button").all_inner_texts().index(text))
+
+
+def plots(page: Any, inside: str = "main") -> int:
+    """Make `plots` in the page the uPlot charts of a part of it, from its top, and return how many there are."""
+    return int(
+        page.evaluate(
+            """(inside) => {
+              const views = current.axes.flatMap((axis) => [...axis.views]).filter((view) => view.plot);
+              const part = document.querySelector(inside);
+              window.plots = views.map((view) => view.plot).filter((plot) => part.contains(plot.root));
+              plots.sort((a, b) => (a.root.compareDocumentPosition(b.root) & 4 ? -1 : 1));
+              return plots.length;
+            }""",
+            inside,
+        )
+    )
+
+
+def place(page: Any, step: float, kind: str = "gradient") -> float:
+    """Return where a step stands in the map, as a share of its width."""
+    return float(page.evaluate("([kind, step]) => current.maps[kind].share(step)", [kind, step]))

@@ -59,6 +59,8 @@ def _why_stopped(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
         _discard_output()
         return f"cannot write to standard output: {error.strerror}"
+    if isinstance(error, ImportError) and error.name == "numpy":
+        return f"this command needs the library numpy ({error}): pip install 'gradsurgeon[report]'"
     traceback.print_exc()
     return "internal error in gradsurgeon: please report it with the traceback above"
 

@@ -8,7 +8,6 @@ from gradsurgeon.errors import did_you_mean, printable
 from gradsurgeon.events import Event, EventKind
 from gradsurgeon.planning.table import count
 from gradsurgeon.report import from_run
-from gradsurgeon.report.norms import norm_rows
 from gradsurgeon.report.rules_and_events import by_kind
 from gradsurgeon.store.run import Run, open_run
 
@@ -50,11 +49,12 @@ def failing(place: Path, kinds: Sequence[str], *, alone: bool) -> Failing:
 
 def _spikes(run: Run) -> Iterator[Event]:
     """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
-    report = from_run(run)
-    for row in norm_rows(report.measurements, report.params, report.rules):
-        if spike := row.history.spike:
-            text = f"norm {spike.value:.3g}, {spike.times:.3g} times that of the steps around it"
-            yield Event("spike", row.rule, spike.step, run.ranks[0], row.name, text)
+    for track in from_run(run).history.tracks:
+        if spike := track.spike:
+            text = (
+                f"norm {spike.value:.3g}, {spike.times:.3g} times the median of the steps before it"
+            )
+            yield Event("spike", track.source.rule, spike.step, run.ranks[0], track.name, text)
 
 
 def summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
+from gradsurgeon._libraries import is_installed
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.fail_on import (
     Failing,
@@ -22,8 +23,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report import from_run, title_of
-from gradsurgeon.report.page_file import write_page
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.rules_and_events import event_lines
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
@@ -70,8 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html is not None:
             problems += _write_page(folders, Path(arguments.html))
         else:
+            # The events alone tell whether a job fails, and need no numpy.
+            by_events = arguments.format == "text" and bool(kinds) and not is_installed("numpy")
             for folder in folders:
-                _print(folder, arguments.format)
+                _print(folder, arguments.format, by_events=by_events)
+            if by_events:
+                text = "norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'"
+                print(f"gradsurgeon: {text}", file=sys.stderr)
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
@@ -113,6 +118,8 @@ def _is_run(folder: Path) -> bool:
 
 def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
     """Write the page, and return why runs are not on it."""
+    from gradsurgeon.report.page_file import write_page  # noqa: PLC0415 # needs numpy
+
     runs = list(chain.from_iterable(map(_runs_of, folders)))
     runs_shown, size, problems = write_page(runs, place)
     shown = f"{count(runs_shown, 'run')}, {size / 2**20:.1f} MB"
@@ -120,11 +127,11 @@ def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
     return problems
 
 
-def _print(folder: Path, form: str) -> None:
+def _print(folder: Path, form: str, *, by_events: bool) -> None:
     inside = sorted(runs_inside(folder))
     is_run = _is_run(folder) or not inside
     if form == "text":
-        _print_text(folder, inside, is_run=is_run)
+        _print_text(folder, inside, is_run=is_run, by_events=by_events)
     elif form == "json":
         _print_json(folder, inside, is_run=is_run)
 
@@ -151,16 +158,19 @@ def why_no_page(name: str) -> str:
     return ""
 
 
-def _print_text(folder: Path, inside: Sequence[Path], *, is_run: bool) -> None:
+def _print_text(folder: Path, inside: Sequence[Path], *, is_run: bool, by_events: bool) -> None:
     if is_run:
         with open_run(folder) as opened:
-            print(from_run(opened))
+            report = from_run(opened)
+            print("\n".join([*report.head, *event_lines(report.events)]) if by_events else report)
     if inside:
         head = f"{count(len(inside), 'run')} inside {printable(str(folder))}, of other models or processes:"
         print("\n".join([*([""] if is_run else []), head, *_commands(inside)]))
 
 
 def _print_json(folder: Path, inside: Sequence[Path], *, is_run: bool) -> None:
+    from gradsurgeon.report.plain import to_dict  # noqa: PLC0415 # needs numpy
+
     paths = [str(path) for path in inside]
     if not is_run:
         raise RecordError(

@@ -14,7 +14,7 @@ from gradsurgeon.cli.report import runs_inside, why_no_page
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.live import RUNNING, LiveRun, Snapshot
+from gradsurgeon.report.live import LiveRun, Snapshot
 from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.screen import ending, screen, status_line
 from gradsurgeon.store.layout import RUN_FILE
@@ -40,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the page of `report --html`, anew every few seconds",
     )
+    parser.add_argument("--once", action="store_true", help="look once, print that and end")
     parser.epilog = (
         "The command ends with the run, or when you press q. If standard output is no terminal, or TERM is "
         "`dumb`, it prints one line per look. NO_COLOR turns colours off."
@@ -63,7 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         live = LiveRun(folder)
         page = None if arguments.html is None else _Page(folder, Path(arguments.html))
-        if can_draw():
+        if arguments.once:
+            once = _read(live)
+            print("\n".join(line.text for line in screen(once, size()[0])))
+            if page is not None:
+                page.update(once)
+        elif can_draw():
             _watch_on_screen(live, page, arguments.every)
         else:
             _watch_in_lines(live, page, arguments.every)
@@ -85,10 +91,10 @@ class _Page:
 
     def update(self, snapshot: Snapshot) -> None:
         begin = time.monotonic()
-        if snapshot.state == RUNNING and begin < self._next:
+        if snapshot.is_running and begin < self._next:
             return
         # The last one is there to stay.
-        seconds = self._seconds if snapshot.state == RUNNING else None
+        seconds = self._seconds if snapshot.is_running else None
         write_page([self._folder], self._place, reload_seconds=seconds)
         end = time.monotonic()
         self._seconds = max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
@@ -156,7 +162,7 @@ def _follow(
         show(snapshot)
         if page is not None:
             page.update(snapshot)
-        if snapshot.state != RUNNING:
+        if not snapshot.is_running:
             return snapshot
         if quits():
             return None

@@ -75,7 +75,7 @@ class ScriptEnd:
                 if refused:
                     model.session.discard()
                 else:
-                    model.session.remove()
+                    model.session.remove(ended_by)
         if models.attached and not refused:  # A refusal has a traceback.
             self._say()
 

@@ -10,10 +10,11 @@ from torch import nn
 from gradsurgeon import planning
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.launcher.messages import write
 from gradsurgeon.planning import NO_MATCH, Plan
 from gradsurgeon.planning.table import NOUNS, count, grid
+from gradsurgeon.report.rules_and_events import trap_words
 from gradsurgeon.runtime import Attachment
 
 _MOST_EVENTS = 5
@@ -92,6 +93,10 @@ def write_summary(model: AttachedModel) -> None:
         if not model.plan.of(rule.id):
             continue
         status = statuses[rule.id]
+        if not rule.edits and isinstance(rule, TrapRule):
+            trips = [event for event in session.events if is_trip(event) and event.rule == rule.id]
+            rows.append((printable(rule.id), rule.action, trap_words(status, trips), "", ""))
+            continue
         changed = f"changed {status.changed:.0%}" if rule.edits else ""
         last = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))

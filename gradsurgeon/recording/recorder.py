@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import io
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule, Rule
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
@@ -56,6 +57,7 @@ class Recorder:
         sinks: receive aggregates.
         step: returns the step for an event without its own.
         state: returns the state from which a later session can resume.
+        pending: returns the number of an optimizer's next update, by the names of its parameters.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Recorder:
         *,
         step: Callable[[], int] = int,
         state: Callable[[], dict[str, Any]] | None = None,
+        pending: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.records = records
         self.writer = writer
@@ -74,7 +77,7 @@ class Recorder:
         # The destinations of rows and events besides memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
-        self._step, self._state = step, state
+        self._step, self._state, self._next = step, state, pending
         self._state_written = time.monotonic()
         # The failed writes, with the reasons.
         self.lost: list[str] = []
@@ -175,14 +178,15 @@ class Recorder:
             outlet.event(event)
         self._tell_failures()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Store everything, and write that the run has ended, by this exception if there is one."""
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
             if self.writer is not None:
-                stack.callback(self.writer.close)
+                stack.callback(self.writer.close, cause_of_end(error), self._pending_rows())
             self._gather()
             self._ring.settle()
             with self._ring.lock:
@@ -197,6 +201,15 @@ class Recorder:
             for sink in self._sinks:
                 sink.close(begin)
             self._tell_failures()
+
+    def _pending_rows(self) -> dict[str, int]:
+        steps = self._next()
+        firsts = {key.names[0] for key in self.keys if key.point == "accumulated"}
+        return {name: steps[name] for name in firsts if name in steps}
+
+    @property
+    def keys(self) -> list[Key]:
+        return [series.key for series in self.records if series.key.names]
 
     def _write_previews(self) -> None:
         """Write small previews of the captured tensors; a failure becomes a notice."""
@@ -300,9 +313,20 @@ class _Row:
         return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
 
 
+def cause_of_end(error: BaseException | None) -> dict[str, Any]:
+    """Return the type of the exception that ends a training, with step and rule of a trap; nothing of a clean end."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return {}
+    found: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, TrapError):
+        found |= {"step": error.step, "rule": error.rule}
+    return found
+
+
 def _close(reference: weakref.ref[Recorder]) -> None:
     if (recorder := reference()) is not None:
-        recorder.close()
+        # The interpreter is shutting down, and knows the exception that nobody has caught.
+        recorder.close(getattr(sys, "last_value", None))
 
 
 class CapturedTensors:

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from gradsurgeon.report import plots
 from gradsurgeon.report.captures import Calls, Capture, pair, several, single
-from gradsurgeon.report.names import Name
+from gradsurgeon.report.names import Name, Session
 from gradsurgeon.report.picture import NONFINITE, Picture, plain
 from gradsurgeon.tensors.saliency import grad_cam, resized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon.session import Session
     from gradsurgeon.store import RecordQueries
 
 _CHANNELS, _PER_ROW = 64, 8

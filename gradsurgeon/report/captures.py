@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsurgeon.actions import CaptureRule, gradient_pairs
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
-from gradsurgeon.report.names import Name, matching
+from gradsurgeon.report.names import Name, Session, matching
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon.session import Session
 
 Calls = int | tuple[int, int]
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradsurgeon.report.loss_lines import (
-    MATRIX_HINT,
-    PAIR_HEAD,
-    PAIR_HINTS,
-    WEIGHT_HEAD,
-    combined_remarks,
-    combined_title,
-    compared_remarks,
-    compared_title,
-    matrix,
-    pair_cells,
-    weight_rows,
-)
-from gradsurgeon.report.losses import Combined, Compared, Pair
-from gradsurgeon.report.page_values import line_data, number
-from gradsurgeon.report.signed_curve import Curve, by_step, means_of
-from gradsurgeon.report.whole_norm import Line
+import numpy as np
 
-_PAIRS, _MATRICES, _CURVES, _WEIGHTS = 100, 12, 8, 20
+from gradsurgeon.report.loss_tables import (
+    MATRIX_HINT,
+    combined_table,
+    compared_table,
+    matrix,
+    pair_name,
+)
+from gradsurgeon.report.losses import Combined, Compared, Curve, Pair
+from gradsurgeon.report.page_values import Line, line_data, number
+
+_MATRICES, _CURVES, _WEIGHTS = 12, 8, 20
 # Points of a curve: fewer than pixels, and enough to see since when.
 _POINTS = 500
 
@@ -32,17 +26,18 @@ def compared_data(found: Compared) -> dict[str, Any]:
     worst = found.worst()
     parts = list(dict.fromkeys(one.part for one in worst))  # those of the worst pairs first
     shown = parts[:_MATRICES]
+    curves = [_curve(pair_name(one), one.curve) for one in worst[:_CURVES] if one.calls]
+    few = f" of the {len(curves)} worst" if len(curves) < len(worst) else ""
+    table = compared_table(found)
+    # The page draws the matrix, which text has among the notes, and no histories.
+    begin = table.notes.index(MATRIX_HINT) + 1 if MATRIX_HINT in table.notes else 0
+    notes = [text for text in table.notes[begin:] if not text.startswith("history: ")]
     return {
-        "title": compared_title(found),
-        "remarks": list(compared_remarks(found)),
-        "hints": list(PAIR_HINTS),
-        "matrix_hint": MATRIX_HINT,
+        "table": table._replace(notes=notes).plain(),
+        "hint": MATRIX_HINT,
         "matrices": [_matrix(part, found.losses, found.parts[part]) for part in shown],
-        "parts_left_out": len(parts) - len(shown),
-        "head": _without_history(PAIR_HEAD),
-        "pairs": [_without_history(pair_cells(one)) for one in worst[:_PAIRS]],
-        "left_out": max(0, len(worst) - _PAIRS),
-        "curves": [_curve(pair_cells(one)[0], one.curve) for one in worst[:_CURVES] if one.curve],
+        "left_out": len(parts) - len(shown),
+        "charts": [[f"cosine{few}", curves]],
     }
 
 
@@ -57,23 +52,30 @@ def _matrix(part: str, losses: Sequence[str], pairs: Sequence[Pair]) -> dict[str
 
 
 def combined_data(found: Combined, *, observed: bool) -> dict[str, Any]:
+    weights = [_curve(one.name, one.curve) for one in found.weights[:_WEIGHTS]]
+    distance = [_curve("distance", found.curve)]
     return {
-        "title": combined_title(found),
-        "remarks": list(combined_remarks(found, observed=observed)),
-        "head": _without_history(WEIGHT_HEAD),
-        "weights": [_without_history(row) for row in weight_rows(found)[:_PAIRS]],
-        "curves": [_curve(one.name, one.curve) for one in found.weights[:_WEIGHTS]],
-        "distance": _curve("distance", found.curve),
+        "table": combined_table(found, observed=observed).plain(),
+        "hint": "",
+        "matrices": [],
+        "left_out": 0,
+        "charts": [["weight", weights], ["distance from the plain sum, over its norm", distance]],
     }
 
 
-def _without_history(row: Sequence[str]) -> list[str]:
-    return [row[0], *row[2:]]
-
-
 def _curve(label: str, curve: Curve) -> dict[str, Any]:
-    steps = by_step(curve)
-    every = max(1, -(-len(steps) // _POINTS))
-    means = means_of(steps, _POINTS)
-    line = Line(label, [step for step, _ in means], [value for _, value in means], every)
-    return line_data(line)
+    steps, values = points(curve, _POINTS)
+    every = max(1, -(-len(np.unique(curve.steps)) // _POINTS))
+    return line_data(Line(label, steps, list(values), every))
+
+
+def points(curve: Curve, most: int) -> tuple[list[int], list[float]]:
+    """Return at most so many points of a curve, each the first step and the mean of a few."""
+    steps, back = np.unique(curve.steps, return_inverse=True)
+    if not len(steps):
+        return [], []
+    # There may be several calls in a step, which count as one.
+    each = np.bincount(back, curve.values) / np.bincount(back)
+    starts = np.unique(np.arange(min(most, len(steps))) * len(steps) // min(most, len(steps)))
+    means = np.add.reduceat(each, starts) / np.diff(np.append(starts, len(steps)))
+    return steps[starts].tolist(), means.tolist()

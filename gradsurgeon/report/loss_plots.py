@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.report.losses import Compared
+from gradsurgeon.report.loss_charts import points
+from gradsurgeon.report.losses import Compared, Curve
 from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.picture import Picture, plain
-from gradsurgeon.report.signed_curve import Curve, by_step, means_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.store import RecordQueries
 
@@ -21,7 +21,7 @@ _CURVES, _POINTS = 10, 800
 def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw cosines of pairs and weights: of those that conflict most, or of those that are named."""
     report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
-    found = report.of_losses()
+    found = report.losses
     panels: list[tuple[str, str, dict[str, Curve]]] = [
         ("cosine", one.rule, _worst_first(one)) for one in found.compared
     ]
@@ -60,7 +60,7 @@ def _worst_first(found: Compared) -> dict[str, Curve]:
     return {
         f"{one.part}:{one.name}" if one.part else one.name: one.curve
         for one in found.worst()
-        if one.curve
+        if one.calls
     }
 
 
@@ -68,8 +68,7 @@ def _draw(
     axes: Axes, curves: Iterable[tuple[str, Curve]], stat: str, label: str, *, more: int
 ) -> None:
     for name, curve in curves:
-        means = means_of(by_step(curve), _POINTS)
-        steps, values = zip(*means, strict=True)
+        steps, values = points(curve, _POINTS)
         axes.plot(steps, values, linewidth=1.1, marker="." * (len(steps) == 1), label=plain(name))
     axes.axhline(0.0, color="#555555", linewidth=0.8)
     if stat == "cosine":

@@ -1,4 +1,4 @@
-"""What was recorded of several losses: how far they conflict, and with which weights they were combined.
+"""What was recorded of several losses: how far they conflict, and with which weights they were combined. Needs numpy.
 
 Which rules have recorded that is told by their statistics, and between which losses by the names in their keys:
 `seg/depth`, or `trunk.0.weight:seg/depth` of a part of what the rule matches.
@@ -7,26 +7,48 @@ Which rules have recorded that is told by their statistics, and between which lo
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from statistics import fmean
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from gradsurgeon.report.measurements import WholeMeasurements
-from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.signed_curve import Curve, runs_below, tells_of_turns
-from gradsurgeon.store import Key
-from gradsurgeon.store.layout import Stored, unpack_absent
+import numpy as np
+from numpy.typing import NDArray
 
-COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
-WEIGHT, DISTANCE = "weight", "distance"
-LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
+from gradsurgeon.report.rules_and_events import (
+    COSINE,
+    DISTANCE,
+    LOSS_STATS,
+    OPPOSED,
+    RATIO,
+    WEIGHT,
+    RuleInfo,
+)
+from gradsurgeon.store import WholeSeries
+from gradsurgeon.store.tables import arrays
+
+if TYPE_CHECKING:
+    from gradsurgeon.store.rank_file import StoredSeries
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
-# From here on a weight helps more than a method: the smaller gradient turns the larger one by less than a degree.
-FAR = 100.0
+_BATCH = 8192
+
+
+class Curve(NamedTuple):
+    """Steps and values of each call, oldest first; a step may have several."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.floating[Any]]
+
+    def without(self, there: NDArray[np.bool_]) -> Curve:
+        return Curve(self.steps[there], self.values[there])
+
+    @property
+    def finite(self) -> NDArray[np.floating[Any]]:
+        return np.asarray(self.values[np.isfinite(self.values)])
+
+
+_NONE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 class Pair(NamedTuple):
@@ -41,7 +63,7 @@ class Pair(NamedTuple):
         cosine: the mean.
         least: the smallest cosine.
         below: the share of calls in which it was below 0.
-        below_from: the first step in which it was, ``None`` if it never was.
+        below_from: the first step in which it was, `None` if it never was.
         ratio: the geometric mean of the norm of the first over that of the second.
         opposed: the mean share of elements with opposite signs, by norm.
         curve: step and cosine of each call.
@@ -64,45 +86,9 @@ class Pair(NamedTuple):
     def name(self) -> str:
         return f"{self.first}/{self.second}"
 
-    @property
-    def _runs(self) -> list[tuple[bool, int]]:
-        """The times of conflict and those without; none if most calls know of no conflict, whatever their mean is."""
-        runs = runs_below(self.curve)
-        is_rare = self.below <= 0.5 and [below for below, _ in runs] == [True]  # noqa: PLR2004 # half of them
-        return [] if is_rare else runs
-
-    @property
-    def since(self) -> int | None:
-        """The step from which on they conflict on average, until the end; ``None`` where they do not at the end."""
-        runs = self._runs
-        return runs[-1][1] if runs and runs[-1][0] else None
-
-    @property
-    def when(self) -> str:
-        """In words, when they conflicted on average over some calls."""
-        if self.below == 1.0:
-            return "throughout"
-        runs = self._runs
-        if not any(below for below, _ in runs):
-            # Nothing of what noise could be is called a time of conflict.
-            return "at times" if self.below else "never"
-        if len(runs) == 1:
-            return "throughout" if tells_of_turns(self.curve) else "on average"
-        if runs[-1][0]:
-            return f"since step {runs[-1][1]}"
-        return f"until step {runs[-1][1]}" if len(runs) == 2 else "at times"  # noqa: PLR2004 # one run below, one not
-
 
 class Compared(NamedTuple):
-    """The pairs of losses that one rule has compared.
-
-    Attributes:
-        rule: its id.
-        losses: in their order.
-        pairs: those of one part after those of another; in each, as the losses stand.
-        steps: the first and the last.
-        every: one call in so many was read.
-    """
+    """The pairs of losses that one rule has compared; one call in `every` was read."""
 
     rule: str
     losses: tuple[str, ...]
@@ -174,32 +160,27 @@ class OfLosses(NamedTuple):
         )
 
 
-class Rows(NamedTuple):
-    """Some rows of a series, oldest first, and the columns of it that are of no concern."""
+def of_series(
+    series: Iterable[tuple[WholeSeries, frozenset[int]]],
+    rules: Mapping[str, RuleInfo],
+    newest: int | None = None,
+) -> OfLosses:
+    """Return what was recorded of several losses, by rule in file order.
 
-    key: Key
-    rows: Iterable[Stored]
-    repeated: frozenset[int] = frozenset()
-
-
-def of_measurements(measurements: WholeMeasurements, rules: Mapping[str, RuleInfo]) -> OfLosses:
-    """Return what was recorded of several losses, by rule in file order."""
-    series = [pair for pair in measurements.series() if pair[0].key.stat in LOSS_STATS]
-    values = sum(len(one) * len(one.key.names) for one, _ in series)
+    Args:
+        series: each series, with columns that another one has recorded as well.
+        rules: every rule by id.
+        newest: read only so many of the newest rows of each series.
+    """
+    shown = [pair for pair in series if pair[0].key.stat in LOSS_STATS and len(pair[0])]
+    values = sum(min(len(one), newest or len(one)) * len(one.key.names) for one, _ in shown)
     every = max(1, -(-values // MOST_VALUES))
-    rows = [Rows(one.key, measurements.one_in(every, one), skipped) for one, skipped in series]
-    return of_rows(rows, rules, every=every)
-
-
-def of_rows(some: Iterable[Rows], rules: Mapping[str, RuleInfo], *, every: int = 1) -> OfLosses:
     by_rule: dict[str, dict[str, dict[str, Curve]]] = {rule: {} for rule in rules}
-    for one in some:
+    for one, repeated in shown:
         known = by_rule.setdefault(one.key.rule, {}).setdefault(one.key.stat, {})
-        for name, curve in _curves(one):
+        for name, curve in _curves(one, repeated, every, newest):
             # A set of parameters that grows, or another one of modules, is another series.
-            known[name] = (
-                sorted([*known[name], *curve], key=itemgetter(0)) if name in known else curve
-            )
+            known[name] = _joined([known[name], curve]) if name in known else curve
     compared, combined = [], []
     for rule, by_stat in by_rule.items():
         named = rules[rule].losses if rule in rules else ()
@@ -211,22 +192,28 @@ def of_rows(some: Iterable[Rows], rules: Mapping[str, RuleInfo], *, every: int =
     return OfLosses(compared, combined)
 
 
-def _curves(one: Rows) -> Iterator[tuple[str, Curve]]:
-    names, steps, values = one.key.names, list[int](), array("f")
-    absent: dict[int, set[int]] = {}
-    for place, (step, floats, bits) in enumerate(one.rows):
-        steps.append(step)
-        values.frombytes(floats)
-        for column in unpack_absent(bits):
-            absent.setdefault(column, set()).add(place)
-    for column, name in enumerate(names):
-        if column in one.repeated:
-            continue
-        pairs = list(zip(steps, values[column :: len(names)], strict=True))
-        if column in absent:
-            pairs = [pair for place, pair in enumerate(pairs) if place not in absent[column]]
-        if pairs:
-            yield name, pairs
+def _curves(
+    series: WholeSeries, repeated: frozenset[int], every: int, newest: int | None
+) -> Iterator[tuple[str, Curve]]:
+    start = 0 if newest is None else max(0, len(series) - newest)
+    if every == 1 or not hasattr(series, "summaries"):
+        rows = list(islice(series.stored(), start, None, every))
+    else:  # a look-up per row is faster than reading the rows between
+        stored, numbers = cast("StoredSeries", series), range(start, len(series), every)
+        rows = [row for number in numbers for row in stored.stored(number, number + 1)]
+    if not rows:
+        return
+    steps, values, present = arrays(rows, len(series.key.names))
+    for column, name in enumerate(series.key.names):
+        if column not in repeated and present[:, column].any():
+            yield name, Curve(steps, values[:, column].astype(float)).without(present[:, column])
+
+
+def _joined(curves: Iterable[Curve]) -> Curve:
+    found = [_NONE, *curves]
+    steps = np.concatenate([curve.steps for curve in found])
+    order = np.argsort(steps, kind="stable")
+    return Curve(steps[order], np.concatenate([curve.values for curve in found])[order])
 
 
 def _compared(
@@ -236,20 +223,22 @@ def _compared(
     for name, curve in by_stat[COSINE].items():
         if (split := split_pair(name, named)) is None:
             continue
-        known = [(step, value) for step, value in curve if not math.isnan(value)]
-        cosines = [value for _, value in known]
-        below = [step for step, value in known if value < 0]
+        known = curve.without(~np.isnan(curve.values))
+        below = known.steps[known.values < 0]
+        ratios = by_stat.get(RATIO, {}).get(name, _NONE).finite
+        # A mean of ratios would not be as far from 2 as from 1/2.
+        logs = np.log(ratios[ratios > 0])
         pairs.append(
             Pair(
                 *split,
-                calls=len(known),
-                missing=len(curve) - len(known),
-                cosine=_mean(cosines),
-                least=min(cosines, default=math.nan),
-                below=len(below) / len(known) if known else math.nan,
-                below_from=below[0] if below else None,
-                ratio=_geometric_mean(_finite(by_stat.get(RATIO, {}).get(name, ()))),
-                opposed=_mean(_finite(by_stat.get(OPPOSED, {}).get(name, ()))),
+                calls=len(known.steps),
+                missing=len(curve.steps) - len(known.steps),
+                cosine=_mean(known.values),
+                least=float(known.values.min()) if len(known.values) else math.nan,
+                below=len(below) / len(known.steps) if len(known.steps) else math.nan,
+                below_from=int(below[0]) if len(below) else None,
+                ratio=math.exp(_mean(logs)) if len(logs) else math.nan,
+                opposed=_mean(by_stat.get(OPPOSED, {}).get(name, _NONE).finite),
                 curve=known,
             )
         )
@@ -261,31 +250,31 @@ def _compared(
     place = {loss: number for number, loss in enumerate(losses)}
     parts = {part: number for number, part in enumerate(dict.fromkeys(one.part for one in pairs))}
     pairs.sort(key=lambda one: (parts[one.part], place[one.first], place[one.second]))
-    steps = [step for curve in by_stat[COSINE].values() for step, _ in (curve[0], curve[-1])]
-    return Compared(rule, losses, pairs, (min(steps), max(steps)), every)
+    steps = _joined(by_stat[COSINE].values()).steps
+    return Compared(rule, losses, pairs, (int(steps[0]), int(steps[-1])), every)
 
 
 def _combined(rule: str, by_stat: Mapping[str, Mapping[str, Curve]], every: int) -> Combined:
-    weights = [_weighed(name, curve) for name, curve in by_stat[WEIGHT].items()]
-    curve = sorted((pair for one in by_stat[DISTANCE].values() for pair in one), key=itemgetter(0))
-    step, largest = max(curve, key=itemgetter(1))
+    weights = [_weighed(name, one) for name, one in by_stat[WEIGHT].items()]
+    curve = _joined(by_stat[DISTANCE].values())
+    top = int(np.argmax(curve.values))
     return Combined(
         rule,
         weights,
-        steps=(curve[0][0], curve[-1][0]),
-        calls=len(curve),
-        changed=sum(value > 0 for _, value in curve) / len(curve),
-        distance=_mean(_finite(curve)),
-        largest=largest,
-        largest_step=step,
+        steps=(int(curve.steps[0]), int(curve.steps[-1])),
+        calls=len(curve.steps),
+        changed=float((curve.values > 0).mean()),
+        distance=_mean(curve.finite),
+        largest=float(curve.values[top]),
+        largest_step=int(curve.steps[top]),
         curve=curve,
         every=every,
     )
 
 
 def _weighed(name: str, curve: Curve) -> Weighed:
-    values = [value for _, value in curve]
-    return Weighed(name, len(curve), _mean(values), min(values), max(values), curve)
+    least, largest = float(curve.values.min()), float(curve.values.max())
+    return Weighed(name, len(curve.steps), _mean(curve.values), least, largest, curve)
 
 
 def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | None:
@@ -312,15 +301,5 @@ def _places(text: str, letter: str) -> list[int]:
     return [place for place, one in enumerate(text) if one == letter]
 
 
-def _finite(curve: Curve) -> list[float]:
-    return [value for _, value in curve if math.isfinite(value)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else math.nan
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    """Return what is as far from 2 as from 1/2, which a mean of ratios would not be."""
-    logs = [math.log(value) for value in values if value > 0]
-    return math.exp(fmean(logs)) if logs else math.nan
+def _mean(values: NDArray[np.floating[Any]]) -> float:
+    return float(values.mean()) if len(values) else math.nan

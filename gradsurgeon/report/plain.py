@@ -1,33 +1,42 @@
 """A report as plain values, for programs. What is in it is documented under ``gradsurgeon report`` in the guide."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.report.losses import Combined, Compared, Pair
-from gradsurgeon.report.measurements import Spike
-from gradsurgeon.report.norms import NormRow, norm_rows
-from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.store.json_text import json_number
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.history import Track
+    from gradsurgeon.report.report import Report
 
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has; NaN and infinity are texts."""
-    measurements = report.measurements
-    norms = [_norms(row) for row in norm_rows(measurements, report.params, list(report.rules))]
-    of_losses = report.of_losses()
+    ended = report.ended
     return {
         "version": 1,
         "title": report.title,
-        "notes": list(report.notes),
+        "ended": None
+        if ended is None
+        else {
+            "state": ended.state,
+            "words": ended.words + ended.outcome(report.events),
+            "ranks": {str(rank): words for rank, words in ended.ranks.items()},
+        },
+        "steps": None if report.steps is None else list(report.steps),
+        "notes": [*report.notes, *filter(None, [report.frozen_note])],
+        "remarks": list(report.remarks),
         "params": list(report.params),
         "rules": [_rule(report, rule) for rule in dict.fromkeys((*report.rules, *report.statuses))],
         "events": [asdict(event) for event in report.events],
-        "norms": norms,
-        "conflicts": [_compared(one) for one in of_losses.compared],
-        "combined": [_combined(one) for one in of_losses.combined],
-        # Known once the norms have been read.
-        "median_of_one_step_in": measurements.sampled,
+        "norms": list(map(_norms, report.history.tracks)),
+        "conflicts": [_compared(one) for one in report.losses.compared],
+        "combined": [_combined(one) for one in report.losses.combined],
+        "median_of_one_step_in": report.history.sampled,
     }
 
 
@@ -57,7 +66,6 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "missing": pair.missing,
         **{key: json_number(getattr(pair, key)) for key in numbers},
         "below_from": pair.below_from,
-        "since": pair.since,
     }
 
 
@@ -82,22 +90,23 @@ def _combined(found: Combined) -> dict[str, Any]:
     }
 
 
-def _norms(row: NormRow) -> dict[str, Any]:
-    history = row.history
+def _norms(track: Track) -> dict[str, Any]:
+    spike = track.spike
     return {
-        "name": row.name,
-        "rule": row.rule,
-        "point": row.point,
-        "first": json_number(history.first),
-        "median": json_number(history.median),
-        "largest": json_number(history.largest),
-        "spike": None if history.spike is None else _spike(history.spike),
-        "last": json_number(history.last),
-        "nonfinite": history.nonfinite,
-        "nonfinite_step": history.nonfinite_step if history.nonfinite else None,
+        "name": track.name,
+        "kind": track.source.kind,
+        "rule": track.source.rule,
+        "point": track.source.point,
+        **{key: json_number(getattr(track, key)) for key in ("first", "median", "largest")},
+        "spike": None
+        if spike is None
+        else {
+            "step": spike.step,
+            "value": json_number(spike.value),
+            "times": json_number(spike.times),
+        },
+        "last": json_number(track.last),
+        "nonfinite": track.nonfinite,
+        "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
+        "zero_since": track.zero_since,
     }
-
-
-def _spike(spike: Spike) -> dict[str, Any]:
-    value, times = json_number(spike.value), json_number(spike.times)
-    return {"step": spike.step, "value": value, "times": times}

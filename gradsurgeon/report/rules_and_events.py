@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
-from gradsurgeon.planning.table import count, grid
+from gradsurgeon.planning.table import count
+from gradsurgeon.report.tables import Table
 
+COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
+WEIGHT, DISTANCE = "weight", "distance"
+LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
 _EVENTS = 20
-_RULE_COLUMNS = ("rule", "action", "matched", "fired", "changed", "last step", "")
+_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,14 @@ class RuleInfo:
         role: what it is to a reader.
         logged: the parameters whose l2 norms it records.
         losses: the losses, or the modules, whose gradients it compares or combines.
+        kind: what it measures, such as "gradient" or "output".
     """
 
     action: str
     role: str = "edit"
     logged: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    kind: str = "gradient"
 
 
 RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
@@ -59,27 +65,39 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
     return {rule for rule, info in infos.items() if info.role == "edit"}
 
 
-def rule_lines(
+def rule_table(
     infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
-) -> Iterator[str]:
-    if not statuses:
-        return
-    yield f"rules ({len(statuses)})"
-    yield from grid([RULES_HEAD, *rule_rows(infos, statuses, events)], right=RULE_NUMBERS)
+) -> Table:
+    rows = list(rule_rows(infos, statuses, events))
+    return Table(f"rules ({len(statuses)})", RULES_HEAD, rows, right=RULE_NUMBERS)
+
+
+def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
+    """Return how often a trap has looked and tripped, and when last."""
+    ranks = sorted({event.rank for event in trips}) or [0]
+    # Each rank counts its own; and events are bounded, which the count is not.
+    counted = math.ceil(round(status.changed * status.fired) / len(ranks))
+    tripped = max(counted, len({event.step for event in trips}))
+    looked = f"looked {count(status.fired, 'time')}"
+    if not tripped:
+        return f"{looked}, never tripped"
+    on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
+    last = f", last at {max(event.step for event in trips)}" if trips else ""
+    return f"{looked}, tripped in {count(tripped, 'step')}{on}{last}"
 
 
 def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
     if not status.fired:
         return "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
     if info.role == "trap":
-        ranks = sorted({event.rank for event in trips}) or [0]
-        # Each rank counts its own; and events are bounded, which the count is not.
-        counted = math.ceil(round(status.changed * status.fired) / len(ranks))
-        tripped = max(counted, len({event.step for event in trips}))
-        on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-        told = f"tripped in {count(tripped, 'step')}{on}" if tripped else "never tripped"
-        return f"looked {count(status.fired, 'time')}, {told}"
+        return trap_words(status, trips)
     return "changed nothing" if info.role == "edit" and not status.changed else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a few names, and how many more there are."""
+    shown = ", ".join(printable(name) for name in names[:_NAMES])
+    return shown + (f", and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
 
 
 def by_kind(events: Iterable[Event]) -> Counter[str]:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from gradsurgeon._libraries import is_installed
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.losses import LOSS_STATS
-from gradsurgeon.report.measurements import STAT, WholeMeasurements
-from gradsurgeon.report.page import Report
-from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.ending import ending_of
+from gradsurgeon.report.names import Session
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.rules_and_events import LOSS_STATS, RuleInfo
 from gradsurgeon.schema import VERSION
-from gradsurgeon.store import Records, job
+from gradsurgeon.store import job
 from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
-    from gradsurgeon.session import Session
     from gradsurgeon.store.captures import CapturedByRule
     from gradsurgeon.store.run import Run
 
-# So many values are read as they are; of more the summaries are read.
-_MOST_VALUES = 4 * 2**20
-_WHOLE = 2**62
+STAT = "l2"
+# Where in a tensor of several parts: `output[0].grad`, `output.logits`.
+_PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
 
 def summary(session: Session | Run) -> Report:
@@ -44,9 +44,11 @@ def summary(session: Session | Run) -> Report:
             if rule.target == "params" and STAT in getattr(rule, "stats", ())
             else (),
             losses=_losses(rule, plan),
+            kind=_kind(rule.target == "tensors", getattr(rule, "tensor", None) or "grad"),
         )
         for rule in plan.rules.rules
     }
+    frozen = {param.name: param.numel for param in plan.manifest.params if not param.requires_grad}
     return Report(
         title=f"{plan.rules.file} on {plan.subject}",
         params=tuple(param.name for param in plan.manifest.params),
@@ -57,7 +59,18 @@ def summary(session: Session | Run) -> Report:
         start=attachment.options.start_step,
         end=session.step,
         observed=attachment.options.mode == "observe",
+        frozen=frozen,
+        pending=attachment.pending_steps(),
     )
+
+
+def _kind(is_tag: bool, tensor: str) -> str:  # noqa: FBT001 # one of two
+    """Return what a rule measures: the same word for all rules whose numbers can be compared."""
+    if is_tag:
+        return "tag gradient" if tensor == "grad" else "tag"
+    if (match := _PART.match(tensor)) is not None:
+        return match[1] + " gradient" * bool(match[2])
+    return {"grad": "gradient", "value": "weight"}.get(tensor, tensor)
 
 
 def _losses(rule: Rule, plan: Plan) -> tuple[str, ...]:
@@ -72,24 +85,55 @@ def _role(rule: Rule) -> str:
     return "edit" if rule.edits else rule.role
 
 
-def from_run(run: Run) -> Report:
-    """Return the report of a run directory, finished or still being written."""
+def from_run(run: Run, *, newest: int | None = None) -> Report:
+    """Return the report of a run directory, finished or still being written. Reads all that it needs.
+
+    Args:
+        run: open.
+        newest: read only so many of the newest rows of each series.
+    """
     from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     start = run.meta.get("start_step")
     captured, problem = captures(run)
-    return Report(
+    rules = rule_infos(run)
+    report = Report(
         title=title_of(run),
         params=run.params,
-        rules=rule_infos(run),
+        rules=rules,
         statuses=run.status(),
-        records=_records(run),
+        stored=list(of_lowest_ranks(run)),
         events=tuple(run.events),
         notes=(*_notes(run), *([problem] if problem else [])),
         start=start if isinstance(start, int) else None,
         captures=tuple(_capture_lines(captured)),
         observed=run.meta.get("mode") == "observe",
+        ended=ending_of(run),
+        frozen=dict(_frozen(run)),
+        ranks=_ranks(run, rules),
+        pending=run.pending,
+        newest=newest,
     )
+    if is_installed("numpy"):
+        # The files may be closed before somebody looks at the report.
+        _ = report.steps, report.history.tracks, report.losses
+    return report
+
+
+def _frozen(run: Run) -> Iterator[tuple[str, int]]:
+    for param in _list(section(run.meta, "model").get("params")):
+        if isinstance(param, dict) and param.get("requires_grad") is False:
+            numel = param.get("numel")
+            yield str(param.get("name")), numel if isinstance(numel, int) else 0
+
+
+def _ranks(run: Run, rules: Mapping[str, RuleInfo]) -> str:
+    if len(run.ranks) == 1 or not is_installed("numpy"):
+        return ""
+    from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
+
+    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()})
 
 
 def _capture_lines(captured: Sequence[CapturedByRule]) -> Iterator[str]:
@@ -108,6 +152,7 @@ def rule_infos(run: Run) -> dict[str, RuleInfo]:
             role=str(section(roles, rule["id"]).get("role", "edit")),
             logged=run.names_of(rule["id"]) if STAT in stats.get(rule["id"], ()) else (),
             losses=_losses_in(section(roles, rule["id"]), run.names_of(rule["id"])),
+            kind=_kind(rule.get("hook") == "tag", str(rule.get("tensor") or "grad")),
         )
         for rule in run.rules
     }
@@ -128,42 +173,12 @@ def title_of(run: Run) -> str:
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
-def _records(run: Run) -> Records | WholeMeasurements:
-    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
-
-    shown = list(of_lowest_ranks(run))
-    read = {STAT, *LOSS_STATS}
-    values = sum(len(one) * len(one.key.names) for one, _ in shown if one.key.stat in read)
-    if values > _MOST_VALUES:
-        from gradsurgeon.report.stored_measurements import OnDisk  # noqa: PLC0415 # it needs SQLite
-
-        return OnDisk(run)
-    records = Records(limit_bytes=_WHOLE)
-    for series, repeated in shown:
-        if series.key.stat in read:
-            rows = series.rows()
-        else:  # a report only says that it is there, and how long
-            rows = chain(series.rows(0, 1), series.rows(max(1, len(series) - 1)))
-        for row in rows:
-            absent = row.absent | repeated
-            records.add(series.key, row.step, row.values.tobytes(), absent)
-    return records
-
-
 def _notes(run: Run) -> tuple[str, ...]:
     notes = []
     if run.meta.get("mode") == "observe":
         notes.append("observed only: no rule changed anything")
-    states = run.states
-    several = len(states) > 1
-    if several:
-        notes.append(f"{len(states)} ranks, norms of the lowest that has them")
-    for state, text in (
-        ("running", "still running"),
-        ("stopped", "ended without being closed: the last second may be missing"),
-    ):
-        if ranks := [str(rank) for rank, found in states.items() if found == state]:
-            notes.append(f"rank {', '.join(ranks)} {text}" if several else text)
+    if len(run.ranks) > 1:
+        notes.append(f"{len(run.ranks)} ranks, norms of the lowest that has them")
     return tuple(notes)
 
 
@@ -188,7 +203,15 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
             "origin": plan.manifest.origin,
             "title": plan.subject,
             "params": [
-                {"name": param.name, "aliases": list(param.aliases)}
+                {
+                    "name": param.name,
+                    "aliases": list(param.aliases),
+                    **(
+                        {}
+                        if param.requires_grad
+                        else {"requires_grad": False, "numel": param.numel}
+                    ),
+                }
                 for param in plan.manifest.params
             ],
             "aliases": {

@@ -7,34 +7,27 @@ a run are never markup.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
 
-from gradsurgeon.events import Event
-from gradsurgeon.report.heat_map import (
-    ABSENT,
-    FIRST,
-    LOWEST,
-    NONFINITE,
-    STEP,
-    ZERO,
-    HeatMap,
-    heat_map,
-)
+import numpy as np
+
+from gradsurgeon.events import TRIPS, Event
+from gradsurgeon.report.callouts import GRADIENT, nouns
+from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
+from gradsurgeon.report.grid import Grid, grid_of
+from gradsurgeon.report.history import Track, Whole
 from gradsurgeon.report.loss_charts import combined_data, compared_data
-from gradsurgeon.report.measurements import STAT
-from gradsurgeon.report.norms import NormRow, NormTable, norm_table, noun_of, worst_rows
-from gradsurgeon.report.page import Report
-from gradsurgeon.report.page_values import line_data, number
-from gradsurgeon.report.rules_and_events import rule_rows
+from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
+from gradsurgeon.report.page_values import Line, line_data, thinned
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.rules_and_events import EventGroup, event_groups, rule_table
 from gradsurgeon.report.sources import from_run
-from gradsurgeon.report.whole_norm import Line, WholeNorm, curve, whole_norms
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
@@ -42,9 +35,14 @@ from gradsurgeon.store.run import Run
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
-_WORST = 10
-# The beginning tells what went wrong first, the end what stopped the run.
-_MOST_EVENTS = 600
+_LARGEST = 10
+# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
+# to two digits.
+LOWEST, STEP = -46.0, 0.0013
+ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
+_MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
+_MOST_VALUES = 20 * 2**20
+_MOST_MARKS = 600
 _MOST_LOSSES = 8
 # A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
 _LOSS = re.compile(
@@ -53,18 +51,7 @@ _LOSS = re.compile(
 # Of a loss, which is one number, they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
-_SCRIPTS = (
-    "uplot.min.js",
-    "shared.js",
-    "charts.js",
-    "name_tree.js",
-    "heat_map.js",
-    "density.js",
-    "losses.js",
-    "captures.js",
-    "live.js",
-    "page.js",
-)
+_SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "live.js", "page.js")
 
 
 def web_page(
@@ -114,39 +101,74 @@ def page_data(run: Run) -> dict[str, Any]:
 
     Raises:
         RecordError: a file of the run is damaged.
+        GradSurgeonError: numpy is missing.
     """
     report = from_run(run)
-    table = norm_table(report.measurements, report.params, report.rules, report.statuses)
-    rows = table.rows
-    series = _shown(run, rows)
-    norms = heat_map([row.name for row in rows], series)
-    wholes = whole_norms(norms, series, report.params)
-    of_losses = report.of_losses()
     return {
         "title": _title(run, report),
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
-        "notes": list(report.notes),
+        "notes": [*report.notes, *filter(None, [report.frozen_note])],
+        **_ending(report),
         # In which the shares of what rules changed are of what they would have changed.
         "observed": report.observed,
-        "noun": noun_of(rows, report.params),
-        "norms": table.title
-        + (f"; recorded as well, not shown: {table.others}" if table.others else ""),
-        "callouts": list(table.remarks),
-        "worst": [_summary(row, table) for row in worst_rows(rows, _WORST)],
+        "span": list(report.steps or ()),
+        "callouts": list(report.remarks),
+        "kinds": [_kind(report, table) for table in report.norms],
+        "nothing": report.norms_title,
         "losses": [line_data(line) for line in _losses(run)],
-        "totals": [
-            line_data(line)
-            for line in (*(one.line for one in wholes), *_of_other_ranks(run, wholes))
-        ],
-        "map": _map(norms),
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
-        "conflicts": [compared_data(one) for one in of_losses.compared],
-        "combined": [combined_data(one, observed=report.observed) for one in of_losses.combined],
-        "rules": list(rule_rows(report.rules, report.statuses, report.events)),
+        "versus": [
+            *(compared_data(one) for one in report.losses.compared),
+            *(combined_data(one, observed=report.observed) for one in report.losses.combined),
+        ],
+        "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": _rule_files(run),
         **_events(report.events),
     }
+
+
+def _ending(report: Report) -> dict[str, Any]:
+    ended = report.ended
+    if ended is None:
+        return {"ended": None, "diagnosis": ""}
+    words = ended.words + ended.outcome(report.events)
+    level = ended.level(report.events)
+    trips = sum(one.kind in TRIPS for one in report.events)
+    return {
+        "ended": {"state": ended.state, "level": level, "words": words, "trips": trips},
+        "diagnosis": first_diagnosis(report.events),
+    }
+
+
+def _kind(report: Report, table: NormTable) -> dict[str, Any]:
+    """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
+    shown = ranked(table.tracks)[:_LARGEST]
+    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
+    wholes = report.history.wholes(table.kind) if table.kind == GRADIENT else []
+    texts = labels(wholes, len(report.params))
+    largest = newest_table(report.history, table, _LARGEST)
+    rows = [[*row, _spike(one)] for row, one in zip(largest.rows, shown, strict=True)]
+    return {
+        "kind": table.kind,
+        "noun": nouns(table.kind),
+        # The map shows all tensors: none is left out.
+        "notes": [text for text in largest.notes if not text.startswith("and ")],
+        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
+        "largest": [track.name for track in shown],
+        "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
+        "map": _map(table.tracks, grid_of(table.tracks, most)),
+    }
+
+
+def _spike(track: Track) -> str:
+    spike = track.spike
+    return "-" if spike is None else f"{spike.times:.3g} x at step {spike.step}"
+
+
+def _line(label: str, whole: Whole) -> Line:
+    values = [None if value is None else float(value) for value in whole.values.tolist()]
+    return thinned(Line(label, whole.steps.tolist(), values, whole.every))
 
 
 def _title(run: Run, report: Report) -> str:
@@ -155,45 +177,14 @@ def _title(run: Run, report: Report) -> str:
     return report.title.removeprefix(f"{folder}/") if folder else report.title
 
 
-def _shown(run: Run, rows: Sequence[NormRow]) -> dict[StoredSeries, list[str]]:
-    """Return the series that hold what is shown of each tensor, with the tensors."""
-    shown: dict[StoredSeries, list[str]] = {}
-    for row in rows:
-        for series in run.series(row.name, STAT, row.rule):
-            if series.key.point == row.point:
-                shown.setdefault(series, []).append(row.name)
-    return shown
-
-
 def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
-    span = report.measurements.span()
-    if span is not None:
-        yield "steps", f"{span[0]:,} to {span[1]:,}"
-    states = run.states
-    yield "ranks", ", ".join(f"rank {rank}: {state}" for rank, state in states.items())
+    if report.steps is not None:
+        yield "steps", f"{report.steps[0]:,} to {report.steps[1]:,}"
+    if report.ended is not None and len(report.ended.ranks) > 1:
+        yield "ranks", str(len(report.ended.ranks))
     for key, word in (("created", "began"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
         if key in run.meta:
             yield word, str(run.meta[key])
-
-
-def _summary(row: NormRow, table: NormTable) -> dict[str, Any]:
-    history = row.history
-    numbers = ("first", "median", "largest", "last")
-    return {
-        "name": row.name,
-        # Norms of gradients and of outputs, say, are not alike: each is told by its source.
-        "source": f"{row.rule} at {row.point}" if table.several else "",
-        **{key: number(getattr(history, key)) for key in numbers},
-        "nonfinite": history.nonfinite,
-        "nonfinite_step": history.nonfinite_step,
-        "spike": None
-        if history.spike is None
-        else {
-            "step": history.spike.step,
-            "value": number(history.spike.value),
-            "times": number(history.spike.times),
-        },
-    }
 
 
 def _losses(run: Run) -> Iterator[Line]:
@@ -206,49 +197,42 @@ def _losses(run: Run) -> Iterator[Line]:
     several = len({rank for _, rank in found}) > 1
     # First those of the lowest rank.
     for (name, rank), series in sorted(found.items(), key=lambda pair: pair[0][1])[:_MOST_LOSSES]:
-        yield curve(f"{name}, rank {rank}" if several else name, series, name)
+        yield _curve(f"{name}, rank {rank}" if several else name, series, name)
+
+
+def _curve(label: str, series: StoredSeries, name: str) -> Line:
+    """Return what a series holds of one tensor."""
+    every = max(1, -(-len(series) // _MOST_VALUES))
+    pairs = (
+        series.of(name)
+        if every == 1
+        else [(row.step, row.values[series.columns[name]]) for row in series.sample(every)]
+    )
+    return thinned(Line(label, [step for step, _ in pairs], [value for _, value in pairs], every))
 
 
 def _preference(stat: str) -> int:
     return [*_STATS, stat].index(stat)
 
 
-def _of_other_ranks(run: Run, wholes: Sequence[WholeNorm]) -> Iterator[Line]:
-    """Yield the whole norms of ranks whose gradients differ from those of the lowest one."""
-    known, drawn = set(run.params), {(one.names, one.sources): one.line for one in wholes}
-    sources = {source for one in wholes for source in one.sources}
-    for rank in run.ranks[1:]:
-        series: dict[StoredSeries, Sequence[str]] = {
-            one: [name for name in one.key.names if name in known]
-            for one in run
-            if (one.rank, one.key.stat) == (rank, STAT) and (one.key.rule, one.key.point) in sources
-        }
-        names = [name for named in series.values() for name in named]
-        for whole in whole_norms(heat_map(list(dict.fromkeys(names)), series), series, known):
-            line = drawn.get((whole.names, whole.sources))
-            if line is None or not _same(line, whole.line):
-                label = line.label if line is not None else whole.line.label
-                yield whole.line._replace(label=f"{label}, rank {rank}")
-
-
-def _same(one: Line, other: Line) -> bool:
-    """Tell whether two curves are equal; what is NaN in both is."""
-    return one.steps == other.steps and all(
-        a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
-        for a, b in zip(one.values, other.values, strict=True)
-    )
-
-
-def _map(norms: HeatMap) -> dict[str, Any]:
-    raw = norms.cells.tobytes()
+def _map(tracks: Sequence[Track], grid: Grid) -> dict[str, Any]:
+    raw = codes(grid).astype("<u2").tobytes()
     # High bytes hardly change from cell to cell: apart from the low ones they are packed to next to nothing.
     packed = zlib.compress(raw[1::2] + raw[::2])
     return {
-        "names": norms.names,
-        "firsts": norms.firsts,
-        "lasts": norms.lasts,
+        "names": [track.name for track in tracks],
+        "firsts": grid.firsts.tolist(),
+        "lasts": grid.lasts.tolist(),
         "cells": b64encode(packed).decode("ascii"),
     }
+
+
+def codes(grid: Grid) -> Any:
+    """Return a cell for each norm: its logarithm, or one of four signs. Larger norms have larger cells."""
+    with np.errstate(all="ignore"):
+        cells = ((np.log10(grid.tops) - LOWEST) / STEP + 0.5).astype(np.int64) + FIRST
+    cells = np.where(grid.tops > 0, cells, np.where(grid.tops == 0, ZERO, ABSENT))
+    return np.where(grid.bad > 0, NONFINITE, np.where(grid.there, cells, ABSENT))
 
 
 def _rule_files(run: Run) -> list[dict[str, str]]:
@@ -263,12 +247,28 @@ def _rule_files(run: Run) -> list[dict[str, str]]:
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
-    half = _MOST_EVENTS // 2
-    shown: Iterable[Event] = events
-    if len(events) > _MOST_EVENTS:
-        shown = (*events[:half], *events[-half:])
-    fields = ("kind", "rule", "step", "rank", "name", "message")
+    first, left_out, last = event_groups(events)
+    marks = sorted({(event.step, event.kind) for event in events})
+    half = _MOST_MARKS // 2
     return {
-        "events": [{field: getattr(event, field) for field in fields} for event in shown],
-        "left_out": max(0, len(events) - _MOST_EVENTS),
+        "events": [_event(group) for group in (*first, *last)],
+        "left_out": left_out,
+        # The beginning tells what went wrong first, the end what stopped the run.
+        "marks": marks if len(marks) <= _MOST_MARKS else [*marks[:half], *marks[-half:]],
+    }
+
+
+def _event(group: EventGroup) -> dict[str, Any]:
+    """Return events that say the same as one, with where they were: steps, how often, and ranks."""
+    (low, high), ranks = group.steps, group.ranks
+    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
+    if group.times > 1:
+        where.append(f"{group.times:,} times")
+    if ranks != [0]:
+        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
+    event = group.first
+    return {
+        **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
+        "where": ", ".join(where),
+        "diagnosis": diagnosis_of(event.message),
     }

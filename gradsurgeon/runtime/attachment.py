@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,7 +49,13 @@ class Attachment:
         matched = [len(plan.of(rule.id)) for rule in rules]
         event_log = EventLog(rules, matched, options.on_event)
         recorder = Recorder(
-            Records(), event_log, writer, sinks, step=self._latest, state=self._state
+            Records(),
+            event_log,
+            writer,
+            sinks,
+            step=self._latest,
+            state=self._state,
+            pending=self.pending_steps,
         )
         self.context = Context(
             program=program,
@@ -73,6 +80,15 @@ class Attachment:
 
     def _state(self) -> dict[str, Any]:
         return session_state.state_dict(self.controller)
+
+    def pending_steps(self) -> dict[str, int]:
+        """Return the number of the next update of each parameter whose optimizer has begun.
+
+        A record of that step waits for an update, and after the end it waits for ever.
+        """
+        counters, names = self.context.counters, self.context.program.names
+        found = ((name, counters[tensor]) for tensor, name in enumerate(names))
+        return {name: counter.step for name, counter in found if counter.begun}
 
     def _latest(self) -> int:
         return self.context.counters.latest
@@ -100,7 +116,8 @@ class Attachment:
             self.context.paused = paused
 
     @_live.uncollected()
-    def remove(self) -> None:
+    def remove(self, error: BaseException | None = None) -> None:
+        """Take everything off; an exception that ends the script is known to the caller, or being handled."""
         if not self.removed:
             self.removed = True
             try:
@@ -113,7 +130,7 @@ class Attachment:
                     text = f"no call of gradsurgeon.backward gave the loss {printable(loss)}"
                     self.context.event_log.emit("never-fired", text, rule=of.id, step=self.step)
             finally:  # also if the script turns a warning into an error
-                self._close(at=self.step)
+                self._close(at=self.step, error=error)
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
@@ -142,7 +159,7 @@ class Attachment:
         if not (self._owners or self.removed):
             self._close()
 
-    def _close(self, at: int | None = None) -> None:
+    def _close(self, at: int | None = None, error: BaseException | None = None) -> None:
         self.removed = True
         for owner in self._owners.values():
             owner.detach()
@@ -150,7 +167,7 @@ class Attachment:
         with ExitStack() as stack:
             if self._when_removed is not None:
                 stack.callback(self._when_removed)
-            stack.callback(self.context.recorder.close)
+            stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
             stack.callback(self.controller.detach)
             compile_support.end(self.context.program, self.context.event_log, at)
             self.context.event_log.settle()

@@ -9,14 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import RecordedSeries, merged
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons. A value from before three such steps is out of date.
@@ -34,11 +30,6 @@ class RecordQueries(ABC):
     @abstractmethod
     def _lookup(self) -> Lookup:
         """Return the records by name. A session waits for the device first."""
-
-    def _draw(self, kind: str, **options: object) -> Figure:
-        # `gradsurgeon.report` lies above records, and is only needed once a caller draws.
-        figure: Figure = import_module("gradsurgeon.report.pictures").draw(self, kind, **options)
-        return figure
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None

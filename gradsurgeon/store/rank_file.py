@@ -35,6 +35,7 @@ _BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
+_MAPPING = TypeAdapter(dict[str, Any])
 
 
 class Row(NamedTuple):
@@ -118,6 +119,11 @@ class RankFile:
         except ValueError:
             raise self.damaged() from None
 
+    def written(self, key: str) -> dict[str, Any]:
+        """Return a mapping that the writer left at the end of the run, empty if there is none."""
+        rows = dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
+        return self._parsed(rows[key], _MAPPING) if key in rows else {}
+
     @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
@@ -195,6 +201,10 @@ class StoredSeries:
             "SELECT max(id) FROM rows WHERE id BETWEEN ? AND ?", self._low, self._high
         )
         return 0 if top is None else int(top) - self._low + 1
+
+    def damaged(self) -> RecordError:
+        """Return an error: what the file says of this series does not fit together."""
+        return self._file.damaged("its summaries do not fit its rows")
 
     def ends(self) -> tuple[int, ...]:
         last = max(0, len(self) - 1)

@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
@@ -21,9 +22,10 @@ from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
-    from matplotlib.figure import Figure
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
+
+AnyRun = TypeVar("AnyRun", bound="Run")
 
 
 class Run(RecordQueries):
@@ -69,6 +71,23 @@ class Run(RecordQueries):
         return {file.rank: file.state for file in self._files}
 
     @property
+    def endings(self) -> dict[int, dict[str, Any]]:
+        """What each rank wrote of its end: `error`, and the `step` and `rule` of a trap; nothing of a clean end."""
+        return {file.rank: file.written("ended") for file in self._files}
+
+    @property
+    def pending(self) -> dict[str, int]:
+        """By name of a parameter, the update that its last records waited for, and that never came."""
+        steps = self._files[0].written("pending")
+        return {name: step for name, step in steps.items() if isinstance(step, int)}
+
+    def last_write(self, rank: int) -> float | None:
+        """Return when a rank last wrote to its file, in seconds since 1970."""
+        path = self.path / database_name(rank)
+        times = [one.stat().st_mtime for one in (path, *logs(path)) if one.is_file()]
+        return max(times, default=None)
+
+    @property
     def events(self) -> list[Event]:
         """The events so far of all ranks, oldest first."""
         # The sort is stable: of events at one time, the lower rank comes first.
@@ -92,34 +111,6 @@ class Run(RecordQueries):
             if isinstance(rule, dict)
             and all(isinstance(rule.get(key), str) for key in ("id", "action"))
         ]
-
-    def plot(
-        self,
-        kind: Literal["norms", "heatmap", "losses", "histogram"] = "norms",
-        *,
-        name: str | Sequence[str] | None = None,
-        rule: str | None = None,
-    ) -> Figure:
-        """Draw the norms of the run. Needs matplotlib, and opens no window.
-
-        The pictures are the same as in `Session.plot`, except pictures of tensors, which a run directory does not hold.
-
-        Args:
-            kind: ``"norms"``, ``"heatmap"``, ``"losses"`` or ``"histogram"``.
-            name: a name, or a pattern as in a rule file, or several.
-            rule: id of the `norm-log` rule whose norms are drawn. By default the norms of each tensor that the
-                report shows.
-
-        Returns:
-            A figure, which a notebook shows. ``figure.savefig("norms.png")`` writes it to a file.
-
-        Raises:
-            ValueError: there is no such picture, or it does not take one of the options.
-            KeyError: a name or pattern matches nothing that was recorded.
-            RecordError: no rule has recorded these numbers.
-            GradSurgeonError: matplotlib is missing.
-        """
-        return self._draw(kind, name=name, rule=rule)
 
     def __iter__(self) -> Iterator[StoredSeries]:
         """Yield every series of every rank."""
@@ -269,6 +260,11 @@ def _items(value: object) -> list[Any]:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
+    return opened(path, Run)
+
+
+def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
+    """Return a run directory as an object of a class derived from `Run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
@@ -277,11 +273,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         raise RecordError(
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         paths = [(folder / database_name(rank), rank) for rank in ranks]
-        files = [opened.enter_context(closing(RankFile(*pair))) for pair in paths]
-        run = Run(folder, meta, files)
-        opened.pop_all()
+        files = [stack.enter_context(closing(RankFile(*pair))) for pair in paths]
+        run = kind(folder, meta, files)
+        stack.pop_all()
     return run
 
 

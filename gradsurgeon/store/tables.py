@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.store.layout import Stored, clean
+from gradsurgeon.store.layout import Stored, absent_size, clean
 from gradsurgeon.store.selection import COLUMNS, Chosen
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class _LongForm:
 def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     """Return steps, values (rows x columns, float32), and which of the values are present."""
     values = np.frombuffer(b"".join(row[1] for row in rows), np.float32)
-    bits = np.frombuffer(b"".join(row[2] or b"" for row in rows), np.uint8)
+    none = bytes(absent_size(width))
+    bits = np.frombuffer(b"".join(row[2] or none for row in rows), np.uint8)
     absent = np.unpackbits(bits.reshape(len(rows), -1), axis=1, count=width, bitorder="little")
     steps = np.array([row[0] for row in rows], np.int64)
     return steps, values.reshape(len(rows), width), absent == 0

@@ -145,12 +145,23 @@ class RunWriter(Outlet):
             else:
                 self._batch = Batch()
 
-    def close(self) -> None:
-        """Write the rest and mark the run as finished. May be called twice."""
+    def close(
+        self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
+    ) -> None:
+        """Write the rest and mark the run as closed. May be called twice.
+
+        Args:
+            ended: the exception that ended the training, nothing of a clean end.
+            pending: by the first name of a series, the update that its last row waits for.
+        """
         with self._lock:
             if self.closed:
                 return
-            self._batch.meta["closed"] = repr(time.time())
+            self._batch.meta |= {
+                "closed": repr(time.time()),
+                "ended": json_text(dict(ended or {})),
+                "pending": json_text(dict(pending or {})),
+            }
             self.commit()
             if not self.closed:
                 self._ended = True

@@ -59,7 +59,7 @@ def _section(page: Any) -> Any:
 def test_maps_have_the_colours_of_their_numbers(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, _record(tmp_path / "run"))
     headings = page.locator("h2").all_inner_texts()
-    assert headings == ["What happened", "What stands out", "Captures", "Rules"]
+    assert headings == ["What happened", "Captures", "Rules"]
     # One channel of the first sample, then the Grad-CAM of both.
     assert page.locator(".maps canvas").count() == 3 + 1
     pixels = _pixels(page, 0)

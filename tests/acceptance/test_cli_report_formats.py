@@ -203,7 +203,16 @@ class TestJSON:
         assert found == {
             "version": 1,
             "title": "rules.yaml on Net",
+            "ended": {
+                "state": "ended", "words": "ended, 1 step skipped", "ranks": {"0": "ended"},
+            },
+            "steps": [0, 29],
             "notes": [],
+            "remarks": [
+                "non-finite: 2 parameters, first at step 0: b, lost",
+                "largest spike: w, 64 at step 20, 640x the steps before it",
+                "never got a gradient: never",
+            ],
             "params": ["w", "b", "never", "lost"],
             "rules": [
                 {
@@ -228,32 +237,33 @@ class TestJSON:
             "median_of_one_step_in": 1,
             "inside": [],
         }  # fmt: skip
-        source = {"rule": "norms", "point": "accumulated"}
+        source = {"kind": "gradient", "rule": "norms", "point": "accumulated"}
         assert norms == [
             {
                 "name": "w", **source, "first": 0.100000001, "median": 0.100000001, "largest": 64.0,
                 "spike": {"step": 20, "value": 64.0, "times": pytest.approx(640)},
-                "last": 0.100000001, "nonfinite": 0, "nonfinite_step": None,
+                "last": 0.100000001, "nonfinite": 0, "nonfinite_step": None, "zero_since": None,
             },
             {
                 "name": "b", **source, "first": "NaN", "median": 2.0, "largest": 3.0, "spike": None,
-                "last": 2.0, "nonfinite": 2, "nonfinite_step": 0,
+                "last": 2.0, "nonfinite": 2, "nonfinite_step": 0, "zero_since": None,
             },
             {
                 "name": "lost", **source, "first": "-Infinity", "median": "NaN", "largest": "NaN",
-                "spike": None, "last": "-Infinity", "nonfinite": 30, "nonfinite_step": 0,
+                "spike": None, "last": "-Infinity", "nonfinite": 30, "nonfinite_step": 0, "zero_since": None,
             },
         ]  # fmt: skip
 
-    def test_a_spike_above_nothing(self, tmp_path: pathlib.Path) -> None:
+    def test_above_zeros_nothing_is_a_spike(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path / "run", {"w": [0.0] * 20 + [1.0] + [0.0] * 9}).close()
         (row,) = self.read(tmp_path)["norms"]
-        assert row["spike"] == {"step": 20, "value": 1.0, "times": "Infinity"}
+        assert (row["spike"], row["largest"]) == (None, 1.0)
 
     def test_before_the_first_step_and_while_it_is_written(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta())
         found = self.read(tmp_path, "--fail-on", "trap")
-        assert found["notes"] == ["still running"]
+        assert found["ended"] == {"state": "running", "words": "running", "ranks": {"0": "running"}}
+        assert (found["steps"], found["notes"], found["remarks"]) == (None, [], [])
         assert [(rule["id"], rule["status"]) for rule in found["rules"]] == [("norms", None)]
         assert found["norms"] == found["events"] == []
         writer.close()
@@ -261,7 +271,7 @@ class TestJSON:
     def test_the_numbers_are_those_of_the_text(
         self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+        monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 0)
         history = [1.0 + step % 7 / 8 for step in range(10_000)]
         history[5_000], history[9_000] = 1e4, math.nan
         write(tmp_path / "run", {"w": history}).close()

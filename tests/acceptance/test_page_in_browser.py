@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import HOSTILE, eventful_run, label, open_page
+from page_views import HOSTILE, eventful_run, label, open_page, place, plots
 from runs import KEY, meta, values, write
 
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
 
+DIAGNOSIS = """
+step 3, rule no-nan: 1 of 1 gradients are not finite after backward
+  > NaN  a  1 element
+diagnosis (reproduced): NaN born in the forward pass of head (Linear): aten.sqrt
+  at net.py:34, in forward: return hidden.sqrt()
+  in   self [2] float32: -1 to 4
+  cause: mathematics
+  to try: clamp with `clamp(min=0)`
+  largest magnitudes of the forward pass:
+    one: aten.addmm  4.0
+    two: aten.view  4.0
+    three: aten.mul  1e+23
+"""
+
 
 def _pixel(page: Any, row: int, step: int) -> list[int]:
     found: list[int] = page.evaluate(
-        """([row, step]) => {
+        """([row, share]) => {
           const canvas = document.querySelector(".map canvas");
-          const x = Math.floor((step + 0.5) / 200 * canvas.width);
           const y = Math.floor((row + 0.4) * 18 * canvas.height / canvas.clientHeight);
-          return [...canvas.getContext("2d").getImageData(x, y, 1, 1).data];
+          return [...canvas.getContext("2d").getImageData(Math.floor(share * canvas.width), y, 1, 1).data];
         }""",
-        [row, step],
+        [row, place(page, step)],
     )
     return found
 
@@ -31,20 +45,38 @@ def _pixel(page: Any, row: int, step: int) -> list[int]:
 def test_it_draws_curves_traps_and_the_map(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     headings = page.locator("h2").all_inner_texts()
-    assert headings == ["What happened", "What stands out", "All norms", "Rules"]
-    assert page.locator(".uplot canvas").count() == 2
+    assert headings == ["What happened", "What stands out", "Gradients", "Rules"]
+    assert plots(page) == 2
+    band = page.locator(".band")
+    assert band.inner_text().split() == [
+        "!",
+        "ended,",
+        "traps",
+        "tripped",
+        "in",
+        "1",
+        "step",
+        "step",
+        "120,",
+        "rule",
+        "no-nan",
+    ]
+    assert "warning" in band.get_attribute("class")
     assert page.locator("details[open] pre").first.inner_text() == "NaN born"
-    assert "largest spike: block.1.weight, 90 at step 50" in page.locator(".callouts").inner_text()
-    worst = page.locator(".scroll").first.locator("td.name").all_inner_texts()
-    assert worst[:2] == ["block.2.bias", "block.1.weight"]
+    assert (
+        "at step 50, 116x the steps before it; most in block.1.weight"
+        in page.locator(".remarks").inner_text()
+    )
+    largest = page.locator(".scroll").first.locator("td:first-child").all_inner_texts()
+    assert largest[:2] == ["block.2.bias", "block.1.weight"]
     # What is not finite has a colour of its own, a spike one of red, and no gradient none.
     bias, weight = label(page, "▾ 2 (2)") + 2, label(page, "▾ 1 (2)") + 1
     assert _pixel(page, bias, 120) == [255, 31, 143, 255]
     assert _pixel(page, bias, 121) == _pixel(page, bias, 10)
     red, green, blue, _ = _pixel(page, weight, 50)
     assert (red, green < 50, blue < 50) == (255, True, True)
-    assert _pixel(page, label(page, "▾ head (1)") + 1, 10)[3] == 0
-    assert _pixel(page, label(page, "▾ head (1)") + 1, 150)[3] == 255
+    assert _pixel(page, label(page, "head.weight"), 10)[3] == 0
+    assert _pixel(page, label(page, "head.weight"), 150)[3] == 255
 
 
 def test_hovering_and_arrow_keys_read_cells(page: Any, tmp_path: Path) -> None:
@@ -52,7 +84,7 @@ def test_hovering_and_arrow_keys_read_cells(page: Any, tmp_path: Path) -> None:
     row = label(page, "▾ 1 (2)") + 1
     cells = page.locator(".cells")
     box = cells.bounding_box()
-    cells.hover(position={"x": box["width"] * 50.5 / 200, "y": 18 * row + 8})
+    cells.hover(position={"x": box["width"] * place(page, 50), "y": 18 * row + 8})
     assert page.locator(".reading").inner_text() == "block.1.weight, step 50: norm 90"
     cells.focus()
     page.keyboard.press("ArrowRight")
@@ -69,7 +101,7 @@ def test_hovering_and_arrow_keys_read_cells(page: Any, tmp_path: Path) -> None:
 def test_modules_fold_and_names_are_searched(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     page.get_by_role("button", name="fold all").last.click()
-    assert page.locator(".rows button").all_inner_texts() == ["▸ block (8)", "▸ head (1)"]
+    assert page.locator(".rows button").all_inner_texts() == ["▸ block (8)", "head.weight"]
     # A folded module shows the worst that is in it.
     assert _pixel(page, 0, 120) == [255, 31, 143, 255]
     page.locator(".rows button").first.press("Enter")
@@ -81,11 +113,12 @@ def test_modules_fold_and_names_are_searched(page: Any, tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_chosen_is_drawn_as_a_curve(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
-    assert "none chosen" in page.locator("#chosen").inner_text()
+    legend = page.locator(".curves .legend")
+    assert "the 9 largest" in legend.inner_text()
     page.get_by_role("button", name="weight").first.click()
-    assert "block.0.weight" in page.locator("#chosen .u-legend").inner_text()
+    assert legend.locator("li").all_inner_texts() == ["norm of all 9 parameters", "block.0.weight"]
     page.get_by_role("button", name="weight").first.click()
-    assert "none chosen" in page.locator("#chosen").inner_text()
+    assert "the 9 largest" in legend.inner_text()
 
 
 def test_dark_and_light_are_the_reader_s_choice(page: Any, tmp_path: Path) -> None:
@@ -106,8 +139,8 @@ def test_hostile_names_are_shown_and_do_nothing(page: Any, tmp_path: Path) -> No
     write(tmp_path / "run", {f"{HOSTILE}.weight": [1.0, 2.0]}).close()
     open_page(page, tmp_path, tmp_path / "run")
     assert page.locator("img").count() == 0
-    assert page.title() == "rules.yaml on Net: gradsurgeon report"
-    assert HOSTILE in page.locator("td.name").first.inner_text()
+    assert page.title() == "run: gradsurgeon report"
+    assert HOSTILE in page.locator("td:first-child").first.inner_text()
 
 
 def test_a_run_that_was_only_observed_says_what_would_have_changed(
@@ -124,9 +157,112 @@ def test_a_run_that_was_only_observed_says_what_would_have_changed(
 
 def test_one_of_several_runs_is_shown_whole(page: Any, tmp_path: Path) -> None:
     write(tmp_path / "other", {"other.weight": [1.0] * 30}).close()
-    open_page(page, tmp_path, eventful_run(tmp_path / "run"), tmp_path / "other")
-    assert page.locator("h2").first.inner_text() == "The runs beside one another"
-    page.get_by_role("button", name="2: ").click()
-    page.wait_for_function("document.querySelectorAll('.rows button').length == 2")
-    assert page.locator("td.name").first.inner_text() == str(tmp_path / "run")
+    open_page(page, tmp_path, tmp_path / "other", eventful_run(tmp_path / "run"))
+    assert page.locator("h2").first.inner_text() == "Runs"
+    # It opens on the run that went worst.
+    rows = page.locator("section").first.locator("tbody tr")
+    assert [row.split("\t")[1:3] for row in rows.all_inner_texts()] == [
+        ["ended, clean", "0"],
+        ["ended, traps tripped in 1 step", "1"],
+    ]
+    assert page.locator("h1").inner_text() == "run rules.yaml on Net"
+    page.get_by_role("button", name="other").click()
+    page.wait_for_function("document.querySelectorAll('.rows button').length == 1")
+    assert page.locator("h1").inner_text() == "other rules.yaml on Net"
     assert "other.weight" in page.locator("main").inner_text()
+
+
+def test_charts_and_maps_share_their_steps(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    assert plots(page) == 2
+    cells = page.locator(".cells").bounding_box()
+    edges = page.evaluate(
+        "plots.map((one) => one.over.getBoundingClientRect()).map((box) => [box.left, box.right])"
+    )
+    assert edges == [pytest.approx([cells["x"], cells["x"] + cells["width"]], abs=1)] * 2
+    # A mouse over the map puts the crosshair into every chart, and one over a chart into the map.
+    page.locator(".cells").hover(position={"x": cells["width"] * place(page, 50), "y": 8})
+    assert page.evaluate("plots.map((one) => one.cursor.idx)") == [50, 50]
+    assert "step 50" in page.locator(".legend").first.inner_text()
+    over = page.locator(".u-over").first
+    over.hover(position={"x": cells["width"] * place(page, 150), "y": 20})
+    assert page.locator(".crosshair").bounding_box()["x"] == pytest.approx(
+        cells["x"] + cells["width"] * place(page, 150), abs=2
+    )
+    # What is dragged over is seen in all of them, until a double click.
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 20)
+    page.mouse.up()
+    seen = page.evaluate("plots.map((one) => [one.scales.x.min, one.scales.x.max])")
+    assert seen[0] == seen[1] == page.evaluate("[current.axes[0].min, current.axes[0].max]")
+    assert 40 < seen[0][1] - seen[0][0] < 60
+    page.get_by_role("button", name="show all steps").click()
+    assert page.evaluate("plots[1].scales.x.max") > 199
+    assert not page.get_by_role("button", name="show all steps").is_visible()
+
+
+@pytest.mark.parametrize("low", [-44.0, -3.0, 0.0])
+def test_every_range_of_norms_has_a_readable_axis(page: Any, tmp_path: Path, low: float) -> None:
+    """From the least float32 to the largest, and a curve that hardly moves."""
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    for high in (low + 0.1, low + 0.3, low + 1.2, low + 3, low + 82):
+        ticks = page.evaluate("([low, high]) => logTicks(low, high, 6)", [low, high])
+        assert all(low <= tick <= high for tick in ticks)
+        assert 1 < len(ticks) <= 8
+        texts = page.evaluate("(ticks) => ticks.map(tickText)", ticks)
+        assert all(0 < len(text) <= 8 for text in texts)
+
+
+def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    page.evaluate(
+        """() => {
+          const draw = Chart.prototype.draw;
+          let first = true;
+          Chart.prototype.draw = function () { if (first) { first = false; throw new Error("broken"); } draw.call(this); };
+          return show(0);
+        }"""
+    )
+    assert "This chart could not be drawn: broken" in page.locator("main").inner_text()
+    assert plots(page) == 1
+    assert page.locator(".rows button").count() > 0
+
+
+def test_a_diagnosis_is_laid_out(page: Any, tmp_path: Path) -> None:
+    message = DIAGNOSIS.strip()
+    writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0, math.nan]})
+    writer.event(Event("trap", "no-nan", 3, 0, "a", message))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert (
+        page.locator(".band p").inner_text()
+        == "step 3: NaN born in the forward pass of head (Linear): aten.sqrt, net.py:34"
+    )
+    laid = page.locator(".diagnosis")
+    assert laid.locator("mark").inner_text() == "return hidden.sqrt()"
+    assert laid.locator("tbody tr").inner_text().split("\t") == [
+        "self",
+        "in",
+        "[2] float32",
+        "-1 to 4",
+    ]
+    assert laid.locator(".badge").all_inner_texts() == ["reproduced", "mathematics"]
+    # Views repeat the number above them.
+    assert laid.locator("circle").count() == 2
+    assert not page.get_by_text("> NaN").is_visible()
+    page.get_by_text("the whole message").click()
+    assert page.get_by_text("> NaN").is_visible()
+
+
+def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    plots(page, ".curves")
+    left, top = page.evaluate(
+        "[plots[0].valToPos(150, 'x'), plots[0].valToPos(Math.log10(0.3), 'y')]"
+    )
+    page.locator(".curves .u-over").hover(position={"x": left, "y": top + 1})
+    chosen = page.locator(".curves li.on")
+    assert chosen.count() == 1
+    assert chosen.inner_text().split()[0] in ("block.2.weight", "block.2.bias")

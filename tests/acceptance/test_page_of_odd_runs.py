@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import READY, eventful_run, label, open_page
+from page_views import READY, eventful_run, label, open_page, place, plots
 from runs import KEY, meta, values, write
 
 from gradsurgeon.events import Event
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 def _colours_along(page: Any, chart: str, steps: list[float]) -> list[int]:
     """Return how many pixels of the first curve's colour stand above each step."""
+    plots(page, chart)
     found: list[int] = page.evaluate(
-        """([chart, steps]) => {
-          const plot = [...charts].find((one) => document.querySelector(chart).contains(one.root));
-          const paint = rgb("curve-0");
+        """(steps) => {
+          const plot = plots[0], paint = rgb("curve-0");
           return steps.map((step) => {
             const x = Math.round(plot.valToPos(step, "x", true)), { top, height } = plot.bbox;
             const pixels = plot.ctx.getImageData(x, top, 1, height).data;
@@ -30,7 +30,7 @@ def _colours_along(page: Any, chart: str, steps: list[float]) -> list[int]:
             return count;
           });
         }""",
-        [chart, steps],
+        steps,
     )
     return found
 
@@ -48,7 +48,7 @@ def test_a_curve_goes_on_where_nothing_was_recorded(page: Any, tmp_path: Path) -
     write(tmp_path / "run", {"odd": odd, "even": [2.0 if v is None else None for v in odd]}).close()
     open_page(page, tmp_path, tmp_path / "run")
     page.get_by_role("button", name="odd").click()
-    assert all(_colours_along(page, "#chosen", [2, 9, 10.5, 24, 38]))
+    assert all(_colours_along(page, ".curves", [2, 9, 10.5, 24, 38]))
 
 
 def test_a_value_between_gaps_is_a_point_and_zero_a_mark_below(page: Any, tmp_path: Path) -> None:
@@ -56,12 +56,12 @@ def test_a_value_between_gaps_is_a_point_and_zero_a_mark_below(page: Any, tmp_pa
     write(tmp_path / "run", {"a": history}).close()
     open_page(page, tmp_path, tmp_path / "run")
     page.get_by_role("button", name="a", exact=True).click()
-    before, gap, point, lone, zero, after = _colours_along(page, "#chosen", [0.5, 2, 3, 5, 6, 8.5])
+    before, gap, point, lone, zero, after = _colours_along(page, ".curves", [0.5, 2, 3, 5, 6, 8.5])
     assert (before > 0, gap, point > 3, lone > 3, zero, after > 0) == (True, 0, True, True, 0, True)
-    assert "exactly 0, which has no place on this axis" in page.locator("#chosen").inner_text()
+    assert "exactly 0, which has no place on this axis" in page.locator(".curves").inner_text()
     marked = page.evaluate(
         """() => {
-          const plot = [...charts].at(-1), { top, height } = plot.bbox;
+          const plot = plots[0], { top, height } = plot.bbox;
           const x = Math.round(plot.valToPos(6, "x", true));
           return [...plot.ctx.getImageData(x, top + height - 3, 1, 1).data].slice(0, 3);
         }"""
@@ -78,41 +78,27 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_of_thousands_of_rows_those_on_the_screen_are_drawn(
+def test_of_thousands_of_rows_some_hundreds_are_drawn(
     page: Any, tmp_path: Path, many: Path
 ) -> None:
     open_page(page, tmp_path, many)
     page.get_by_role("button", name="unfold all").click()
     cells = page.locator(".cells")
-    assert cells.bounding_box()["height"] == 18 * 5050
-    for name, row in (("p00", 1), ("p50", 25 * 101 + 51), ("p99", 5049)):
-        page.evaluate(
-            "(y) => scrollTo(0, scrollY + document.querySelector('.cells').getBoundingClientRect().top + y - 400)",
-            18 * row,
-        )
-        page.wait_for_function("(row) => map.drawn[0] <= row && row < map.drawn[1]", arg=row)
-        size, opaque = page.evaluate(
-            """(row) => {
-              const { canvas, drawn } = map;
-              const at = (row - drawn[0] + 0.4) * 18 * devicePixelRatio;
-              return [canvas.height, canvas.getContext("2d").getImageData(10, at, 1, 1).data[3]];
-            }""",
-            row,
-        )
-        assert (size <= 2.1 * 900, opaque) == (True, 255)
-        assert page.locator(".rows button").count() < 120
-        box = cells.bounding_box()
-        page.evaluate("() => { map.drawCells = () => { throw new Error('drawn again'); }; }")
-        page.mouse.move(box["x"] + 20, box["y"] + 18 * row + 8)
-        assert f".{name}, step 0: norm" in page.locator(".reading").inner_text()
-        mark = page.locator(".mark").bounding_box()
-        assert mark["y"] == pytest.approx(box["y"] + 18 * row, abs=1)
-        page.evaluate("delete map.drawCells")
-    # Keys go to what is not on the screen, and bring it there.
+    assert cells.bounding_box()["height"] == 18 * 600
+    assert page.get_by_text("and 4450 more rows: fold modules, or filter the names").is_visible()
+    # Every row that is there is drawn, to the last one.
+    opaque = page.evaluate(
+        """() => {
+          const { canvas } = current.maps.gradient, context = canvas.getContext("2d");
+          return [0, 300, 599].map((row) => context.getImageData(canvas.width / 2, (row + 0.4) * canvas.height / 600, 1, 1).data[3]);
+        }"""
+    )
+    assert opaque == [255] * 3
+    # Keys bring a row that is not on the screen there.
     cells.focus()
-    for _ in range(20):
-        page.keyboard.press("PageUp")
-    assert page.locator(".reading").inner_text().startswith("m48.p00,")
+    for _ in range(50):
+        page.keyboard.press("PageDown")
+    assert page.locator(".reading").inner_text().startswith("m4.p95,")
     assert -1 <= page.locator(".mark").bounding_box()["y"] <= 900
     page.get_by_role("searchbox").fill("m31.p07")
     assert page.locator(".rows button").all_inner_texts() == ["m31.p07"]
@@ -120,58 +106,64 @@ def test_of_thousands_of_rows_those_on_the_screen_are_drawn(
     assert page.get_by_text("no name has nowhere").is_visible()
 
 
-def test_paper_is_light_and_has_the_first_rows(page: Any, tmp_path: Path, many: Path) -> None:
+def test_paper_is_light_and_as_wide_as_the_curves(page: Any, tmp_path: Path) -> None:
     page.emulate_media(color_scheme="dark")
-    open_page(page, tmp_path, many)
-    page.get_by_role("button", name="unfold all").click()
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    plots(page)
     page.evaluate(
         """addEventListener("beforeprint", () => {
-          const marker = document.querySelector(".u-series:nth-child(2) .u-marker");
-          window.printed = [document.documentElement.dataset.theme, map.drawn, map.canvas.height, getComputedStyle(marker).borderColor];
+          window.printed = [document.documentElement.dataset.theme, plots[0].width, document.body.clientWidth, colour("curve-0")];
         })"""
     )
     page.pdf()
-    theme, drawn, height, marker = page.evaluate("printed")
-    assert marker == "rgb(11, 98, 196)"
-    assert (theme, drawn, height) == ("light", [0, 200], 3600)
+    theme, width, body, paint = page.evaluate("printed")
+    assert (theme, paint) == ("light", "rgb(11,98,196)")
+    assert 590 < width <= body == 700
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    note = page.locator(".printed-only")
-    assert not note.is_visible()
-    assert note.text_content() == "The first 200 rows are printed, and 4850 more are not."
+    assert page.evaluate("plots[0].width") > 700
 
 
-def test_steps_stand_below_the_columns_that_they_are_of(page: Any, tmp_path: Path) -> None:
+def test_nothing_is_drawn_at_steps_without_records(page: Any, tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta())
     for step in (*range(50), *range(1000, 1050)):
         writer.add(KEY, step, values(1.0, 2.0), frozenset())
     writer.close()
-    write(tmp_path / "even", {"a": [1.0] * 200}).close()
-    open_page(page, tmp_path, tmp_path / "even")
-    assert "jump over steps" not in page.locator("main").inner_text()
     open_page(page, tmp_path, tmp_path / "run")
-    assert "jump over steps" in page.locator("main").inner_text()
-    marks = page.locator(".map + .steps span")
-    assert marks.all_inner_texts() == ["0", "20", "40", "1010", "1030"]
-    cells = page.locator(".cells").bounding_box()
-    left = marks.nth(3).bounding_box()["x"]
-    assert left == pytest.approx(cells["x"] + cells["width"] * 60.5 / 100, abs=1)
+    alphas = page.evaluate(
+        """() => {
+          const map = current.maps.gradient, context = map.canvas.getContext("2d");
+          return [25, 49, 60, 500, 990, 1001, 1049].map((step) => context.getImageData(Math.floor(map.share(step) * map.canvas.width), 5, 1, 1).data[3]);
+        }"""
+    )
+    assert alphas == [255, 255, 0, 0, 0, 255, 255]
+
+
+def test_steps_are_whole_numbers_and_the_last_one_is_seen_whole(page: Any, tmp_path: Path) -> None:
+    write(tmp_path / "run", {"a": [1.0, 2.0, 1.0, 3.0, 1.0]}).close()
+    open_page(page, tmp_path, tmp_path / "run")
+    plots(page)
+    ticks, right, last = page.evaluate(
+        "[plots[0].axes[0]._values.filter(Boolean), plots[0].over.clientWidth, plots[0].valToPos(4, 'x')]"
+    )
+    assert ticks == ["step 0", "1", "2", "3", "4"]
+    assert right - last > 8
 
 
 def test_nothing_is_invented_where_no_norm_is_finite(page: Any, tmp_path: Path) -> None:
     write(tmp_path / "run", {"a": [math.nan] * 9, "loss": [math.nan] * 9, "b": [0.0] * 9}).close()
     open_page(page, tmp_path, tmp_path / "run")
-    assert page.locator(".ramp").count() == page.locator(".density").count() == 0
-    ticks = page.evaluate("[...charts].map((plot) => plot.axes[1]._values)")
-    assert [set(texts) for texts in ticks] == [{""}] * len(ticks)
-    assert len(ticks) >= 2
+    assert page.locator(".ramp").count() == 0
+    assert plots(page) == 2
+    norm, curves = page.evaluate("plots.map((plot) => plot.axes[1]._values)")
+    assert {*norm, *curves} == {""}
 
 
 def test_blank_is_said_to_be_what_was_not_recorded(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     cells = page.locator(".cells")
-    cells.hover(position={"x": 5, "y": 18 * (label(page, "▾ head (1)") + 1) + 8})
+    cells.hover(position={"x": 5, "y": 18 * label(page, "head.weight") + 8})
     assert page.locator(".reading").inner_text() == "head.weight, step 0: nothing recorded"
-    assert "blank: nothing recorded" in page.locator(".legend").inner_text()
+    assert "blank: nothing recorded" in page.locator(".colours").inner_text()
 
 
 def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Path) -> None:
@@ -192,18 +184,19 @@ def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Pa
         rows = page.locator(".map").bounding_box()["width"]
         assert page.locator(".rows").bounding_box()["width"] <= 0.41 * rows
         texts = set(page.locator(".rows button").all_inner_texts())
-        assert texts >= {"=a", "a", "b", "c", "\\x1b[31m", "▾ a (1)", "▾ =a (1)"}
-        assert "notice  steps 2 to 7, 2 times" in page.locator("main").text_content()
+        assert texts >= {"▾ =a (2)", "▾ a (2)", "(gradient)", "b", "c", "\\x1b[31m"}
+        assert "notice steps 2 to 7, 2 times, ranks 0 and 1" in page.locator("main").text_content()
 
 
 def test_a_legend_has_values_only_below_the_mouse(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
-    value = page.locator(".uplot .u-value").nth(1)
-    assert not value.is_visible()
-    plot = page.locator(".uplot .u-over").first
-    plot.hover(position={"x": plot.bounding_box()["width"] * 150 / 199, "y": 20})
-    assert value.is_visible()
+    value = page.locator(".legend .value").first
+    assert value.inner_text() == ""
+    plot = page.locator(".u-over").first
+    plot.hover(position={"x": plot.bounding_box()["width"] * place(page, 150), "y": 20})
     assert value.inner_text() == "2.14"
+    page.mouse.move(5, 5)
+    assert value.inner_text() == ""
 
 
 def test_runs_beside_one_another_have_events_and_titles_of_their_own(
@@ -212,18 +205,20 @@ def test_runs_beside_one_another_have_events_and_titles_of_their_own(
     calm = tmp_path / "calm" / "run"
     write(calm, {"other.weight": [1.0] * 200}).close()
     open_page(page, tmp_path, calm, eventful_run(tmp_path / "wild" / "run"))
-    assert page.locator("h1").inner_text() == "rules.yaml on Net, calm/run"
-    page.get_by_role("button", name="2: ").click()
-    assert page.locator("h1").inner_text() == "rules.yaml on Net, wild/run"
+    assert page.locator("h1").inner_text() == "wild/run rules.yaml on Net"
+    page.get_by_role("button", name="calm/run").click()
+    assert page.locator("h1").inner_text() == "calm/run rules.yaml on Net"
     # The trap of the second run, thin in the colour of its curve.
-    red, green, blue = page.evaluate(
+    plots(page)
+    paint, found = page.evaluate(
         """() => {
-          const plot = [...charts][0], { top, height } = plot.bbox;
+          const plot = plots[0], { top, height } = plot.bbox;
           const x = Math.round(plot.valToPos(120, "x", true));
-          return [...plot.ctx.getImageData(x, top + height / 3 + 3, 1, 1).data].slice(0, 3);
+          const pixels = [-1, 0, 1].map((beside) => [...plot.ctx.getImageData(x + beside, top + height / 3 + 3, 1, 1).data].slice(0, 3));
+          return [rgb("curve-1"), pixels.find((pixel) => pixel[2] < 100)];
         }"""
     )
-    assert red > green + 20 > blue + 40
+    assert found == pytest.approx(paint, abs=40)
 
 
 def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_path: Path) -> None:
@@ -233,15 +228,15 @@ def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_pat
     page.get_by_role("button", name="unfold all").click()
     page.locator(".rows button").nth(3).click()
     page.evaluate("scrollTo(0, 700); window.before = true")
-    chosen = page.locator("#chosen .u-legend").inner_text()
+    chosen = page.locator(".curves .legend").inner_text()
     page.wait_for_timeout(3000)
     # The reader has just done something.
     assert page.evaluate("window.before")
     page.wait_for_function("() => !window.before", timeout=20_000)
     page.wait_for_selector(READY)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert page.locator(".rows button").count() == 40 * 3 + 3
-    assert page.locator("#chosen .u-legend").inner_text() == chosen
+    assert page.locator(".rows button").count() == 40 * 3 + 2
+    assert page.locator(".curves .legend").inner_text() == chosen
     assert page.evaluate("scrollY") == 700
     page.get_by_role("button", name="stop").click()
     assert page.locator("#live").inner_text().endswith("stopped")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import open_page
+from page_views import open_page, plots
 from runs import meta, values, write
 
 from gradsurgeon.events import Event
@@ -23,12 +22,14 @@ READY = "html[data-ready]"
 
 
 def drawn(page: Any, chart: int) -> list[list[float | None]]:
-    """Return what a chart draws: its steps, and the values of each curve; `None` is a gap, "-" no point at all."""
-    found = page.evaluate(
-        "at => [...charts][at].data.map((column) => Array.from(column, (v) => (v === undefined ? '-' : v)))",
+    """Return the norms of a log chart: its steps, and the values of each curve; `None` is a gap, "-" no point at all."""
+    plots(page)
+    steps, *columns = page.evaluate(
+        "at => plots[at].data.map((column) => Array.from(column, (v) => (v === undefined ? '-' : v)))",
         chart,
     )
-    return [list(column) for column in found]
+    norms = [[value if value in (None, "-") else 10**value for value in one] for one in columns]
+    return [list(steps), *norms]
 
 
 def test_of_several_records_of_a_step_the_largest_is_drawn(page: Any, tmp_path: Path) -> None:
@@ -40,9 +41,10 @@ def test_of_several_records_of_a_step_the_largest_is_drawn(page: Any, tmp_path: 
             writer.add(Key("norms", "l2", "backward", ("a",)), step, values(norm), frozenset())
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
-    assert drawn(page, 0) == [[0, 1, 2, 3], [5, 3, None, 2]]
+    found = drawn(page, 0)
+    assert found == [[0, 1, 2, 3], [pytest.approx(5), pytest.approx(3), None, pytest.approx(2)]]
     # The map says the same.
-    assert drawn(page, 1)[1][:2] == pytest.approx([5, 3], rel=0.01)
+    assert drawn(page, 1)[2][:2] == pytest.approx([5, 3], rel=0.01)
 
 
 def test_names_like_those_of_the_tree_stay_apart(page: Any, tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_names_like_those_of_the_tree_stay_apart(page: Any, tmp_path: Path) -> N
     write(tmp_path / "run", {name: [1.0, 2.0] for name in names}).close()
     open_page(page, tmp_path, tmp_path / "run")
     page.get_by_role("searchbox").fill("a")
-    assert page.locator(".rows button").all_inner_texts() == ["=a", "a", "a.b", "=a.c"]
+    assert page.locator(".rows button").all_inner_texts() == ["a", "a.b", "=a", "=a.c"]
     page.get_by_role("searchbox").fill("nowhere")
     assert "no name has nowhere" in page.locator("main").inner_text()
 
@@ -64,7 +66,7 @@ def test_nothing_widens_the_page(page: Any, tmp_path: Path, width: int) -> None:
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert r"a.\x1b[31mb" in page.locator("td.name").all_inner_texts()
+    assert r"a.\x1b[31mb" in page.locator("td:first-child").all_inner_texts()
 
 
 def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
@@ -78,18 +80,35 @@ def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
     assert "steps 3 to 7, 3 times: " in page.locator("section").first.inner_text()
 
 
-def test_norms_of_several_sorts_are_told_apart(page: Any, tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",)))
+def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
+    page: Any, tmp_path: Path
+) -> None:
+    rules = [
+        {"id": "norms", "action": "norm-log", "params": ["a"]},
+        {
+            "id": "outputs",
+            "action": "norm-log",
+            "modules": ["layer", "layer.b"],
+            "tensor": "output",
+        },
+    ]
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",), plan={"rules": rules}))
+    outputs = Key("outputs", "l2", "forward", ("layer", "layer.b"))
     for step in range(5):
         writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
-        writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0), frozenset())
+        writer.add(outputs, step, values(50.0, 70.0), frozenset())
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
-    rows = page.locator(".scroll tbody").first.locator("tr").all_inner_texts()
-    assert [re.split(r"\s*\t\s*", row)[::7] for row in rows] == [
-        ["layer", "outputs at forward"],
-        ["a", "norms at accumulated"],
+    assert page.locator("h2").all_inner_texts()[2:4] == ["Gradients", "Outputs"]
+    names = [
+        part.locator("td:first-child").all_inner_texts() for part in page.locator("section").all()
     ]
+    assert names[2:4] == [["a"], ["layer.b", "layer"]]
+    # A module with an output of its own has two rows that are called apart.
+    rows = page.locator(".rows").nth(1).locator("button").all_inner_texts()
+    assert rows == ["▾ layer (2)", "(output)", "b"]
+    low = page.evaluate("Object.values(current.maps).map((map) => normOf(Math.round(map.span[0])))")
+    assert low[1] / low[0] > 20
 
 
 def test_a_run_without_norms_says_what_it_has(page: Any, tmp_path: Path) -> None:
@@ -111,4 +130,4 @@ def test_what_is_not_on_the_page_is_said_on_it(page: Any, tmp_path: Path) -> Non
     page.wait_for_selector(READY)
     assert "broken/run.json: is damaged" in page.locator(".problem").inner_text()
     # Two runs of one title are told apart by their folders.
-    assert page.locator("h1").inner_text() == "rules.yaml on Net, one/logs"
+    assert page.locator("h1").inner_text() == "one/logs rules.yaml on Net"

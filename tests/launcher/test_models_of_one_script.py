@@ -72,8 +72,9 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
         assert never == ["late"], place
     # A report says which of them it is of, and which others there are.
     own, other = report(folder, "run"), report(folder, "run/Net-2")
-    assert " on Net: " in own[0]
-    assert " on Net-2: " in other[0]
+    for lines, name in ((own, "Net"), (other, "Net-2")):
+        assert lines[0].startswith("stopped at step ")
+        assert any(f" on {name}: " in line for line in lines if line.startswith("summary: "))
     assert own[-2] == "1 run inside run, of other models or processes:"
     assert re.fullmatch(r"  gradsurgeon report run/Net-2  \S+rules.yaml on Net-2", own[-1])
     assert not any("inside" in line for line in other)

@@ -16,7 +16,7 @@ from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
 from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.notebook import sparkline
+from gradsurgeon.report.tables import log_curve
 from gradsurgeon.store import Key, Records
 
 NAN = math.nan
@@ -181,7 +181,8 @@ def test_a_report_shows_rules_norms_and_events() -> None:
         ["5", "notice", "", "", "", "all else"],
     ]
     assert page.folded == 1
-    assert "non-finite: 1 parameter, first at step 1: b" in page.texts
+    remark = "non-finite: 1 parameter, first at step 1: b; until step 1, finite again since"
+    assert remark in page.texts
 
 
 def test_what_text_and_page_say_of_a_report_is_the_same() -> None:
@@ -191,9 +192,13 @@ def test_what_text_and_page_say_of_a_report_is_the_same() -> None:
     one = report(histories)
     page, text = Page(one), one.text(width=120)
     assert len(page.rows("median")) == 40
-    assert "and 20 more; the worst are shown" in page.texts
-    assert "  ... and 20 more; the worst are shown" in text
-    assert "largest spike: h.50, 1e+03 at step 20, 1e+03x the steps around it" in page.texts
+    notes = "and 20 more; those that stand out and the largest are shown"
+    assert notes in page.texts
+    assert notes in text
+    spike = "1e+03 at step 20, 129x the steps before it; most in h.50"
+    assert f"largest spike: the norm of all 60 parameters, {spike}" in page.texts
+    assert one.remarks
+    assert all(remark in page.texts and f"  {remark}\n" in text for remark in one.remarks)
     assert next(row for row in page.rows("median") if row[0] == "h.50")[4] == "1e+03"
     empty = Page(report({}))
     assert "norms: no l2 recorded; recorded: nothing" in empty.texts
@@ -207,8 +212,8 @@ def test_of_many_events_the_first_and_the_last_are_shown() -> None:
 
 
 def test_a_sparkline_is_one_line_per_stretch() -> None:
-    assert sparkline([]).count("<polyline") == 0
-    drawn = str(sparkline([1.0, 10.0, None, 0.1, NAN, 0.0]))
+    assert log_curve([]).count("<polyline") == 0
+    drawn = str(log_curve([1.0, 10.0, None, 0.1, NAN, 0.0]))
     step = 160 / 6
     assert (
         f'<polyline points="{step / 2:.1f},9.0 {1.5 * step:.1f},2.0 {1.5 * step:.1f},2.0"/>'

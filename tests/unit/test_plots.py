@@ -23,10 +23,9 @@ from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
-from gradsurgeon.report.measurements import InMemory
-from gradsurgeon.report.over_time import COLUMNS, DECADES, NormsOverTime
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.run import Run
+from gradsurgeon.report.plots import COLUMNS, DECADES
+from gradsurgeon.report.run import Run
+from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
@@ -144,7 +143,7 @@ def test_without_a_name_the_worst_layers_and_the_whole_are_drawn(recorded: Opene
 def test_what_is_not_finite_comes_before_spikes(recorded: Opened) -> None:
     histories = {f"h.{i}": [1.0] * 30 for i in range(12)}
     for i in range(11):
-        histories[f"h.{i}"][15] = 100.0 + i
+        histories[f"h.{i}"][20] = 100.0 + i
     histories["h.11"][3] = INF
     drawn = lines(recorded(histories).plot())
     # Of the spikes the two smallest have no place.
@@ -337,45 +336,41 @@ def test_a_histogram_without_a_norm_that_is_one(recorded: Opened) -> None:
     assert marks(figure, "x") == [0]
 
 
-@pytest.mark.parametrize("more", [1, 500])
-def test_what_is_trained_meanwhile_has_no_column(more: int) -> None:
-    records = Records()
-    for step in range(3):
-        records.add(KEY, step, values(1.0, 2.0))
-    over_time = NormsOverTime(InMemory(records), dict.fromkeys(KEY.names, KEY))
-    assert over_time.columns.number == 3
-    for step in range(3, 3 + more):
-        records.add(KEY, step, values(NAN, 9.0))
-    assert over_time.largest().values.tolist() == [[1.0] * 3, [2.0] * 3]
-    ((names, whole),) = over_time.wholes(KEY.names)
-    assert names == list(KEY.names)
-    assert whole.values.tolist() == [[pytest.approx(math.sqrt(5))] * 3]
-    assert over_time.density()[0].sum() == 6
-
-
-@pytest.mark.parametrize("kind", ["norms", "heatmap", "histogram"])
-def test_a_long_run_is_drawn_from_the_disk_as_from_memory(
-    recorded: Opened, monkeypatch: pytest.MonkeyPatch, kind: Any
+def test_of_a_long_run_the_largest_of_each_chunk_is_drawn(
+    recorded: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wave = [2.0 + math.sin(step / 50) for step in range(3000)]
     histories: dict[str, list[float | None]] = {
         "a": [*wave],
-        "b": [*wave[::-1]],
+        "b": [None if 512 <= step < 1024 else wave[step] for step in range(3000)],
         "c": [None] * 3000,
     }
-    histories["a"][1234], histories["b"][7:20] = NAN, [None] * 13
+    histories["a"][1234], histories["b"][7:20], histories["b"][2000] = NAN, [None] * 13, 1e4
     run = recorded(histories)
-    monkeypatch.setattr("gradsurgeon.report.over_time._BLOCK", 1000)
-    before = run.plot(kind)
-    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
-    after = run.plot(kind)
-    assert lines(before).keys() == lines(after).keys()
-    for label, (steps, norms) in lines(before).items():
-        assert lines(after)[label][0] == steps
-        assert same(lines(after)[label][1], norms)
-    for one, other in zip(images(before), images(after), strict=True):
-        assert np.ma.allequal(one, other)
-        assert np.array_equal(one.mask, other.mask)
+    monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 0)
+    starts = range(0, 3000, 256)
+
+    def largest(name: str) -> list[float]:
+        known = [
+            [value for value in histories[name][start : start + 256] if value is not None]
+            for start in starts
+        ]
+        return [max((one for one in some if not math.isnan(one)), default=NAN) for some in known]
+
+    drawn = lines(run.plot())
+    assert drawn["a (1 non-finite)"][0] == [*starts]
+    assert drawn["a (1 non-finite)"][1] == pytest.approx(largest("a"))
+    assert drawn["b"][1] == pytest.approx(largest("b"), nan_ok=True)
+    assert marks(run.plot(), "x") == [1024, 1024]  # of `a`, and of the whole
+    logs, special = images(run.plot("heatmap"))
+    assert logs.shape == (2, len(starts))
+    assert logs[1].compressed() == pytest.approx(
+        [math.log10(one) for one in largest("b") if not math.isnan(one)]
+    )
+    assert np.flatnonzero(logs[1].mask).tolist() == [2, 3]
+    assert np.flatnonzero(~special[0].mask).tolist() == [4]
+    (shares,) = images(run.plot("histogram"))
+    assert shares.sum(axis=0).tolist() == pytest.approx([1] * len(starts))
 
 
 def test_of_several_ranks_the_lowest_is_drawn(tmp_path: pathlib.Path) -> None:
@@ -392,7 +387,7 @@ def test_what_two_ranks_have_recorded_is_drawn_once(
     histories: list[Histories] = [{"a": [1.0], "b": [1.0]}, {"b": [5.0], "c": [5.0]}]
     for writer in [write(tmp_path, one, rank=rank) for rank, one in enumerate(histories)]:
         writer.close()
-    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 0)
     with gradsurgeon.open_run(tmp_path) as run:
         drawn = lines(run.plot(name="?"))
     assert drawn == {"a": ([0], [1.0]), "b": ([0], [1.0]), "c": ([0], [5.0])}

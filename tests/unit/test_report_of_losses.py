@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import pathlib
-import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,11 +19,11 @@ from gradsurgeon import RecordError, open_run
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.live import LiveRun
-from gradsurgeon.report.loss_lines import compared_remarks
-from gradsurgeon.report.losses import MOST_VALUES, Compared, split_pair
+from gradsurgeon.report.loss_tables import compared_table
+from gradsurgeon.report.losses import Compared, Curve, split_pair
 from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import screen
-from gradsurgeon.report.signed_curve import by_step, means_of, runs_below
+from gradsurgeon.report.tables import means
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
@@ -100,6 +99,16 @@ def report_of(path: pathlib.Path) -> dict[str, Any]:
         return to_dict(from_run(opened))
 
 
+def in_memory_of(path: pathlib.Path) -> dict[str, Any]:
+    """Return the report of a session with the records of a run."""
+    records = Records()
+    with open_run(path) as opened:
+        for series in opened:
+            for row in series.rows():
+                records.add(series.key, row.step, row.values.tobytes(), row.absent)
+    return to_dict(Report("t", (), rules_of("tasks"), {}, records))
+
+
 def recorded(
     by_stat: Mapping[str, Sequence[Row]], names: Sequence[str], rule: str = "tasks"
 ) -> Records:
@@ -113,17 +122,17 @@ def recorded(
 def compared(cosines: Sequence[Row], names: Sequence[str], losses: Sequence[str]) -> Compared:
     records = recorded({"cosine": cosines}, names)
     report = Report("t", (), rules_of("tasks", losses=losses), {}, records)
-    (found,) = report.of_losses().compared
+    (found,) = report.losses.compared
     return found
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_the_numbers_are_those_of_the_rows(
-    run: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if long:
-        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
-    (found,) = report_of(run)["conflicts"]
+def pairs_of(curve: Curve) -> list[tuple[int, float]]:
+    return list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -> None:
+    (found,) = (in_memory_of(run) if in_memory else report_of(run))["conflicts"]
     assert {key: found[key] for key in ("rule", "losses", "steps", "one_call_in")} == {
         "rule": "tasks",
         "losses": list(LOSSES),
@@ -154,7 +163,6 @@ def test_the_numbers_are_those_of_the_rows(
             "below_from": None,
             "ratio": 1000.0,
             "opposed": 0.25,
-            "since": None,
         },
         {
             "first": "depth",
@@ -222,7 +230,9 @@ def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
         text = from_run(opened).text(width=100)
         page = page_data(opened)
     assert "  would have changed the sum in 75% of calls" in text
-    assert page["combined"][0]["remarks"][0].startswith("would have changed the sum in 75%")
+    notes = page["versus"][-1]["table"]["notes"]
+    (remark,) = (one for one in notes if "the sum in" in one)
+    assert remark.startswith("would have changed the sum in 75%")
 
 
 def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: pathlib.Path) -> None:
@@ -234,7 +244,7 @@ def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: path
         assert "norms: no l2 recorded; recorded: cosine, distance, linf," in str(from_run(opened))
     # A statistic of somebody's own may be called like one of these.
     records = recorded({"weight": [[1.0]], "cosine": [[0.5]]}, ["a.weight"])
-    of_losses = Report("t", (), rules_of("tasks", losses=()), {}, records).of_losses()
+    of_losses = Report("t", (), rules_of("tasks", losses=()), {}, records).losses
     assert not of_losses.compared
     assert not of_losses.combined
 
@@ -253,16 +263,11 @@ def test_of_several_ranks_it_is_the_lowest(tmp_path: pathlib.Path) -> None:
             (2, -0.25),
         ]
         assert opened.latest("seg", "weight") == 1.0
-        (found,) = from_run(opened).of_losses().compared
+        (found,) = from_run(opened).losses.compared
     assert found.pairs[0].cosine == pytest.approx(-0.3125, abs=1e-6)
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_another_rank_adds_pairs_that_only_it_has(
-    tmp_path: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if long:
-        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> None:
     writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
     for writer, names in zip(writers, (("seg/depth",), ("seg/depth", "seg/edges")), strict=True):
         rank = writer.rank
@@ -270,8 +275,8 @@ def test_another_rank_adds_pairs_that_only_it_has(
         writer.add(key, 0, values(*[0.5 - rank] * len(names)), frozenset())
         writer.close()
     with open_run(tmp_path / "run") as opened:
-        (found,) = from_run(opened).of_losses().compared
-    assert [(one.name, one.curve) for one in found.pairs] == [
+        (found,) = from_run(opened).losses.compared
+    assert [(one.name, pairs_of(one.curve)) for one in found.pairs] == [
         ("seg/depth", [(0, 0.5)]),
         ("seg/edges", [(0, -0.5)]),
     ]
@@ -299,63 +304,16 @@ def test_a_name_says_what_it_is_made_of(
     assert split_pair(name, losses) == split
 
 
-def noisy(means: Sequence[float], seed: int = 0, noise: float = 0.1) -> list[tuple[int, float]]:
-    rng = random.Random(seed)
-    return [(step, rng.gauss(mean, noise)) for step, mean in enumerate(means)]
+def test_no_conflict_on_average_is_said() -> None:
+    notes = compared_table(compared([[0.5], [0.25]], ["a/b"], ["a", "b"])).notes
+    assert notes[-1] == "no losses conflict on average"
 
 
-@pytest.mark.parametrize(
-    ("means", "when"),
-    [
-        ([-0.4] * 200, "throughout"),
-        ([0.4] * 200, "never"),
-        ([0.4] * 120 + [-0.4] * 80, "since step (119|120|121)"),
-        ([-0.4] * 80 + [0.4] * 120, "until step (79|80|81)"),
-        ([-0.4] * 86 + [0.4] * 114, "until step (85|86|87)"),
-        ([-0.6] * 8 + [0.2] * 4, "on average"),
-        ([0.4] * 60 + [-0.4] * 60 + [0.4] * 80, "at times"),
-        ([0.0] * 200, "at times"),
-        ([0.3 - step / 200 for step in range(200)], "since step (4|5|6|7)."),
-        ([-0.5] * 3, "throughout"),
-    ],
-)
-@pytest.mark.parametrize("seed", range(5))
-def test_since_when_they_conflict(means: Sequence[float], when: str, seed: int) -> None:
-    curve = noisy(means, seed)
-    (pair,) = compared([[value] for _, value in curve], ["a/b"], ["a", "b"]).pairs
-    assert re.fullmatch(when, pair.when)
-    assert (pair.since is not None) == (pair.when.split()[0] in ("since", "throughout", "on"))
-
-
-def test_few_calls_of_which_all_conflict_do_so_throughout() -> None:
-    # Of three that differ as much as this, noise could be the cause; but there is no other one.
-    (pair,) = compared([[-0.02], [-0.15], [-0.1]], ["a/b"], ["a", "b"]).pairs
-    assert (pair.below, pair.when) == (1.0, "throughout")
-
-
-def test_a_few_calls_in_conflict_among_many_without_are_told_as_such() -> None:
-    values = [[-0.8 if step % 10 == 0 else 0.0] for step in range(200)]
-    (pair,) = compared(values, ["a/b"], ["a", "b"]).pairs
-    assert (pair.below, pair.when, pair.since) == (0.1, "at times", None)
-
-
-def test_a_conflict_that_has_begun_late_is_said() -> None:
-    curve = noisy([0.6] * 160 + [-0.4] * 40)
-    found = compared([[value] for _, value in curve], ["a/b"], ["a", "b"])
-    assert found.pairs[0].cosine > 0.2
-    assert list(compared_remarks(found)) == [
-        f"conflicts that have begun: a/b since step {found.pairs[0].since}"
-    ]
-    never = compared([[0.5], [0.25]], ["a/b"], ["a", "b"])
-    assert list(compared_remarks(never)) == ["no losses conflict on average"]
-
-
-def test_curves_are_folded_by_step_and_by_mean() -> None:
-    curve = [(0, 1.0), (0, 3.0), (1, 5.0), (2, -1.0)]
-    assert by_step(curve) == [(0, 2.0), (1, 5.0), (2, -1.0)]
-    assert means_of(curve, 2) == [(0, 2.0), (1, 2.0)]
-    assert means_of([], 4) == []
-    assert runs_below([]) == []
+def test_curves_are_folded_by_mean() -> None:
+    assert means([1.0, 3.0, 5.0, -1.0], 2) == [2.0, 2.0]
+    assert means([1.0, None, None, None], 2) == [1.0, None]
+    assert means([4.0, 5.0], 3) == [4.0, 5.0]
+    assert means([], 4) == []
 
 
 EIGHT = ["segmentation", "depth", "normals", "edges", "keypoints", "boxes", "train/flow", "albedo"]
@@ -372,8 +330,13 @@ def test_twenty_eight_pairs_can_be_read() -> None:
     assert [len(row) for row in matrix] == [7] * 8
     assert matrix[0] == ["-1.00", "-0.93", "-0.86", "-0.79", "-0.71", "-0.64", "-0.57"]
     assert matrix[7][0] == "100%"
-    assert "... and 18 more; the lowest mean cosines are shown" in text
-    tables = [line for line in lines if not line.startswith(("  the worst", "  history: "))]
+    names = [
+        line.split()[0] for line in lines if line.startswith(tuple(f"  {one}/" for one in EIGHT))
+    ]
+    assert len(names) == len(set(names)) == 28
+    assert "more; the lowest mean cosines are shown" not in text
+    sentences = ("  the worst", "  history: ", "  ratio: ")
+    tables = [line for line in lines if not line.startswith(sentences)]
     assert max(map(len, tables)) <= 100, tables
 
 
@@ -386,8 +349,8 @@ def test_of_hundreds_of_parts_the_worst_are_shown() -> None:
     )
     text = report.text(width=120)
     shown = re.findall(r"^  (trunk\.\d+\.weight): seg/depth ", text, re.MULTILINE)
-    assert shown == [f"trunk.{place}.weight" for place in range(10)]
-    assert "... and 290 more; the lowest mean cosines are shown" in text
+    assert shown == [f"trunk.{place}.weight" for place in range(28)]
+    assert "and 272 more; the lowest mean cosines are shown\n" in text
     assert "conflicts of 2 losses in each of 300 parts, recorded by tasks in steps 0..15" in text
     assert "seg/depth conflict on average in 30 of 300 parts" in text
     assert "left out: 1 call of trunk.0.weight: seg/depth, and of 299 more pairs" in text
@@ -400,8 +363,8 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
     for step in range(4):
         key, row = (first, [0.5]) if step % 2 else (both, [-0.5, 0.25, 0.0])
         records.add(key, step, values(*row))
-    (found,) = Report("t", (), rules_of("tasks"), {}, records).of_losses().compared
-    assert [one.curve for one in found.pairs][:2] == [
+    (found,) = Report("t", (), rules_of("tasks"), {}, records).losses.compared
+    assert [pairs_of(one.curve) for one in found.pairs][:2] == [
         [(0, -0.5), (1, 0.5), (2, -0.5), (3, 0.5)],
         [(0, 0.25), (2, 0.25)],
     ]
@@ -411,11 +374,8 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
     run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 26)
-    for on_disk in (False, True):
-        monkeypatch.setattr(
-            "gradsurgeon.report.sources._MOST_VALUES", 0 if on_disk else MOST_VALUES
-        )
-        (found,) = report_of(run)["conflicts"]
+    for report in (report_of(run), in_memory_of(run)):
+        (found,) = report["conflicts"]
         assert found["one_call_in"] == 2
         assert found["pairs"][0]["cosine"] == pytest.approx(-0.125, abs=1e-6)
         assert [one["calls"] for one in found["pairs"]] == [2, 2, 2]
@@ -424,23 +384,25 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
 def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     with open_run(run) as opened:
         data = page_data(opened)
-    (found,) = data["conflicts"]
+    found, combined = data["versus"]
     (matrix,) = found["matrices"]
     assert matrix["cells"][1] == ["1 seg", "", "-0.31", "0.50"]
     assert matrix["tints"][1] == [-0.75, None, pytest.approx(0.291667)]
-    assert [curve["label"] for curve in found["curves"]] == [
+    ((title, curves),) = found["charts"]
+    assert title == "cosine"
+    assert [curve["label"] for curve in curves] == [
         "seg/depth",
         "depth/edges",
         "seg/edges",
     ]
     # Two calls of one step are one point.
-    assert (found["curves"][0]["steps"], found["curves"][0]["values"]) == (
+    assert (curves[0]["steps"], curves[0]["values"]) == (
         [0, 1, 2],
         [-0.5, -0.75, 0.0],
     )
-    (combined,) = data["combined"]
-    assert combined["distance"]["values"] == [0.0, 0.5, "Infinity"]
-    assert [row[:2] for row in combined["weights"]] == [
+    _, (_, (distance,)) = combined["charts"]
+    assert distance["values"] == [0.0, 0.5, "Infinity"]
+    assert [row[:2] for row in combined["table"]["rows"]] == [
         ["seg", "1"],
         ["depth", "0.562"],
         ["edges", "2"],
@@ -461,10 +423,11 @@ def test_a_notebook_shows_them(run: pathlib.Path) -> None:
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
     lines = [line.text for line in screen(LiveRun(run).read(), 100)]
     assert not any("norms" in line for line in lines)
-    assert "worst cosines of losses, tasks in steps 0..2" in lines
+    assert "conflicts of 3 losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
-    assert row[2:] == ["-0.25", "-0.31", "75%"]
-    assert "  distance from the sum, over its norm: 1" in lines
+    assert row[2:] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
+    row = next(line.split() for line in lines if line.startswith("  edges  "))
+    assert row[2:] == ["2", "1", "4", "4"]
 
 
 def test_trackers_get_mean_and_least() -> None:

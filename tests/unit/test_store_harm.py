@@ -19,6 +19,7 @@ from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, w
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
+from gradsurgeon.report.plain import to_dict
 from gradsurgeon.store import Key, job, layout
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -301,7 +302,10 @@ def read_all(path: pathlib.Path) -> None:
             for name in series.key.names:
                 series.of(name), series.last(name)
             assert len(list(series.summaries())) >= 0
-        assert str(from_run(run)).startswith("summary: ")
+        report = from_run(run)
+        assert "\nsummary: " in str(report)
+        assert to_dict(report)["norms"] is not None
+        assert from_run(run, newest=32).history.tracks is not None
         assert set(run.status()) >= set()
 
 
@@ -310,7 +314,7 @@ def read_all(path: pathlib.Path) -> None:
 def test_whatever_is_damaged_is_refused_by_name_or_read(
     kind: str, most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", most)
+    monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", most)
     holes = [None if step % 3 else 1.0 for step in range(300)]
     writer = write(tmp_path, {"a.weight": [float(step) for step in range(300)], "a.bias": holes})
     writer.statuses({"norms": RuleStatus(2, 5, 0.0, 4, ("odd",))})

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from array import array
-from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.heat_map import NONFINITE, code
 from gradsurgeon.report.live import LiveRun
 from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.web_page import BEGINNING, web_page
@@ -26,6 +23,12 @@ from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
+OUTPUTS = {
+    "rules": [
+        {"id": "norms", "action": "norm-log", "params": ["a"]},
+        {"id": "outputs", "action": "norm-log", "modules": ["layer"], "tensor": "output"},
+    ]
+}
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 
@@ -37,12 +40,6 @@ def _page(*paths: Path) -> tuple[str, dict[str, Any]]:
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     return page, json.loads(data[1])
-
-
-def _cells(found: dict[str, Any]) -> list[int]:
-    raw = zlib.decompress(b64decode(found["cells"]))
-    half = len(raw) // 2
-    return [high << 8 | low for high, low in zip(raw[:half], raw[half:], strict=True)]
 
 
 def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
@@ -60,28 +57,38 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     assert page.startswith(BEGINNING)
     (run,) = data["runs"]
     assert run["title"] == "rules.yaml on Net"
-    assert run["map"]["names"] == list(names)
-    cells = _cells(run["map"])
-    assert cells[:30] == [NONFINITE if step == 20 else code(0.5) for step in range(30)]
-    assert cells[30:] == [code(12.0)] * 30
+    (kind,) = run["kinds"]
+    assert kind["map"]["names"] == list(names)
     (loss,) = run["losses"]
     assert (loss["label"], loss["values"][10]) == ("train/loss", 2.0)
-    (total,) = run["totals"]
+    (total,) = kind["wholes"]
     assert total["values"][3] == pytest.approx(math.hypot(0.5, 12.0), rel=1e-5)
     assert total["values"][20] == "NaN"
-    assert run["events"][0] == {
-        "kind": "trap",
-        "rule": "no-nan",
-        "step": 20,
-        "rank": 0,
-        "name": "a.weight",
-        "message": "step 20\nline two",
+    assert run["events"] == [
+        {
+            "kind": "trap",
+            "rule": "no-nan",
+            "name": "a.weight",
+            "message": "step 20\nline two",
+            "where": "step 20",
+            "diagnosis": None,
+        }
+    ]
+    assert run["marks"] == [[20, "trap"]]
+    assert run["ended"] == {
+        "state": "ended",
+        "level": "warning",
+        "words": "ended, traps tripped in 1 step",
+        "trips": 1,
     }
-    assert run["rules"][0][:4] == ["norms", "norm-log", "2", "60"]
+    assert run["diagnosis"] == "step 20"
+    assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
-    assert run["worst"][0]["name"] == "a.weight"
-    assert (run["worst"][0]["nonfinite"], run["worst"][0]["nonfinite_step"]) == (1, 20)
-    assert "non-finite: 1 parameter, first at step 20: a.weight" in run["callouts"]
+    assert kind["largest"] == list(names)
+    assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1", "-"]
+    assert any(
+        "non-finite: 1 parameter, first at step 20: a.weight" in one for one in run["callouts"]
+    )
 
 
 def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> None:
@@ -89,14 +96,8 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
     histories |= {"first.weight": [1e-6] * 30, "grown.weight": [1e-3 * 2**n for n in range(30)]}
     write(tmp_path / "run", histories).close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert (
-        "vanishing: first.weight; the median norm of first.weight is 1e-06, and half of all "
-        "parameters have more than 1"
-    ) in run["callouts"]
-    assert (
-        "has grown more than 10,000 times since it began: grown.weight; grown.weight from 0.001 to "
-        "5.37e+05"
-    ) in run["callouts"]
+    kinds = [text.partition(";")[0] for text in run["callouts"]]
+    assert kinds == ["exploding: grown.weight", "vanishing: first.weight"]
 
 
 def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_names_and_messages_are_never_markup(tmp_path: Path) -> None:
     assert page.count("<script") == 2
     assert page.count("<!--") == 1
     assert "<img" not in page
-    assert data["runs"][0]["map"]["names"] == [HOSTILE]
+    assert data["runs"][0]["kinds"][0]["map"]["names"] == [HOSTILE]
     assert data["runs"][0]["events"][0]["message"] == "<!-- <script>alert(1)</script>"
 
 
@@ -142,20 +143,21 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
         writer.event(Event("notice", "", step, 0, "", f"event {step}"))
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [event["step"] for event in run["events"]] == [*range(300), *range(700, 1000)]
-    assert run["left_out"] == 400
+    assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
+    (event,) = run["events"]
+    assert (event["message"], event["where"]) == ("event 0", "steps 0 to 999, 1,000 times")
+    assert run["left_out"] == 0
 
 
-def test_ranks_whose_gradients_differ_have_curves_of_their_own(tmp_path: Path) -> None:
+def test_ranks_whose_gradients_differ_are_named(tmp_path: Path) -> None:
     norms = {0: 1.0, 1: 1.0, 2: 2.0}
     writers = [write(tmp_path / "run", {"a": [n] * 3}, rank=rank) for rank, n in norms.items()]
     for writer in writers:
         writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [line["label"] for line in run["totals"]] == [
-        "norm of 1 parameter",
-        "norm of 1 parameter, rank 2",
-    ]
+    assert [line["label"] for line in run["kinds"][0]["wholes"]] == ["norm of a"]
+    differ = "ranks differ from step 0 on: the norm of a is 1 on rank 0 and 2 on rank 2"
+    assert differ in [*run["callouts"], *run["notes"]]
 
 
 def test_a_rule_that_is_not_shown_gives_ranks_no_curves(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_a_rule_that_is_not_shown_gives_ranks_no_curves(tmp_path: Path) -> None:
     for writer in writers:
         writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    (total,) = run["totals"]
+    (total,) = run["kinds"][0]["wholes"]
     assert (total["label"], total["values"]) == ("norm of all 2 parameters", [5.0] * 3)
 
 
@@ -182,9 +184,11 @@ def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: P
             writer.add(Key("head", "l2", "accumulated", ("c",)), step, values(9.0), frozenset())
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [(line["label"], line["steps"], set(line["values"])) for line in run["totals"]] == [
+    assert [
+        (line["label"], line["steps"], set(line["values"])) for line in run["kinds"][0]["wholes"]
+    ] == [
         ("norm of 2 parameters (biases at accumulated, body at accumulated)", [*range(20)], {5.0}),
-        ("norm of 1 parameter (head at accumulated)", [0, 10], {9.0}),
+        ("norm of c (head at accumulated)", [0, 10], {9.0}),
     ]
 
 
@@ -196,26 +200,27 @@ def test_two_optimizers_have_two_norms_with_names_apart(tmp_path: Path) -> None:
         writer.add(Key("norms", "l2", "accumulated", ("d.w",)), step, values(2.0), frozenset())
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [(line["label"], len(line["steps"])) for line in run["totals"]] == [
-        ("norm of 1 parameter (norms at accumulated): g.w ...", 3),
-        ("norm of 1 parameter (norms at accumulated): d.w ...", 6),
+    assert [(line["label"], len(line["steps"])) for line in run["kinds"][0]["wholes"]] == [
+        ("norm of g.w (norms at accumulated)", 3),
+        ("norm of d.w (norms at accumulated)", 6),
     ]
 
 
-def test_the_worst_say_what_they_are_of_where_that_is_not_the_same(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",)))
+def test_each_kind_of_tensors_has_a_section_of_its_own(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",), plan=OUTPUTS))
     for step in range(5):
         writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
         writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0), frozenset())
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert {row["name"]: row["source"] for row in run["worst"]} == {
-        "a": "norms at accumulated",
-        "layer": "outputs at forward",
-    }
-    assert run["norms"] == (
-        "norms (l2) of 2 tensors, recorded by norms (at accumulated), outputs (at forward)"
-    )
+    assert [(kind["kind"], kind["largest"]) for kind in run["kinds"]] == [
+        ("gradient", ["a"]),
+        ("output", ["layer"]),
+    ]
+    assert [kind["table"]["title"] for kind in run["kinds"]] == [
+        "norms (l2) of 1 parameter, recorded by norms (at accumulated)",
+        "norms (l2) of 1 output, recorded by outputs (at forward)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +276,7 @@ def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_pat
 def test_a_run_without_norms_has_a_page(tmp_path: Path) -> None:
     write(tmp_path / "run", {"a": [1.0]}, stat="linf").close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert (run["map"]["names"], run["totals"], run["worst"]) == ([], [], [])
+    assert (run["kinds"], run["nothing"]) == ([], "norms: no l2 recorded; recorded: linf")
 
 
 def test_what_was_written_is_what_a_browser_unpacks() -> None:
@@ -334,7 +339,7 @@ def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path)
         )
         writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [line["label"] for line in run["totals"]] == ["norm of 1 parameter"]
+    assert [line["label"] for line in run["kinds"][0]["wholes"]] == ["norm of a"]
     # The losses of ranks are of other batches, and each is said to be of one.
     assert [(line["label"], line["values"]) for line in run["losses"]] == [
         ("loss, rank 0", [1.0]),

@@ -1,265 +1,228 @@
 "use strict";
-// The page: what happened, what stands out, all norms, the rules; for one run at a time.
+// The page: how a run ended, its curves, what went wrong, what stands out, all norms, its rules.
 
 const main = document.getElementById("main");
-const FIRST_OPEN = 1;
+const GRAVITY = ["bad", "warning", "running", "good"];
+const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300;
+const UNITS = { "norm of the gradient": "l2 norm" };
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
+// The width of what stands left of every plot and map, so that all of them share one x axis.
+let gutter = 0;
+let current = { index: 0, axes: [], maps: {} };
 
-function table(head, rows, { numbers = [], names = [0] } = {}) {
-  const cell = (tag, text, index) => element(tag, { class: [numbers.includes(index) ? "number" : "", tag === "td" && names.includes(index) ? "name" : ""].join(" ").trim(), ...(text.length > 120 ? { title: text } : {}) }, short(text));
-  return element("div", { class: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...head.map((text, index) => cell("th", text, index)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text, index) => cell("td", text, index)))))));
-}
+/** The line at the bottom of the window: what lies below the mouse, and the way out of a zoom. */
+const panel = {
+  reading: element("p", { class: "reading", "aria-live": "polite" }),
+  reset: button("show all steps", () => panel.axis.zoom(), { hidden: "" }),
+  say(text) { this.reading.textContent = text; this.update(); },
+  zoomed(axis, is) { this.axis = axis; this.reset.hidden = !is; this.update(); },
+  update() { this.reading.parentElement.hidden = this.reset.hidden && !this.reading.textContent; },
+};
 
-function section(title, ...children) {
-  const made = element("section", {}, element("h2", {}, title), ...children);
+function section(title, hint = "") {
+  const made = element("section", {}, heading("h2", title, hint));
   main.append(made);
   return made;
 }
 
-/** Of several runs with one title, the last parts of the folder that only this one has. */
-function distinction(run, alike) {
-  const last = (one, count) => one.folder.split("/").slice(-count).join("/");
-  for (let count = 1; alike.length > 1; count++) {
-    const mine = last(run, count);
-    if (mine === run.folder || alike.every((other) => other === run || last(other, count) !== mine)) return `, ${short(mine)}`;
+/** Returns the last parts of a run's folder that no other run has. */
+function nameOfRun(run) {
+  const last = (one, count) => one.folder.split("/").filter(Boolean).slice(-count).join("/");
+  for (let count = 1; count < 20; count++) {
+    if (data.runs.every((other) => other === run || last(other, count) !== last(run, count))) return last(run, count);
   }
-  return "";
+  return run.folder;
 }
 
-function head(run) {
-  const title = short(run.title, 200) + distinction(run, data.runs.filter((other) => other.title === run.title));
-  document.getElementById("title").textContent = title;
-  document.title = `${title}: gradsurgeon report`;
+function wholesOf(run) {
+  return run.kinds.flatMap((kind) => kind.wholes);
+}
+
+/** Tells whether an event, or a mark of one, is a trap that tripped. */
+function isTrip(event) {
+  return MARKS[event.kind || event[1]] === "bad";
+}
+
+function band(run) {
+  const name = short(nameOfRun(run), 200), { level, words } = run.ended || { level: "warning", words: "nothing was recorded of its end" };
+  document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
+  document.title = `${name}: gradsurgeon report`;
+  const facts = run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)));
   main.append(
-    element("dl", { class: "facts" }, ...run.facts.map(([word, text]) => element("div", {}, element("dt", {}, word), element("dd", {}, text)))),
+    element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
+      element("div", {}, element("strong", {}, short(words, 400)), run.diagnosis ? element("p", {}, short(run.diagnosis, 400)) : null)),
+    element("p", { class: "facts" }, ...facts),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
-    ...run.notes.map((note) => element("p", { class: "note" }, note)));
+    ...run.notes.map(note));
 }
 
-/** One entry for all ranks and steps at which the same happened. */
-function grouped(events) {
-  const groups = new Map();
-  for (const event of events) {
-    const key = JSON.stringify([event.kind, event.rule, event.name, event.message.replace(/\d[\d,.]*/g, "#")]);
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push(event);
-  }
-  return [...groups.values()];
+/** Draws numbers as a line of their logarithms: how they grew says more than each of them. */
+function magnitudes(rows) {
+  const logs = rows.map(([, text]) => Math.log10(Number(text.replace(/,/g, "").replace(/Inf$/, "Infinity")))), finite = logs.filter(Number.isFinite);
+  const low = Math.min(...finite, 0), high = Math.max(...finite, low + 1);
+  const x = (at) => 6 + (at * 488) / Math.max(1, rows.length - 1), y = (log) => 64 - (56 * ((log === -Infinity ? low : Number.isFinite(log) ? log : high) - low)) / (high - low);
+  const dots = logs.map((log, at) => svg("circle", { cx: x(at), cy: y(log), r: 3.5, class: Number.isNaN(log) || log === Infinity ? "bad" : "" }, svg("title", {}, rows[at].join(": "))));
+  const [first, last] = [rows[0], rows.at(-1)].map(([operation, text]) => `${text} in ${operation}`);
+  return element("figure", { class: "magnitudes" }, element("figcaption", {}, "largest magnitude of each operation, log scale"),
+    svg("svg", { viewBox: "0 0 500 70", role: "img", "aria-label": `from ${first} to ${last}` }, svg("path", { d: "M" + logs.map((log, at) => `${x(at)} ${y(log)}`).join("L") }), ...dots),
+    element("p", { class: "ends" }, element("span", {}, first), element("span", {}, last)));
 }
 
-function eventEntry(group, open) {
-  const event = group[0];
-  const [firstLine, ...others] = event.message.split("\n");
-  // What is cut off in one line stands whole below it.
-  const rest = firstLine.length > MOST_OF_LINE ? [firstLine, ...others] : others;
-  const ranks = [...new Set(group.map((one) => one.rank))].sort((a, b) => a - b);
-  // Ranks and threads report in any order.
-  const steps = group.map((one) => one.step);
-  const from = Math.min(...steps), to = Math.max(...steps);
-  const where = (from === to ? `step ${from}` : `steps ${from} to ${to}`) + (group.length > 1 ? `, ${group.length} times` : "") + (ranks.some((rank) => rank) ? `, rank ${ranks.join(", ")}` : "");
-  const line = [element("span", { class: `kind ${event.kind}` }, event.kind), `  ${where}: `, short(firstLine.replace(/^step \d+, /, ""), MOST_OF_LINE)];
-  if (!rest.length) return element("p", {}, ...line);
-  return element("details", open ? { open: "" } : {}, element("summary", {}, ...line), ...parts(rest));
+function diagnosis(found) {
+  const about = element("div", {},
+    found.tensors.length ? table({ head: ["tensor", "", "shape", "values"], rows: found.tensors.map(([way, name, ...rest]) => [name, way, ...rest]) }) : null,
+    found.cause ? element("p", {}, element("span", { class: "badge" }, found.cause), " ", found.remedy || "") : null);
+  return element("div", { class: "diagnosis" },
+    element("p", { class: "headline" }, found.headline, " ", element("span", { class: "badge quiet" }, found.certainty)),
+    found.at ? element("pre", {}, `${found.at}${found.function ? ` in ${found.function}` : ""}\n`, element("mark", {}, found.source)) : null,
+    element("div", { class: "side" }, about, found.magnitudes.length > 1 ? magnitudes(found.magnitudes) : null),
+    found.rest.length ? fold("more of the diagnosis", element("pre", {}, found.rest.join("\n"))) : null);
 }
 
-/** The diagnosis of a trap first: where it was born is asked for before what it has spoilt. */
-function parts(lines) {
-  const start = lines.findIndex((line) => /^(diagnosis|found by rank)/.test(line));
-  const pre = (some) => element("pre", {}, some.join("\n"));
-  return start > 0 ? [pre(lines.slice(start)), pre(lines.slice(0, start))] : [pre(lines)];
-}
-
-function happened(run) {
-  const part = section("What happened");
-  const lines = [...run.losses, ...run.totals];
-  const draw = (title, shownLines, log) => {
-    if (!shownLines.length) return;
-    const box = element("div", { class: "chart" });
-    part.append(element("h3", {}, title), box);
-    chart(box, shownLines, { log, height: 190, events: run.events });
-    for (const line of shownLines) if (line.every > 1) part.append(element("p", { class: "hint" }, `${line.label}: the run is long, so a point is of ${line.every} steps: the norm at the first of them, or that of a single ${run.noun} where it is larger`));
-  };
-  const positive = run.losses.every((line) => line.values.every((value) => value === null || !(number(value) <= 0)));
-  draw("loss", run.losses, positive);
-  draw("norm of the gradient", run.totals, true);
-  if (lines.length) part.append(element("p", { class: "hint" }, "Drag to zoom, double-click for all. A vertical line is an event, a mark at the top is a value that is not finite."));
-  if (!run.totals.length) part.append(element("p", { class: "note" }, `${run.map.names.length || run.conflicts.length || run.combined.length ? "No norms of parameters were recorded" : run.norms}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
-  if (!run.losses.length) part.append(element("p", { class: "hint" }, "The loss is drawn here where the script calls gradsurgeon.tag(loss, \"loss\") and a norm-log rule records it (tensors: \"loss\", tensor: value, stats: [mean])."));
-  const groups = grouped(run.events);
-  const traps = groups.filter(([event]) => event.kind === "trap");
-  const others = groups.filter(([event]) => event.kind !== "trap");
-  if (!groups.length) part.append(element("p", {}, `No trap has tripped, and there were no other events. What the ${run.map.names.length ? "norms" : "records"} say stands below.`));
-  if (traps.length) part.append(element("h3", {}, traps.length > 1 ? "Traps" : "Trap"), ...traps.map((group, index) => eventEntry(group, index < FIRST_OPEN)));
-  if (others.length) part.append(element("h3", {}, "Other events"), ...others.map((group) => eventEntry(group, false)));
-  if (run.left_out) part.append(element("p", { class: "note" }, `${run.left_out} events in between are left out: gradsurgeon export RUN --format jsonl shows all`));
-}
-
-function standsOut(run) {
-  // Of a run without norms another section says it all.
-  if (!run.callouts.length && !run.worst.length && (run.conflicts.length || run.combined.length)) return;
-  const part = section("What stands out");
-  if (run.callouts.length) part.append(element("ul", { class: "callouts" }, ...run.callouts.map((text) => element("li", {}, text))));
-  else if (run.worst.length) part.append(element("p", {}, "No norm is far from the others, none was not finite, and none was a spike."));
-  if (!run.worst.length) return;
-  const spike = (row) => (row.spike ? `${shown(row.spike.times)} x at step ${row.spike.step}` : "-");
-  // Norms of gradients and of outputs are not alike.
-  const sources = run.worst.some((row) => row.source);
-  const bad = (row) => (row.nonfinite ? `${row.nonfinite}, first at step ${row.nonfinite_step}` : "-");
-  part.append(
-    element("h3", {}, `The ${run.worst.length} worst`),
-    element("p", { class: "hint" }, "First those that were not finite, then those whose largest spike stands highest above the norms of the steps around it: as many times as it says. Those without either go by their median."),
-    table(
-      ["name", "first", "median", "largest", "last", "spike", "not finite", ...(sources ? ["recorded by"] : [])],
-      run.worst.map((row) => [row.name, shown(row.first), shown(row.median), shown(row.largest), shown(row.last), spike(row), bad(row), ...(sources ? [row.source] : [])]),
-      { numbers: [1, 2, 3, 4] }));
-}
-
-async function norms(run, shownRun, state) {
-  if (!run.map.names.length) return;
-  const part = section("All norms");
-  const cells = await unpack(run.map);
-  // Another run was chosen meanwhile.
-  if (shownRun !== current) return;
-  const span = spanOf(cells);
-  const worst = element("div", { class: "chart" });
-  part.append(element("p", { class: "hint" }, run.norms), element("h3", {}, "The worst as curves"), worst);
-  const paint = span ? density(part, run.map, cells, span, run.noun) : () => {};
-  part.append(
-    element("h3", {}, "Map"),
-    element("p", { class: "hint" }, `A row is a ${run.noun}, or a module with the largest norm in it; a column is ${run.map.firsts.some((step, index) => step !== run.map.lasts[index]) ? "a few steps, by their largest norm" : "a step"}. Click a module to unfold it, a ${run.noun} to draw it below.`));
-  map = mapOf(run, part, cells);
-  map.restore(state);
-  const places = run.worst.map((row) => run.map.names.indexOf(row.name)).filter((row) => row >= 0);
-  chart(worst, places.map((row) => map.line(row)), { height: 260, events: run.events });
-  repaint = () => { map.draw(); paint(); };
-}
-
-/** The map, with the curves of what is chosen in it. */
-function mapOf(run, part, cells) {
-  const box = element("div", {});
-  const curves = element("div", { class: "chart", id: "chosen" });
-  part.append(box, element("h3", {}, "Chosen curves"), curves);
-  let drawn = null;
-  const made = new HeatMap(box, run.map, cells, {
-    onChoose: (rows) => {
-      if (drawn) { charts.delete(drawn); drawn.destroy(); drawn = null; }
-      curves.replaceChildren();
-      if (rows.length) drawn = chart(curves, rows.map((row) => made.line(row)), { events: run.events });
-      else curves.append(element("p", { class: "note" }, `none chosen: click a ${run.noun} in the map`));
-    },
-  });
-  made.onChoose([]);
+function eventEntry(event, open) {
+  const [start, ...rest] = event.message.split("\n"), first = start.replace(/^step \d+(, rule [^:]*)?(: |, )/, "");
+  const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
+  const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
+  if (!rest.length && first.length <= MOST_OF_LINE) return element("p", {}, line);
+  const message = element("pre", {}, (first.length > MOST_OF_LINE ? [start, ...rest] : rest).join("\n"));
+  const made = fold(line, ...(event.diagnosis ? [diagnosis(event.diagnosis), fold("the whole message", message)] : [message]));
+  made.open = open;
   return made;
 }
 
+function happened(run, axis) {
+  const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
+  const chart = (title, lines, log) => {
+    const every = Math.max(...lines.map((line) => line.every)), hint = every > 1 ? `The run is long: a point is the largest that is known of ${every} steps.` : "";
+    if (lines.length) new Chart(part, axis, { title, unit: UNITS[title], lines, hint, log, marks: run.marks, height: 150 });
+  };
+  chart("loss", run.losses, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
+  chart("norm of the gradient", wholes, true);
+  if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
+  if (!run.losses.length) part.append(fold("no loss was recorded", note('The loss is drawn here if the script calls gradsurgeon.tag(loss, "loss") and a norm-log rule records it (tensors: "loss", tensor: value, stats: [mean]).')));
+  const serious = run.events.filter(isTrip), others = run.events.filter((event) => !isTrip(event));
+  if (!run.events.length) part.append(element("p", {}, "No trap has tripped, and there were no other events."));
+  part.append(...serious.map((event, at) => eventEntry(event, at === 0)), ...others.map((event) => eventEntry(event, false)));
+  if (run.left_out) part.append(note(`${run.left_out} events in between are left out: gradsurgeon export RUN --format jsonl shows all`));
+}
+
+function standsOut(run) {
+  if (!run.kinds.length) return;
+  section("What stands out").append(run.callouts.length ? list(run.callouts) : element("p", {}, "Nothing: no norm is far from the others, none was not finite, and none was a spike."));
+}
+
+/** Draws the section of one kind of tensors: the largest, their curves, and the map of all. */
+async function kindSection(run, kind, axis, state) {
+  const part = section(`${kind.kind[0].toUpperCase()}${kind.kind.slice(1)}s`, [kind.table.title, ...kind.notes].join(". ")), asked = current;
+  const cells = await unpack(kind.map);
+  // The reader has chosen another run meanwhile.
+  if (asked !== current) return;
+  const largest = kind.largest.map((name) => kind.map.names.indexOf(name)), count = largest.length;
+  const whole = kind.wholes.length === 1 ? [{ ...kind.wholes[0], colour: "whole", width: 4 }] : [];
+  const curves = element("div", { class: "curves" });
+  let drawn = null;
+  const draw = () => {
+    const lines = (map.chosen.length ? map.chosen : largest).map((row, at) => ({ ...map.curve(row), colour: `curve-${at % 10}` }));
+    if (drawn) drawn.remove();
+    drawn = new Chart(curves, axis, { title: map.chosen.length ? "chosen in the map" : `the ${count} largest`, unit: "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
+  };
+  const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
+  part.append(
+    heading("h3", `The ${count} largest`, "Order: first what was not finite, then by the largest spike (times the steps around it), then by median."), table(kind.table), curves,
+    heading("h3", `All ${kind.map.names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
+  axis.views.add(map);
+  current.maps[kind.kind] = map;
+  if (state) map.restore(state);
+  draw();
+  map.update();
+}
+
 function rules(run) {
+  if (!run.rules.rows.length && !run.files.some((file) => file.text)) return;
   const part = section("Rules");
-  if (run.rules.length) part.append(table(["rule", "action", "matched", "fired", run.observed ? "would have changed" : "changed", "last step", ""], run.rules, { numbers: [2, 3, 4, 5], names: [0] }));
-  for (const { file, text } of run.files) part.append(element("details", {}, element("summary", {}, file), element("pre", {}, text)));
+  const head = run.rules.head.map((text) => (text === "changed" && run.observed ? "would have changed" : text));
+  if (run.rules.rows.length) part.append(table({ ...run.rules, head }));
+  for (const { file, text } of run.files) if (text) part.append(fold(file, element("pre", {}, text)));
 }
 
-// Counts what was shown, so that what was asked for before is not shown later.
-let current = 0;
-let chosenRun = 0;
-let map = null;
-let repaint = () => {};
-
-/** The events of all runs, each to be drawn in the colour of the first curve of its run. */
-function eventsBeside(runs, key) {
-  let curve = 0;
-  return runs.flatMap((run) => {
-    const mine = curve;
-    curve += run[key].length;
-    return run[key].length ? run.events.map((event) => ({ ...event, curve: mine })) : [];
-  });
+/** Shows how each run ended, and the loss and norm of all of them in one colour per run. */
+function beside(axis) {
+  const part = section("Runs"), paint = (index) => `curve-${index % 10}`;
+  const last = (run) => (run.losses.length ? shown(run.losses[0].values.findLast((value) => value !== null)) : "-");
+  const cells = ({ ended, ...run }, index) => [
+    element("span", {}, element("span", { class: "swatch", style: `background: var(--${paint(index)})` }), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
+    element("span", { class: `kind ${ended ? ended.level : ""}` }, ended ? short(ended.words, 200) : "?"),
+    String(ended ? ended.trips : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
+  part.append(table({ head: ["run", "ended", "traps", "last loss", "last step"], rows: data.runs.map(cells) }));
+  // All events of all runs would hide the curves.
+  const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, kind]) => [step, kind, paint(index)]));
+  const chart = (title, linesOf) => {
+    const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
+    if (lines.length) new Chart(part, axis, { title, unit: UNITS[title], lines, marks, log: lines.every((line) => line.values.every((value) => value === null || !(number(value) <= 0))), height: 150 });
+  };
+  chart("loss", (run) => run.losses);
+  chart("norm of the gradient", wholesOf);
 }
 
-function beside(runs) {
-  const lines = (key) => runs.flatMap((run, index) => run[key].map((line) => ({ ...line, label: `${index + 1}: ${line.label}` })));
-  const part = section("The runs beside one another");
-  part.append(table(["", "run", "folder", "events", "steps"], runs.map((run, index) => [String(index + 1), run.title, run.folder, String(run.events.length + run.left_out), (run.facts.find(([word]) => word === "steps") || ["", "-"])[1]]), { numbers: [3], names: [2] }));
-  for (const [key, title] of [["losses", "loss"], ["totals", "norm of the gradient"]]) {
-    if (!lines(key).length) continue;
-    const box = element("div", { class: "chart" });
-    part.append(element("h3", {}, title), box);
-    chart(box, lines(key), { height: 190, events: eventsBeside(runs, key) });
-  }
-}
-
-function show(index, state = {}) {
-  current += 1;
-  chosenRun = index;
-  const run = data.runs[index];
-  repaint = () => {};
-  map = null;
-  forgetCharts();
+/** Shows one run, and all of them beside one another if there are several. */
+async function show(index, state = {}) {
+  for (const axis of current.axes) for (const view of [...axis.views]) view.remove();
+  const run = data.runs[index], axis = new Steps(run.span, Math.max(0.5, ...run.kinds.map((kind) => halfOf(kind.map))));
+  current = { index, axes: [axis], maps: {} };
   main.replaceChildren();
-  head(run);
-  if (data.runs.length > 1) beside(data.runs);
-  happened(run);
-  losses(run);
+  panel.reset.hidden = true;
+  panel.say("");
+  band(run);
+  if (data.runs.length > 1) {
+    const spans = data.runs.flatMap((one) => one.span), all = new Steps(spans.length ? [Math.min(...spans), Math.max(...spans)] : [], 0.5);
+    current.axes.push(all);
+    beside(all);
+  }
+  happened(run, axis);
+  lossSections(run, axis);
   standsOut(run);
-  const done = norms(run, current, state);
+  const maps = state.maps || {}, done = run.kinds.map((kind) => kindSection(run, kind, axis, maps[kind.kind]));
   captures(run);
   rules(run);
-  // The rules stand last, whenever the cells are there.
-  return done.then(() => { const last = [...main.children].find((part) => part.firstChild.textContent === "Rules"); if (last) main.append(last); });
+  await Promise.all(done);
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  redrawCharts();
-  repaint();
+function updateViews() {
+  for (const axis of current.axes) for (const view of axis.views) view.update();
 }
 
-/** Follows the theme of the system until the reader chooses one. */
-function themes(state) {
-  const preferred = matchMedia("(prefers-color-scheme: dark)");
-  const ofSystem = () => (preferred.matches ? "dark" : "light");
-  let chosen = state.theme;
-  setTheme(chosen || ofSystem());
-  preferred.addEventListener("change", () => { if (!chosen) setTheme(ofSystem()); });
-  document.getElementById("theme").addEventListener("click", () => {
-    chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    setTheme(chosen);
-  });
-  // Paper is light, and does not scroll.
-  const print = (printing) => {
-    if (map) map.printing = printing;
-    setTheme(printing ? "light" : chosen || ofSystem());
-  };
+function layOut() {
+  gutter = Math.round(Math.min(300, Math.max(150, 0.24 * document.body.clientWidth)));
+  document.documentElement.style.setProperty("--gutter", `${gutter}px`);
+  updateViews();
+}
+
+/** Follows the theme of the system until the reader chooses one; paper is light, and narrow. */
+function themes(chosen) {
+  const preferred = matchMedia("(prefers-color-scheme: dark)"), { style, dataset, classList } = document.documentElement;
+  const theme = () => chosen || (preferred.matches ? "dark" : "light");
+  const set = (name) => { style.colorScheme = dataset.theme = name; layOut(); };
+  const print = (on) => { classList.toggle("printing", on); set(on ? "light" : theme()); };
+  set(theme());
+  preferred.addEventListener("change", () => set(theme()));
+  document.getElementById("theme").addEventListener("click", () => { chosen = theme() === "dark" ? "light" : "dark"; set(chosen); });
   addEventListener("beforeprint", () => print(true));
   addEventListener("afterprint", () => print(false));
   return () => chosen;
 }
 
-function runButtons() {
-  const runs = document.getElementById("runs");
-  if (data.runs.length < 2) return;
-  runs.hidden = false;
-  data.runs.forEach((run, index) => {
-    const button = element("button", { type: "button", title: run.folder, "aria-pressed": String(index === chosenRun) }, `${index + 1}: ${short(run.folder)}`);
-    button.addEventListener("click", () => {
-      for (const other of runs.children) other.setAttribute("aria-pressed", String(other === button));
-      show(index);
-    });
-    runs.append(button);
-  });
-}
-
 function begin() {
-  const state = recall();
-  const theme = themes(state);
-  const done = show(data.runs[state.run] ? state.run : 0, state);
-  runButtons();
-  let asked = 0;
-  const scrolled = () => { cancelAnimationFrame(asked); asked = requestAnimationFrame(() => map && map.scrolled()); };
-  for (const kind of ["scroll", "resize"]) addEventListener(kind, scrolled, { passive: true });
+  const state = recall(), theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips) : 1500);
+  document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
+  const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);
+  const done = show(data.runs[state.run] ? state.run : worst, state);
+  let resizing = 0;
+  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(layOut, 100); });
+  const chosen = () => ({ run: current.index, theme: theme(), scroll: scrollY, maps: Object.fromEntries(Object.entries(current.maps).map(([kind, map]) => [kind, map.state()])) });
   done.then(() => {
     if (state.scroll) scrollTo(0, state.scroll);
-    if (data.reload) live(data.reload, () => ({ run: chosenRun, theme: theme(), scroll: scrollY, ...(map ? map.state() : {}) }));
+    if (data.reload) live(data.reload, chosen);
     document.documentElement.dataset.ready = "true";
   });
 }

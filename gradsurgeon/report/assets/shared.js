@@ -1,57 +1,103 @@
 "use strict";
-// What the whole page shares: its data, colours, numbers, texts, elements.
+// What every part of the page uses: the data, texts, numbers, colours and elements.
 
-// What draws as nothing, or turns the direction of the text after it.
-const HIDDEN = /[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
-const HIDDEN_IN_LINES = /(?!\n|\t|\r\n)[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+// These characters draw nothing, or turn the direction of the text after them; lines and tabs stay.
+const HIDDEN = /(?![\n\t\r])[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+const escaped = (letter) => (letter < "\xff" ? "\\x" : "\\u") + letter.charCodeAt(0).toString(16).padStart(2, "0");
+const data = JSON.parse(document.getElementById("data").textContent, (_, value) => (typeof value === "string" ? value.replace(HIDDEN, escaped) : value));
 
-function escaped(letter) {
-  const code = letter.charCodeAt(0);
-  return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "\\u" + code.toString(16);
-}
-
-/** Shows control characters of a name as escapes; messages and rule files may have several lines. */
-function visible(key, text) {
-  return typeof text === "string" ? text.replace(key === "message" || key === "text" ? HIDDEN_IN_LINES : HIDDEN, escaped) : text;
-}
-
-const data = JSON.parse(document.getElementById("data").textContent, visible);
-
-/** Leaves out the middle of a long name: its end tells it from its neighbours. */
+/** Returns a text without its middle if it is long: the end of a name tells it from its neighbours. */
 function short(text, most = 120) {
   return text.length <= most ? text : `${text.slice(0, Math.floor(most / 2))}…${text.slice(1 - Math.ceil(most / 2))}`;
-}
-
-function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-}
-
-function curveColour(index) {
-  return colour("curve-" + (index % 10));
 }
 
 /** Makes an element; children that are texts become text and never markup. */
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) {
-    if (name === "class") made.className = value;
-    else made.setAttribute(name, value);
-  }
-  made.append(...children);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children.filter((child) => child !== null));
   return made;
 }
 
-/** What is not finite travels by its name. */
+function button(text, act, attributes = {}) {
+  const made = element("button", { type: "button", ...attributes }, text);
+  made.addEventListener("click", act);
+  return made;
+}
+
+function note(text) {
+  return element("p", { class: "note" }, text);
+}
+
+function list(texts) {
+  return element("ul", { class: "remarks" }, ...texts.map((text) => element("li", {}, short(text, 1000))));
+}
+
+/** Folds something below a line that opens it. */
+function fold(title, ...children) {
+  return element("details", {}, element("summary", {}, title), ...children);
+}
+
+/** A "?" that shows a hint when it is opened. */
+function help(text) {
+  return element("details", { class: "help" }, element("summary", { "aria-label": "what this shows" }, "?"), note(text));
+}
+
+/** A heading with a "?" beside it. */
+function heading(tag, text, hint = "") {
+  return element("div", { class: "heading" }, element(tag, {}, text), hint ? help(hint) : null);
+}
+
+/** A name that breaks at its dots before it breaks anywhere else. */
+function nameOf(text, most = 200) {
+  const parts = short(text, most).split(/(?<=\.)/);
+  return element("span", { class: "name", title: short(text, 1000) }, ...parts.flatMap((part) => [part, element("wbr", {})]));
+}
+
+const NUMBER = /^([-<>]?[\d.,]+(e[-+]\d+)?%?|-|-?inf|nan)?$/i;
+
+/** Makes a table; names stand in the first column, and columns of numbers at the right. */
+function table({ head, rows }) {
+  const numeric = head.map((_, at) => rows.every((cells) => NUMBER.test(cells[at])));
+  const content = (cell, at) => (typeof cell !== "string" ? cell : at ? short(cell, 300) : nameOf(cell));
+  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, at) => element(tag, { class: [numeric[at] ? "number" : "", /^-?(nan|inf)$/i.test(cell) ? "problem" : ""].join(" ") }, content(cell, at))));
+  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...rows.map((cells) => row("td", cells)))));
+}
+
+const probe = element("i", { hidden: "" });
+
+/** Returns a colour of the theme as red, green and blue. */
+function rgb(name) {
+  document.body.append(probe);
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color.match(/\d+/g).slice(0, 3).map(Number);
+}
+
+function colour(name) {
+  return `rgb(${rgb(name)})`;
+}
+
+/** Non-finite numbers travel as their names. */
 function number(value) {
   return typeof value === "string" ? Number(value) : value;
 }
 
-/** Writes a number with so many digits: a cell of the map knows two for sure. */
+/** Writes a number with so many digits: a cell of the map has two that are right. */
 function shown(value, digits = 3) {
   const v = number(value);
   if (v === null || v === undefined) return "";
-  if (!Number.isFinite(v)) return Number.isNaN(v) ? "NaN" : v > 0 ? "Inf" : "-Inf";
-  if (v === 0) return "0";
+  if (!Number.isFinite(v)) return String(v).replace("inity", "");
   const size = Math.abs(v);
-  return size >= 1e5 || size < 1e-3 ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
+  return v !== 0 && (size >= 1e5 || size < 1e-3) ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
+}
+
+function figure(caption, ...children) {
+  return element("figure", {}, element("figcaption", {}, caption), ...children);
+}
+
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
 }

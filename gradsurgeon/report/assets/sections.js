@@ -1,0 +1,77 @@
+"use strict";
+// Sections that few runs have: the gradients of several losses, and tensors that rules have captured.
+
+const MAP_SIZE = 72;
+const TOP_CODE = 254;
+
+/** Colours a cell by a number from -1, a conflict, to 1. */
+function tint(value) {
+  const v = number(value);
+  if (v === null || !Number.isFinite(v)) return {};
+  return { style: `background: color-mix(in srgb, var(--${v < 0 ? "bad" : "good"}) ${Math.round(55 * Math.min(1, Math.abs(v)))}%, transparent)` };
+}
+
+function lossMatrix({ part, cells: [head, ...rows], tints }) {
+  const row = ([loss, ...texts], at) => element("tr", {}, element("th", {}, short(loss, 60)), ...texts.map((text, index) => element("td", { class: "number", ...tint(tints[at][index]) }, text)));
+  return element("figure", { class: "losses" }, part ? element("figcaption", {}, short(part)) : null,
+    element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { class: "number" }, text)))), element("tbody", {}, ...rows.map(row))));
+}
+
+function lossSections(run, axis) {
+  if (!run.versus.length) return;
+  const part = section("Losses against each other");
+  for (const one of run.versus) {
+    part.append(heading("h3", one.table.title, one.hint), list(one.table.notes), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
+    if (one.left_out) part.append(note(`and ${one.left_out} more parts; those with the lowest mean cosines are shown`));
+    part.append(table(one.table));
+    for (const [title, lines] of one.charts) {
+      const most = Math.max(...lines.map((line) => line.every)), hint = most > 1 ? `The run is long: a point is the mean of up to ${most} steps.` : "";
+      if (lines.length) new Chart(part, axis, { title, lines, hint, log: false, marks: run.marks });
+    }
+  }
+}
+
+/** Draws bars by the logarithm of the counts: most elements are often in one of them. */
+function histogram(tensor) {
+  const most = Math.log1p(Math.max(...tensor.counts)) || 1;
+  const bars = tensor.counts.map((count, at) => (count ? `M${at} 1V${1 - Math.log1p(count) / most}h1V1z` : "")).join("");
+  return figure(tensor.low === tensor.high ? `all are ${shown(tensor.low)}` : `${shown(tensor.low)} to ${shown(tensor.high)}, counts in log`,
+    svg("svg", { viewBox: `0 0 ${tensor.counts.length} 1`, preserveAspectRatio: "none", role: "img", "aria-label": `how the elements of ${tensor.name} lie` }, svg("path", { d: bars })));
+}
+
+/** Draws one canvas per map; all have the colours of one scale. */
+function mapGrid(maps, labelOf) {
+  const [count, height, width] = maps.shape, scale = MAP_SIZE / Math.max(height, width);
+  const codes = Uint8Array.from(atob(maps.codes), (letter) => letter.charCodeAt(0));
+  return element("div", { class: "maps" }, ...Array.from({ length: count }, (_, index) => {
+    const label = labelOf(index);
+    const canvas = element("canvas", { width, height, role: "img", "aria-label": label, title: label, style: `width: ${width * scale}px; height: ${height * scale}px` });
+    const context = canvas.getContext("2d"), image = context.createImageData(width, height);
+    codes.subarray(index * width * height, (index + 1) * width * height).forEach((code, at) => { if (code <= TOP_CODE) image.data.set([...ramp(code / TOP_CODE), 255], 4 * at); });
+    context.putImageData(image, 0, 0);
+    return canvas;
+  }));
+}
+
+function capturedTensor(tensor) {
+  const { maps, cam } = tensor, outer = tensor.shape && tensor.shape.length === 4 ? "0, " : "";
+  const range = tensor.low === undefined ? [] : [`${shown(tensor.low)} to ${shown(tensor.high)}`, ...(tensor.mean === undefined ? [] : [`mean ${shown(tensor.mean)}`])];
+  const shape = tensor.shape ? [tensor.shape.length ? tensor.shape.join(" x ") : "a single number"] : [];
+  const facts = [`step ${tensor.step}${tensor.call ? `, call ${tensor.call}` : ""}`, ...shape, tensor.dtype.replace(/^torch\./, ""), ...range];
+  const scale = maps && maps.low < maps.high ? `, ${shown(maps.low)} (dark) to ${shown(maps.high)} (bright)` : "";
+  return element("div", { class: "capture" }, element("h4", {}, tensor.name),
+    element("p", { class: "note" }, facts.join(" · "), tensor.nonfinite ? element("span", { class: "problem" }, ` · ${tensor.nonfinite} of ${tensor.elements} not finite`) : null),
+    tensor.note ? note(tensor.note) : null,
+    element("div", { class: "side" }, tensor.counts.length ? histogram(tensor) : null,
+      maps ? figure(`maps [${outer}0:${maps.shape[0]}]${scale}`, mapGrid(maps, (index) => `[${outer}${index}]`)) : null,
+      cam ? figure(`Grad-CAM [0:${cam.shape[0]}]${cam.step === tensor.step ? "" : ` of step ${cam.step}`}${cam.high > 0 ? "" : ", 0 everywhere"}`, mapGrid(cam, (index) => `sample ${index}`)) : null));
+}
+
+function captures(run) {
+  if (!run.captures.length) return;
+  const part = section("Captures", "What capture rules kept last of each tensor when the session ended. The maps of a tensor have one scale, each Grad-CAM its own from 0 to its largest; what is not finite stands out, and what is large is averaged.");
+  for (const { rule, tensors, more } of run.captures) {
+    const title = element("summary", {}, element("strong", {}, rule), `: ${tensors.length + more} tensor${tensors.length + more === 1 ? "" : "s"}`);
+    part.append(element("details", { open: "" }, title, ...tensors.map(capturedTensor), more ? note(`and ${more} more, of which nothing was stored`) : null));
+  }
+}

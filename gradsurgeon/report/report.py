@@ -1,0 +1,250 @@
+"""A report: plain values, and the text made of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from gradsurgeon._libraries import library
+from gradsurgeon.errors import printable
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.planning.table import count
+from gradsurgeon.report import notebook
+from gradsurgeon.report.ending import Ending
+from gradsurgeon.report.rules_and_events import (
+    RuleInfo,
+    by_kind,
+    event_lines,
+    listed,
+    rule_table,
+)
+from gradsurgeon.report.sparkline import NONFINITE, ZERO
+from gradsurgeon.report.tables import Table
+from gradsurgeon.store import Records, WholeSeries
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.history import History
+    from gradsurgeon.report.losses import OfLosses
+    from gradsurgeon.report.norms import NormTable
+    from gradsurgeon.store.rank_file import StoredSeries
+
+# Of a page in a notebook, and of a stream that is no terminal.
+_COLUMNS = 100
+_LEGEND = (
+    f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends.
+
+    Attributes:
+        title: what was run, for the first line.
+        params: canonical names in the order of the model.
+        rules: every rule by id, in file order.
+        statuses: what each rule did.
+        records: everything measured by a session.
+        stored: the series of a run directory, each with columns that a lower rank has recorded too.
+        events: what happened, oldest first.
+        notes: what else there is to know of the run as a whole.
+        start: number of the first update, be it one in which no rule acted.
+        end: number of the one after the last, where it is known.
+        captures: a line on each rule that kept tensors, of a run directory.
+        observed: whether rules only said what they would have changed.
+        ended: how the run ended, `None` for a session.
+        frozen: parameters with `requires_grad` off and their numbers of elements.
+        ranks: a sentence on ranks that differ, if any do.
+        pending: by name of a parameter, the number of its optimizer's next update.
+        newest: only so many of the newest rows of each series are read.
+    """
+
+    title: str
+    params: tuple[str, ...]
+    rules: Mapping[str, RuleInfo]
+    statuses: Mapping[str, RuleStatus]
+    records: Records = field(default_factory=Records)
+    stored: Sequence[tuple[StoredSeries, frozenset[int]]] = ()
+    events: Sequence[Event] = ()
+    notes: Sequence[str] = ()
+    start: int | None = None
+    end: int | None = None
+    captures: Sequence[str] = ()
+    observed: bool = False
+    ended: Ending | None = None
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    ranks: str = ""
+    pending: Mapping[str, int] = field(default_factory=dict)
+    newest: int | None = None
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        norms = len(self.norms)
+        return notebook.page(self.head, self.tables, self.remarks, self.events, norms=norms)
+
+    def text(self, *, width: int | None = None) -> str:
+        """Return the whole report.
+
+        Args:
+            width: columns to fill, those of the terminal where not given.
+        """
+        columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
+        lines = [list(_lines(table, columns)) for table in self.tables]
+        if self.norms:
+            lines[len(self.norms) - 1].append(f"  {_LEGEND}")
+        stands_out = [f"  {remark}" for remark in self.remarks]
+        lines = [self.head, stands_out, *lines]
+        parts = [*lines, list(self.captures), list(event_lines(self.events))]
+        return "\n\n".join(filter(None, map("\n".join, parts)))
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """Every table in the order of a reader: norms by kind, losses, and last the rules."""
+        norms = [found.table for found in self.norms]
+        from gradsurgeon.report.loss_tables import loss_tables  # noqa: PLC0415 # needs numpy
+
+        if self.norms_title:
+            norms.append(Table(self.norms_title, (), ()))
+        rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
+        return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
+
+    @property
+    def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
+        """Every series that is shown, with columns that another one has recorded as well."""
+        return [*((one, frozenset[int]()) for one in self.records), *self.stored]
+
+    def history_of(self, *, rule: str | None = None) -> History:
+        """Read the norms.
+
+        Args:
+            rule: only the records of this rule, `None` for all.
+
+        Raises:
+            GradSurgeonError: numpy is missing.
+        """
+        library("numpy", "report", "a report of recorded norms")
+        from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
+
+        kinds = {rule: info.kind for rule, info in self.rules.items()}
+        return History(
+            self.series,
+            kinds,
+            self.params,
+            pending=self._pending_step,
+            rule=rule,
+            newest=self.newest,
+        )
+
+    def _pending_step(self, series: WholeSeries) -> int | None:
+        key = series.key
+        return self.pending.get(key.names[0]) if key.point == "accumulated" and key.names else None
+
+    @cached_property
+    def history(self) -> History:
+        """The norms, read once."""
+        return self.history_of()
+
+    @cached_property
+    def norms(self) -> list[NormTable]:
+        """The tables of norms, one for each kind of tensors."""
+        history = self.history
+        from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
+
+        return norm_tables(history)
+
+    @property
+    def norms_title(self) -> str:
+        """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
+        from gradsurgeon.report.norms import nothing_recorded  # noqa: PLC0415 # needs numpy
+
+        stats = {key.stat for key in self.history.keys}
+        if self.norms or (self.losses.stats and not stats - self.losses.stats):
+            return ""
+        return nothing_recorded(self.history)
+
+    @cached_property
+    def losses(self) -> OfLosses:
+        """What was recorded of several losses."""
+        from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
+
+        return of_series(self.series, self.rules, self.newest)
+
+    @cached_property
+    def remarks(self) -> tuple[str, ...]:
+        """What stands out, a sentence each."""
+        history = self.history
+        from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
+
+        found = list(callouts(history, len(self.params)))
+        if self.ranks:
+            found.append(self.ranks)
+        having = {name for _, name in self.history.shown}
+        # A rule that never fired says so in its own row.
+        fired = [
+            self.rules[rule]
+            for rule, one in self.statuses.items()
+            if one.fired and rule in self.rules
+        ]
+        logged = {name for info in fired for name in info.logged}
+        silent = [
+            name for name in self.params if name in logged - having and name not in self.frozen
+        ]
+        if silent:
+            found.append(f"never got a gradient: {listed(silent)}")
+        return tuple(found)
+
+    @property
+    def frozen_note(self) -> str:
+        """A sentence on parameters with `requires_grad` off, empty if there are none."""
+        names = sorted(self.frozen, key=lambda name: -self.frozen[name])
+        if not names:
+            return ""
+        return f"requires_grad off: {count(len(names), 'parameter')}, largest {listed(names)}"
+
+    @property
+    def head(self) -> list[str]:
+        """The first lines: how the run ended, what was run, and how far it came."""
+        lines = [] if self.ended is None else list(self.ended.lines(self.events))
+        notes = [f"{self.extent}, {self._event_counts()}"]
+        if dropped := self.records.dropped:
+            notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
+        notes += filter(None, (*self.notes, self.frozen_note))
+        return [*lines, f"summary: {printable(self.title)}: {'; '.join(map(printable, notes))}"]
+
+    def _event_counts(self) -> str:
+        kinds = by_kind(self.events)
+        listed = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        return count(kinds.total(), "event") + (f" ({listed})" if listed else "")
+
+    @cached_property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last step, `None` if there was none."""
+        ends = [end for one, _ in self.series for end in self._ends(one)]
+        # A rule that has seen a pass without its update has acted in no step of that number.
+        waiting = set(self.pending.values())
+        lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        ends += [last - (last in waiting and bool(ends)) for last in lasts]
+        if self.end is not None and self.end > (self.start or 0):
+            ends.append(self.end - 1)
+        if self.start is not None and ends:
+            ends.append(self.start)
+        return (min(ends), max(ends)) if ends else None
+
+    def _ends(self, series: WholeSeries) -> Iterable[int]:
+        ends = series.ends()
+        is_pending = len(set(ends)) > 1 and ends[-1] == self._pending_step(series)
+        return (ends[0], ends[-1] - 1) if is_pending else ends
+
+    @property
+    def extent(self) -> str:
+        return f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
+
+
+def _lines(table: Table, columns: int) -> Iterator[str]:
+    yield from table.lines(columns)
+    yield from (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)

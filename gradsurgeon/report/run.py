@@ -1,0 +1,75 @@
+"""A run directory for a person: records and events, a few lines about it, and pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from gradsurgeon import _html
+from gradsurgeon.errors import printable
+from gradsurgeon.report import pictures
+from gradsurgeon.report.ending import ending_of
+from gradsurgeon.report.sources import title_of
+from gradsurgeon.store import run as stored
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Run(stored.Run):
+    __doc__ = stored.Run.__doc__
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> _html.Markup:
+        rows = [line.partition(": ")[::2] for line in self._lines()[1:]]
+        title = _html.element("p", _html.bold(self._lines()[0]))
+        return _html.page(title, _html.table(("", ""), rows))
+
+    def _lines(self) -> list[str]:
+        events, ended = self.events, ending_of(self)
+        ends = [end for series in self for end in series.ends()]
+        steps = f"{min(ends)}..{max(ends)}" if ends else "none recorded"
+        first, *more = ended.lines(events)
+        return [
+            f"run {printable(str(self.path))}: {printable(title_of(self))}",
+            f"end: {first}",
+            *(f"first trap: {line.strip()}" for line in more),
+            f"steps: {steps}",
+            f"ranks: {len(self.ranks)}",
+            f"rules: {', '.join(printable(rule['id']) for rule in self.rules)}",
+        ]
+
+    def plot(
+        self,
+        kind: Literal["norms", "heatmap", "losses", "histogram"] = "norms",
+        *,
+        name: str | Sequence[str] | None = None,
+        rule: str | None = None,
+    ) -> Figure:
+        """Draw the norms of the run. Needs matplotlib, and opens no window.
+
+        The pictures are the same as in `Session.plot`, except pictures of tensors, which a run directory does not hold.
+
+        Args:
+            kind: ``"norms"``, ``"heatmap"``, ``"losses"`` or ``"histogram"``.
+            name: a name, or a pattern as in a rule file, or several.
+            rule: id of the `norm-log` rule whose norms are drawn. By default the norms of each tensor that the
+                report shows.
+
+        Returns:
+            A figure, which a notebook shows. ``figure.savefig("norms.png")`` writes it to a file.
+
+        Raises:
+            ValueError: there is no such picture, or it does not take one of the options.
+            KeyError: a name or pattern matches nothing that was recorded.
+            RecordError: no rule has recorded these numbers.
+            GradSurgeonError: matplotlib is missing.
+        """
+        return pictures.draw(self, kind, name=name, rule=rule)
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    return stored.opened(path, Run)

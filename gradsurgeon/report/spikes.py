@@ -1,0 +1,157 @@
+"""Norms that stand out from the steps before them, and norms that change their level. Needs numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
+
+# Norms of one training differ from step to step by less than this.
+TIMES = 10.0
+# A norm is compared with so many steps before it, and with no fewer than the second number.
+PAST, LEAST_PAST = 64, 16
+# A spike is over so many steps later, or it is a new level.
+_AFTER, _FALLS = 8, 3.0
+# Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only.
+_SPREADS = 6.0
+_NORMAL = (
+    1.4826  # the standard deviation of normal numbers, as a multiple of their median deviation
+)
+_AT_ONCE = 64
+
+# A level is the median of so many steps; a new one is at least so many times another, and comes at once.
+_LEVEL, _SIDE = 32, 8
+_LEAST_CHANGE, _LEVEL_SPREADS, _AT_ONCE_SHARE = 2.0, 6.0, 0.7
+
+
+class Spike(NamedTuple):
+    """A norm that stands out, and how many times the median of the steps before it."""
+
+    step: int
+    value: float
+    times: float
+
+
+def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
+    """Return the norm that stands out most from its own past, None if none does.
+
+    A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
+    spread around their trend on a log scale, if none of them was a third as high, and if the next few are lower again.
+
+    Args:
+        steps: shape ``[n]``, ascending.
+        norms: shape ``[n]``, finite.
+    """
+    values = np.asarray(norms, float)
+    if len(values) <= LEAST_PAST:
+        return None
+    with np.errstate(all="ignore"):
+        bounds = np.where(values > 0, values / _least_before(values), 0.0)
+    bounds[:LEAST_PAST] = 0.0
+    order = np.argsort(-bounds, kind="stable")
+    order = order[bounds[order] > TIMES]
+    best: Spike | None = None
+    for start in range(0, len(order), _AT_ONCE):
+        places = order[start : start + _AT_ONCE]
+        # The least of the past is no larger than its median, so that a bound only falls.
+        if best is not None and bounds[places[0]] <= best.times:
+            break
+        times = _times(values, places)
+        at = int(times.argmax())
+        if times[at] > (TIMES if best is None else best.times):
+            best = Spike(int(steps[places[at]]), float(values[places[at]]), float(times[at]))
+    return best
+
+
+def _least_before(values: Floats) -> Floats:
+    """Return the least of the `PAST` values before each value."""
+    least, reach = np.concatenate([[np.inf], values[:-1]]), 1
+    while reach < PAST:
+        least[reach:] = np.minimum(least[reach:], least[:-reach].copy())
+        reach *= 2
+    return least
+
+
+def _times(values: Floats, places: Ints) -> Floats:
+    """Return each value as a multiple of the median before it, 0 for those that are no spikes."""
+    padded = np.concatenate([np.full(PAST, np.nan), values, np.full(_AFTER, np.nan)])
+    past = padded[places[:, None] + np.arange(PAST)]
+    after = padded[places[:, None] + PAST + 1 + np.arange(_AFTER)]
+    with np.errstate(all="ignore"):
+        usual = np.nanmedian(past, axis=1)
+        logs = np.where(past > 0, np.log(np.where(past > 0, past, 1.0)), np.nan)
+        trend = _trend(logs)
+        spread = _NORMAL * _row_median(np.abs(logs - trend[:, :-1]))
+        peak = values[places]
+        times = np.where(usual > 0, peak / usual, 0.0)
+        above = np.log(peak) - np.fmax(np.log(usual), trend[:, -1])
+        # Heavy tails, and peaks that come again and again, have been as high before.
+        highest = np.fmax.reduce(logs - trend[:, :-1], axis=1)
+        stands_out = above > np.fmax(_SPREADS * spread, highest + np.log(_FALLS))
+        # What comes after it to stay is a new level; at the end the steps right before it decide.
+        few = np.isfinite(after).sum(axis=1) < _FALLS
+        falls = np.where(
+            few,
+            peak > TIMES * np.fmax.reduce(past[:, -_AFTER:], axis=1),
+            peak > _FALLS * _row_median(after),
+        )
+    return np.where(stands_out & falls, times, 0.0)
+
+
+def _trend(logs: Floats) -> Floats:
+    """Return a straight line through each row and one step on: a norm that only falls or grows has no spread."""
+    halves = logs[:, : PAST // 2], logs[:, PAST // 2 :]
+    known = np.all([np.isfinite(half).any(axis=1) for half in halves], axis=0)
+    early, late = map(_row_median, halves)
+    slope = np.where(known, (late - early) / (PAST // 2), 0.0)
+    line = slope[:, None] * np.arange(PAST + 1)
+    return np.asarray(line + _row_median(logs - line[:, :-1])[:, None])
+
+
+def _row_median(rows: Floats) -> Floats:
+    """Return the median of each row without NaN, 0 of a row that has nothing else."""
+    there = np.isfinite(rows)
+    filled = np.where(there.any(axis=1, keepdims=True), rows, 0.0)
+    return np.asarray(np.nanmedian(filled, axis=1))
+
+
+class Change(NamedTuple):
+    """A step from which on norms have another level, and the levels before and after it."""
+
+    step: int
+    before: float
+    after: float
+
+
+def change_of_level(steps: Ints, norms: Floats) -> Change | None:
+    """Return where norms change their level most, at once and to stay; None where they drift or only vary.
+
+    Args:
+        steps: shape ``[n]``, ascending.
+        norms: shape ``[n]``, positive and finite.
+    """
+    logs = np.log(np.asarray(norms, float))
+    # The beginning of a training falls fast, and is no change of a level.
+    if len(logs) < 3 * _LEVEL:
+        return None
+    windows = sliding_window_view(logs, _LEVEL)
+    levels = np.median(windows, axis=1)
+    spreads = np.median(np.abs(windows - levels[:, None]), axis=1)
+    near = np.median(sliding_window_view(logs, _SIDE), axis=1)
+    places = np.arange(2 * _LEVEL, len(logs) - _LEVEL + 1)
+    far = levels[places] - levels[places - _LEVEL]
+    close = near[places] - near[places - _SIDE]
+    noise = _NORMAL * np.maximum(spreads[places], spreads[places - _LEVEL]) + 0.01
+    is_new = (np.abs(far) > max(np.log(_LEAST_CHANGE), 0)) & (np.abs(far) > _LEVEL_SPREADS * noise)
+    is_new &= close * np.sign(far) > _AT_ONCE_SHARE * np.abs(far)
+    if not is_new.any():
+        return None
+    at = int(np.argmax(np.where(is_new, np.abs(far) / noise, 0.0)))
+    place = int(places[at])
+    before, after = np.exp(levels[place - _LEVEL]), np.exp(levels[place])
+    return Change(int(steps[place]), float(before), float(after))

@@ -1,0 +1,725 @@
+"""Small trainings, each with a fault that is known or with none, for `test_callouts_of_trainings`.
+
+A function here returns a model, its optimizers and a loop. Its docstring says what the training is, and
+why a remark must or must not come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+OUTPUTS = {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}
+BACKWARDS = {"id": "backwards", "action": "norm-log", "modules": "*", "tensor": "output.grad"}
+
+
+@dataclass
+class Training:
+    """What a test trains under gradsurgeon.
+
+    Attributes:
+        model: what rules are applied to.
+        optimizers: all that update it.
+        loop: trains it.
+        rules: what is recorded.
+        norms: for each update, the norm of each gradient, if the loop takes notes.
+    """
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    loop: Callable[[], None]
+    rules: tuple[dict[str, Any], ...] = (NORMS,)
+    norms: list[dict[str, float]] = field(default_factory=list)
+
+    def of(self, name: str) -> list[float]:
+        """Return the norms of the gradient of one parameter, by update."""
+        return [row[name] for row in self.norms]
+
+    def whole(self) -> list[float]:
+        """Return the norm of all gradients together, by update."""
+        return [math.sqrt(sum(norm * norm for norm in row.values())) for row in self.norms]
+
+
+def fitted(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_at: Callable[[int], Tensor],
+    steps: int,
+    *,
+    before: Callable[[int], None] = lambda _step: None,
+    after: Callable[[int], None] = lambda _step: None,
+    rules: tuple[dict[str, Any], ...] = (NORMS,),
+) -> Training:
+    """Return a training of the plain sort: one loss, one backward pass and one update per step.
+
+    Args:
+        model: what is trained.
+        optimizer: updates it.
+        loss_at: returns the loss of a step.
+        steps: how many.
+        before: called between the backward pass and the update.
+        after: called after the update.
+        rules: what is recorded.
+    """
+
+    def loop() -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_at(step).backward()
+            training.norms.append(
+                {
+                    name: float(param.grad.double().norm())  # squares of large floats overflow
+                    for name, param in model.named_parameters()
+                    if param.grad is not None
+                }
+            )
+            before(step)
+            optimizer.step()
+            after(step)
+
+    training = Training(model, [optimizer], loop, rules)
+    return training
+
+
+def regression(width: int = 16, batch: int = 32) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a source of batches: inputs, and what a fixed random network makes of them."""
+    teacher = nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 4))
+    for param in teacher.parameters():
+        param.requires_grad_(False)
+
+    def batch_of() -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(batch, width)
+        return inputs, 3 * teacher(inputs)
+
+    return batch_of
+
+
+def perceptron(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
+
+
+class Residual(nn.Module):
+    """A block whose branch can die while the path around it lives."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def residual(width: int = 16, blocks: int = 3) -> nn.Sequential:
+    body = [(f"block{place}", Residual(width)) for place in range(blocks)]
+    model = nn.Sequential()
+    for name, block in body:
+        model.add_module(name, block)
+    model.add_module("head", nn.Linear(width, 4))
+    return model
+
+
+# Trainings with a fault.
+
+
+def deep_sigmoids() -> Training:
+    """Ten sigmoid layers: each passes on a seventh of its gradient, and the lowest get a millionth of it."""
+    model = nn.Sequential()
+    for place in range(10):
+        model.add_module(f"layer{place}", nn.Linear(16, 16))
+        model.add_module(f"sigmoid{place}", nn.Sigmoid())
+    model.add_module("head", nn.Linear(16, 4))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, SGD(model.parameters(), lr=0.01), loss_at, 100, rules=(NORMS, BACKWARDS))
+
+
+def diverging(steps: int) -> Training:
+    """Two regressions side by side; one has inputs in a wrong unit, and its gradient grows 2.4 times per step.
+
+    The other one converges, and shrinks beside it as it should.
+    """
+    model = nn.ModuleDict({"lengths": nn.Linear(8, 1), "others": nn.Linear(8, 1)})
+    # Orthogonal columns: all directions have the same curvature, and grow alike from first to last.
+    lengths = torch.linalg.qr(torch.randn(32, 8))[0] * math.sqrt(32) * 3.0
+    others, targets = torch.randn(32, 8), torch.randn(32, 2)
+
+    def loss_at(_step: int) -> Tensor:
+        found = torch.cat([model["lengths"](lengths), model["others"](others)], 1)
+        return 0.5 * (found - targets).square().mean(0).sum()
+
+    return fitted(model, SGD(model.parameters(), lr=3.4 / 9), loss_at, steps)
+
+
+def blown_up() -> Training:
+    """A healthy network whose learning rate is multiplied by 1,000 at step 100: it is infinite a few steps later."""
+    # Leaky, so that no unit dies on the way.
+    model = nn.Sequential(
+        *(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2)),
+        nn.Linear(32, 4),
+    )
+    optimizer = SGD(model.parameters(), lr=0.02)
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        if step == 100:
+            optimizer.param_groups[0]["lr"] *= 1000
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, optimizer, loss_at, 140)
+
+
+def dead_branch() -> Training:
+    """A bad update drives all ReLUs of a block off at step 120: three of its four gradients are 0 from there on."""
+    model = residual()
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    def after(step: int) -> None:
+        if step == 119:
+            with torch.no_grad():
+                model.get_parameter("block1.up.bias").sub_(1e3)
+
+    return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 240, after=after)
+
+
+def noisy_layer() -> Training:
+    """The gradient of one weight is multiplied by a random factor in each step, as by a broken custom kernel."""
+    model = perceptron()
+    batch = regression()
+    draw = torch.Generator().manual_seed(1)
+
+    def noise(grad: Tensor) -> Tensor:
+        return grad * math.exp(2.5 * float(torch.randn((), generator=draw)))
+
+    model.get_parameter("2.weight").register_hook(noise)
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-3), loss_at, 300)
+
+
+def bad_batch() -> Training:
+    """One batch of 300 has targets in the wrong unit: the norm of its step is a hundred times the usual."""
+    model = perceptron()
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets * (300 if step == 177 else 1))
+
+    # A bound on the update keeps the weights: no step but this one is unusual.
+    def before(_step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    return fitted(model, SGD(model.parameters(), lr=0.01), loss_at, 300, before=before)
+
+
+def nan_for_a_while() -> Training:
+    """A broken shard of the data has NaN in steps 60 to 79; the script zeroes what is NaN, and training goes on."""
+    model = perceptron()
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        inputs, targets = batch()
+        if 60 <= step < 80:
+            inputs[0, 0] = math.nan
+        return functional.mse_loss(model(inputs), targets)
+
+    def before(_step: int) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.nan_to_num_()
+
+    return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 200, before=before)
+
+
+def learning_rate_drops() -> Training:
+    """A meta-learner whose inner step overshoots until its learning rate falls 100 times at step 150.
+
+    The gradient of the outer loss goes through the inner step, so its norm falls in the same step, and stays low.
+    """
+    model = nn.Linear(8, 4)
+    teacher = torch.randn(4, 8)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+
+    def loss(weights: Mapping[str, Tensor]) -> Tensor:
+        inputs = torch.randn(64, 8)
+        return functional.mse_loss(
+            functional_call(model, dict(weights), inputs), inputs @ teacher.T
+        )
+
+    def loss_at(step: int) -> Tensor:
+        inner = 20.0 if step < 150 else 0.2
+        weights = dict(model.named_parameters())
+        grads = torch.autograd.grad(loss(weights), list(weights.values()), create_graph=True)
+        moved = {
+            name: weight - inner * grad
+            for (name, weight), grad in zip(weights.items(), grads, strict=True)
+        }
+        return loss(moved)
+
+    return fitted(model, optimizer, loss_at, 300)
+
+
+# Trainings without a fault.
+
+
+def warm_up_and_cosine() -> Training:
+    """A warm-up and a cosine to 0: the norm falls fast at first and slowly later, which is no new level."""
+    model = perceptron()
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    batch = regression()
+
+    def rate(step: int) -> float:
+        return (step + 1) / 30 if step < 30 else 0.5 * (1 + math.cos(math.pi * (step - 30) / 370))
+
+    schedule = LambdaLR(optimizer, rate)
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(
+        model, optimizer, loss_at, 400, after=lambda _step: schedule.step(), rules=(NORMS, OUTPUTS)
+    )
+
+
+def step_decay() -> Training:
+    """The learning rate falls 100 times at step 200: the norm drifts lower within a hundred steps, not at once."""
+    model = perceptron()
+    optimizer = Adam(model.parameters(), lr=0.03)
+    schedule = LambdaLR(optimizer, lambda step: 1.0 if step < 200 else 0.01)
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, optimizer, loss_at, 400, after=lambda _step: schedule.step())
+
+
+def fine_tuning() -> Training:
+    """A frozen backbone under a new head: what is frozen is meant to be."""
+    model = residual()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("head"))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    head = [param for param in model.parameters() if param.requires_grad]
+    return fitted(model, Adam(head, lr=3e-3), loss_at, 300)
+
+
+def unfreezing() -> Training:
+    """Fine-tuning whose backbone is unfrozen at step 150: more gradients come, and the norm of all is of more."""
+    model = residual()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("head"))
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        if step == 150:
+            model.requires_grad_(True)
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
+
+
+def gan() -> Training:
+    """Two players: the pass of the generator leaves gradients in the discriminator that no update consumes."""
+    maker = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    judge = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    model = nn.ModuleDict({"maker": maker, "judge": judge})
+    make, tell = (Adam(one.parameters(), lr=1e-3, betas=(0.5, 0.999)) for one in (maker, judge))
+    of = functional.binary_cross_entropy_with_logits
+
+    def loop() -> None:
+        for _ in range(300):
+            angle = 2 * math.pi * torch.rand(64)
+            real = torch.stack([angle.cos(), angle.sin()], 1)
+            fake = maker(torch.randn(64, 8))
+            tell.zero_grad()
+            right, wrong = torch.ones(64, 1), torch.zeros(64, 1)
+            (of(judge(real), right) + of(judge(fake.detach()), wrong)).backward()
+            tell.step()
+            make.zero_grad()
+            of(judge(fake), right).backward()
+            make.step()
+
+    return Training(model, [make, tell], loop)
+
+
+def reinforce() -> Training:
+    """Policy gradients with returns of heavy tails: all norms vary from step to step, and none is broken."""
+    policy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    best = torch.randint(4, (8,))
+    baseline = 0.0
+
+    def loss_at(_step: int) -> Tensor:
+        nonlocal baseline
+        state = torch.randint(8, (16,))
+        choice = torch.distributions.Categorical(
+            logits=policy(functional.one_hot(state, 8).float())
+        )
+        action = choice.sample()
+        # Nearly half of the sum is in a tenth of the returns.
+        returns = torch.randn(16).mul(1.2).exp() * (1 + (action == best[state]))
+        advantage = returns - baseline
+        baseline += 0.05 * (float(returns.mean()) - baseline)
+        loss: Tensor = -(choice.log_prob(action) * advantage).mean()
+        return loss
+
+    return fitted(policy, Adam(policy.parameters(), lr=3e-3), loss_at, 400)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter, whose `lora_B` starts at zero."""
+
+    def __init__(self, width: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.base.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(rank, width) / math.sqrt(width))
+        self.lora_B = nn.Parameter(torch.zeros(width, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + x @ self.lora_A.T @ self.lora_B.T
+        return out
+
+
+def lora() -> Training:
+    """Adapters on frozen layers: each A has exactly zero gradient at step 0, and a small one soon after."""
+    model = nn.Sequential(Adapted(16), nn.Tanh(), Adapted(16), nn.Tanh(), Adapted(16))
+    inputs_of = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = inputs_of()
+        return functional.mse_loss(model(inputs)[:, :4], targets / 3)
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return fitted(model, AdamW(trained, lr=1e-3), loss_at, 300)
+
+
+def batch_norms() -> Training:
+    """Linear layers with a bias before batch norm: the gradient of such a bias is zero but for rounding."""
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(16, 4))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(
+        model,
+        SGD(model.parameters(), lr=0.02, momentum=0.9),
+        loss_at,
+        200,
+        rules=(NORMS, BACKWARDS),
+    )
+
+
+class Attention(nn.Module):
+    """Attention with a bias in each of its four layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = functional.scaled_dot_product_attention(
+            self.query(x), self.key(x), self.value(x), is_causal=True
+        )
+        out: Tensor = self.out(mixed)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+TEXT = (
+    "A rule names tensors, a moment, and an action. Rules are parsed with line numbers, validated, bound "
+    "to a model, compiled into as few hooks as possible, and removed without a trace. "
+) * 3
+
+
+class Characters(nn.Module):
+    def __init__(self, known: int, blocks: int, width: int = 24) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(known, width), nn.Embedding(24, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(blocks)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, known, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(
+            self.norm(self.blocks(self.token(x) + self.place(torch.arange(x.shape[1]))))
+        )
+        return out
+
+
+def transformer(
+    blocks: int = 2, steps: int = 120, rules: tuple[dict[str, Any], ...] = (NORMS, OUTPUTS)
+) -> Training:
+    """A transformer on characters: embeddings, norms and layers differ in size, and none of them is broken."""
+    alphabet = sorted(set(TEXT))
+    text = torch.tensor([alphabet.index(letter) for letter in TEXT])
+    model = Characters(len(alphabet), blocks)
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+
+    def loss_at(_step: int) -> Tensor:
+        starts = torch.randint(len(text) - 25, (16,))
+        rows = text[starts[:, None] + torch.arange(25)]
+        return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    return fitted(
+        model, optimizer, loss_at, steps, after=lambda _step: schedule.step(), rules=rules
+    )
+
+
+def key_biases() -> Training:
+    """Softmax does not see what a key bias adds to all scores of a row: its gradient is zero but for rounding."""
+    return transformer(blocks=1, steps=150, rules=(NORMS,))
+
+
+class Experts(nn.Module):
+    """Each input goes to the expert that the router likes best, a marked one to the last expert."""
+
+    def __init__(self, width: int, *, number: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, number)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(number)
+        )
+        with torch.no_grad():
+            self.router.weight[-1, 0] = 10.0
+            self.router.bias[-1] = -20.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, choice = self.router(x).softmax(1).max(1)
+        out = x.new_zeros(len(x), 4)
+        for place, expert in enumerate(self.experts):
+            rows = (choice == place).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, share[rows, None] * expert(x[rows]))
+        return out
+
+
+def experts(*, keep_zeros: bool = False) -> Training:
+    """Mixture of experts, top-1: an expert that no input reaches in a step has no gradient in it, or a zero one.
+
+    Marked inputs, of the last expert, are 30 to 70 steps apart. The last of them is 24 steps before the end.
+    """
+    model = Experts(16)
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    batch = regression(batch=8)
+
+    def loop() -> None:
+        for step in range(300):
+            optimizer.zero_grad(set_to_none=not keep_zeros)
+            inputs, targets = batch()
+            inputs[:, 0].clamp_(max=1.0)
+            if step in {20, 61, 131, 165, 233, 275}:
+                inputs[3, 0] = 5.0
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def experts_with_zeros() -> Training:
+    """The same with `zero_grad(set_to_none=False)`: an expert that rests has a gradient of zeros."""
+    return experts(keep_zeros=True)
+
+
+def overfitting() -> Training:
+    """Four examples learnt by heart: all gradients shrink together, to less than a millionth, as they should."""
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
+    model.double()
+    inputs, targets = torch.randn(4, 8).double(), torch.randn(4, 2).double()
+
+    def loss_at(_step: int) -> Tensor:
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, SGD(model.parameters(), lr=0.3), loss_at, 60)
+
+
+class Dropped(Residual):
+    """A residual block that training leaves out in half of the steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(torch.rand(())) < 0.5 else x
+
+
+def stochastic_depth() -> Training:
+    """Blocks that are left out at random: their gradients are 0 in half of the steps, and usual in the others."""
+    model = nn.Sequential(*[Dropped(16) for _ in range(4)], nn.Linear(16, 4))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    batch = regression()
+
+    def loop() -> None:
+        for _ in range(300):
+            optimizer.zero_grad(set_to_none=False)
+            inputs, targets = batch()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def accumulation() -> Training:
+    """Four micro-batches per update: a record is of their sum."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=0.02)
+    batch = regression()
+
+    def loop() -> None:
+        for _ in range(150):
+            optimizer.zero_grad()
+            for _ in range(4):
+                inputs, targets = batch()
+                (functional.mse_loss(model(inputs), targets) / 4).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def recurrence() -> Training:
+    """A GRU that learns to add marked numbers, with clipping: norms vary, and rise when it begins to learn."""
+    model = nn.ModuleDict({"cell": nn.GRU(2, 24, batch_first=True), "head": nn.Linear(24, 1)})
+
+    def loss_at(_step: int) -> Tensor:
+        numbers, marks = torch.rand(32, 12), torch.zeros(32, 12)
+        marks.scatter_(1, torch.rand(32, 12).argsort(1)[:, :2], 1.0)
+        states, _ = model["cell"](torch.stack([numbers, marks], 2))
+        return functional.mse_loss(model["head"](states[:, -1]).flatten(), (numbers * marks).sum(1))
+
+    def before(_step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return fitted(model, Adam(model.parameters(), lr=3e-3), loss_at, 300, before=before)
+
+
+def lazy_penalty() -> Training:
+    """A gradient penalty in every sixteenth step, sixteen times as heavy, as for the discriminator of StyleGAN."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Softplus(), nn.Linear(32, 1))
+    teacher = torch.randn(8)
+
+    def loss_at(step: int) -> Tensor:
+        inputs = torch.randn(64, 8, requires_grad=step % 16 == 0)
+        scores = model(inputs)
+        right = (inputs.detach() @ teacher > 0).float()[:, None]
+        loss = functional.binary_cross_entropy_with_logits(scores, right)
+        if step % 16 == 0:
+            (slope,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+            loss = loss + 16 * slope.square().sum(1).mean()
+        return loss
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 200)
+
+
+class ZeroInitialised(Residual):
+    """A residual branch that starts at zero, so that only its last layer has a gradient at step 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+
+def zero_initialised() -> Training:
+    """Branches that start at zero: their outputs and some gradients are exactly 0 at step 0, and grow from there."""
+    model = nn.Sequential(*[ZeroInitialised(16) for _ in range(3)], nn.Linear(16, 4))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    return fitted(model, optimizer, loss_at, 200, rules=(NORMS, OUTPUTS))
+
+
+def alternating_tasks() -> Training:
+    """Two tasks by turns: one head rests in each step, and the losses differ ten times."""
+    trunk = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+    model = nn.ModuleDict({"trunk": trunk, "first": nn.Linear(32, 4), "second": nn.Linear(32, 4)})
+    batch = regression()
+
+    def loss_at(step: int) -> Tensor:
+        inputs, targets = batch()
+        hidden = model["trunk"](inputs)
+        if step % 2 == 0:
+            return functional.mse_loss(model["first"](hidden), targets)
+        return 10 * functional.mse_loss(model["second"](hidden), targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
+
+
+def warm_restarts() -> Training:
+    """A cosine that starts again every 100 steps: the norm rises with the learning rate, and falls with it."""
+    model = perceptron()
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    schedule = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 100) / 100)))
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, optimizer, loss_at, 400, after=lambda _step: schedule.step())
+
+
+def rare_rows() -> Training:
+    """Embeddings of rare words beside a dense layer, with sums over rows whose number differs from step to step."""
+    model = nn.Sequential(nn.EmbeddingBag(500, 16, mode="sum"), nn.Linear(16, 4))
+    shares = torch.arange(1, 501).float().reciprocal()  # as words are spread
+
+    def loss_at(_step: int) -> Tensor:
+        length = int(torch.randint(1, 40, ()))
+        words = torch.multinomial(shares, 16 * length, replacement=True).view(16, length)
+        return functional.cross_entropy(model(words), words[:, 0] % 4)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)

@@ -1,0 +1,263 @@
+"""How a run ended, and what stands out of it: written by real trainings, and said alike by every view."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from commands import call_here
+from html_views import Page
+from runs import another_process, meta, write
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import Event, NonFiniteGradientError
+from gradsurgeon.report import from_run
+from gradsurgeon.report.live import LiveRun
+from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.screen import ending, screen
+from gradsurgeon.report.web_page import page_data
+from gradsurgeon.store.writer import RunWriter
+
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
+RULES = {"version": 1, "rules": [NORMS]}
+NO_END = r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: the last second may be missing"
+
+
+def train(path: pathlib.Path, *rules: dict[str, Any], broken: int | None = None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"version": 1, "rules": list(rules)}
+    with gradsurgeon.apply(model, given, optimizer=optimizer, record=path):
+        for step in range(6):
+            optimizer.zero_grad()
+            scale = torch.nan if step == broken else 1.0
+            (scale * model(torch.ones(2, 3))).sum().backward()
+            optimizer.step()
+
+
+def head(path: pathlib.Path) -> list[str]:
+    with gradsurgeon.open_run(path) as run:
+        return from_run(run).head
+
+
+def ended(path: pathlib.Path) -> dict[str, Any]:
+    with gradsurgeon.open_run(path) as run:
+        found: dict[str, Any] = to_dict(from_run(run))["ended"]
+    return found
+
+
+def test_a_clean_end(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, NORMS, TRAP)
+    assert head(tmp_path)[0] == "ended, clean"
+    assert ended(tmp_path) == {"state": "ended", "words": "ended, clean", "ranks": {"0": "ended"}}
+
+
+def test_a_trap(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(NonFiniteGradientError):
+        train(tmp_path, NORMS, TRAP, broken=4)
+    first, diagnosis = head(tmp_path)[:2]
+    assert first == "stopped at step 4 by rule no-nan (NonFiniteGradientError)"
+    assert diagnosis.startswith("  step 4")
+    assert ended(tmp_path)["state"] == "stopped"
+
+
+def test_skipped_steps(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, NORMS, {**TRAP, "then": "skip-step"}, broken=4)
+    first, diagnosis = head(tmp_path)[:2]
+    assert first == "ended, 1 step skipped"
+    assert diagnosis.startswith("  step 4")
+    assert ended(tmp_path)["state"] == "ended"
+
+
+def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, RULES, record=tmp_path):
+        model(torch.ones(2, 3)).sum().backward()
+        _ = 1 / 0
+    assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
+
+
+ENDS = """
+import sys, torch, gradsurgeon
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+session = gradsurgeon.apply(model, rules, optimizer=optimizer, record=sys.argv[1])
+for step in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("", "ended, clean"),
+        ("sys.exit(0)", "ended, clean"),
+        ("raise KeyError('x')", "stopped by KeyError"),
+        ("import os; os._exit(1)", NO_END),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", NO_END),
+    ],
+)
+def test_the_end_of_a_process(tmp_path: pathlib.Path, end: str, said: str) -> None:
+    code = f"{ENDS}\n{end}\n"
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], check=False, capture_output=True
+    )
+    assert re.fullmatch(said, head(tmp_path / "run")[0])
+    state = {"e": "ended", "s": "stopped", "n": "unknown"}[said[0]]
+    assert ended(tmp_path / "run")["state"] == state
+
+
+WRITES = """
+import sys
+from runs import KEY, meta, values
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta())
+writer.add(KEY, 0, values(1.0, 1.0))
+writer.commit()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_of_another_process_runs_until_that_is_killed(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES, str(tmp_path)):
+        assert head(tmp_path)[0] == "running"
+        assert LiveRun(tmp_path).read().is_running
+    assert re.fullmatch(NO_END, head(tmp_path)[0])
+    assert ended(tmp_path)["state"] == "unknown"
+
+
+def test_several_ranks(tmp_path: pathlib.Path) -> None:
+    writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in range(4)]
+    writers[0].close()
+    writers[2].close()
+    writers[1].close({"error": "SpikeError", "step": 7, "rule": "spikes"})
+    assert head(tmp_path)[0] == (
+        "rank 0, 2: ended; rank 1: stopped at step 7 by rule spikes (SpikeError); rank 3: running"
+    )
+    assert ended(tmp_path)["state"] == "running"
+    writers[3].close({"error": "KeyboardInterrupt"})
+    found = ended(tmp_path)
+    assert found["state"] == "stopped"
+    assert found["ranks"] == {
+        "0": "ended",
+        "1": "stopped at step 7 by rule spikes (SpikeError)",
+        "2": "ended",
+        "3": "stopped by KeyboardInterrupt",
+    }
+
+
+def test_odd_texts_of_an_end_are_inert(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.close({"error": "\x1b[2J", "step": "x", "rule": 7})
+    assert head(tmp_path)[0] == "stopped by \\x1b[2J"
+
+
+@contextmanager
+def gan(path: pathlib.Path) -> Iterator[gradsurgeon.Session]:
+    """Train the two models of a GAN; the last pass of the generator leaves gradients in the other one."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in ("d", "g")}
+    with gradsurgeon.apply(
+        model, RULES, optimizer=list(optimizers.values()), record=path
+    ) as session:
+        for _ in range(30):
+            for name, scale in (("d", 1.0), ("g", 1000.0)):
+                optimizers[name].zero_grad()
+                noise = torch.ones(4, 2)
+                (scale * model["d"](model["g"](noise))).sum().backward()
+                optimizers[name].step()
+        yield session
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+def test_what_waits_for_an_update_that_never_came_is_no_last_value(tmp_path: pathlib.Path) -> None:
+    with gan(tmp_path) as session:
+        while_it_runs = gradsurgeon.report.summary(session)
+        assert while_it_runs.steps == (0, 29)
+        assert not [track for track in while_it_runs.history.tracks if track.spike]
+    with gradsurgeon.open_run(tmp_path) as run:
+        pending = {name: step for name, step in run.pending.items() if name.startswith("d.")}
+        assert set(pending.values()) == {30}
+        assert max(step for step, _ in run.history("d.weight")) == 30  # the record itself is there
+        report = from_run(run)
+    assert report.steps == (0, 29)
+    for one in (report, while_it_runs):
+        (track,) = [track for track in one.history.tracks if track.name == "d.weight"]
+        assert int(track.steps[-1]) == 29
+        assert track.spike is None
+        assert not [remark for remark in one.remarks if "spike" in remark or "level" in remark]
+
+
+@pytest.fixture
+def told(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a run of which there is something to tell."""
+    calm: list[float | None] = [1.0 + 0.01 * (step % 5) for step in range(60)]
+    path = tmp_path / "run"
+    histories: dict[str, list[float | None]] = {
+        f"h.{number}.weight": [*calm] for number in range(6)
+    }
+    histories["h.0.weight"][30] = 500.0
+    histories["h.1.weight"][40] = float("nan")
+    histories["h.2.weight"][45:] = [0.0] * 15
+    histories["h.3.weight"] = [0.0] * 60
+    writer = write(path, histories)
+    message = (
+        "step 40: bad\ndiagnosis (reproduced): NaN born in the forward pass of h.1\n  at train.py:9"
+    )
+    writer.event(Event("trap", "no-nan", 40, 0, "h.1.weight", message))
+    writer.event(Event("skipped-step", "no-nan", 40, 0, "", "skipped"))
+    writer.close()
+    return path
+
+
+def test_every_view_says_the_same(told: pathlib.Path) -> None:
+    plain = call_here("report", str(told), cwd=told.parent).stdout
+    once = call_here("watch", str(told), "--once", cwd=told.parent).stdout
+    with gradsurgeon.open_run(told) as run:
+        report, data, shown = from_run(run), page_data(run), repr(run)
+    # The file is closed, and what was read stays.
+    found, text, notebook = to_dict(report), report.text(width=300), Page(report)
+    snapshot = LiveRun(told).read()
+    lines = [line.text for line in screen(snapshot, 300)]
+    remarks = found["remarks"]
+    assert [remark.partition(":")[0] for remark in remarks] == [
+        "non-finite",
+        "largest spike",
+        "norm always exactly 0",
+        "norm exactly 0 since step 45, and until the end",
+    ]
+    assert data["callouts"] == remarks
+    for remark in remarks:
+        assert f"\n  {remark}\n" in text
+        assert f"\n  {remark}\n" in plain
+        assert remark in lines
+        assert remark in notebook.texts
+        assert remark[:60] in once
+    words, diagnosis = (
+        found["ended"]["words"],
+        "step 40: NaN born in the forward pass of h.1, train.py:9",
+    )
+    assert words == "ended, 1 step skipped"
+    assert text.splitlines()[:2] == plain.splitlines()[:2] == [words, f"  {diagnosis}"]
+    assert lines[1:3] == once.splitlines()[1:3] == [words, f"  {diagnosis}"]
+    assert notebook.texts[:2] == [words, f"  {diagnosis}"]
+    assert ending(snapshot).splitlines() == [words, f"  {diagnosis}"]
+    assert f"end: {words}" in shown
+    assert diagnosis in shown
+    assert data["ended"]["words"] == words
+    assert data["diagnosis"] == diagnosis
