@@ -186,7 +186,7 @@ class Recorder:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
             if self.writer is not None:
-                stack.callback(self.writer.close, cause_of_end(error), self._pending_rows())
+                stack.callback(self._close_writer, self.writer, cause_of_end(error))
             self._gather()
             self._ring.settle()
             with self._ring.lock:
@@ -201,6 +201,10 @@ class Recorder:
             for sink in self._sinks:
                 sink.close(begin)
             self._tell_failures()
+
+    def _close_writer(self, writer: RunWriter, ended: Mapping[str, Any]) -> None:
+        # The last rows have arrived by now.
+        writer.close(ended, self._pending_rows())
 
     def _pending_rows(self) -> dict[str, int]:
         steps = self._next()

@@ -11,7 +11,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import listed
-from gradsurgeon.report.spikes import Spike, change_of_level, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 
 GRADIENT = "gradient"
 _DEATHS = 3
@@ -152,15 +152,24 @@ def _spike(
             and len(whole.names) > 1
             and (spike := largest_spike(whole.steps[finite], whole.values[finite]))
         ):
-            at_once = [one for one in tracks if one.spike and one.spike.step == spike.step]
-            if at_once:
-                names = listed([one.name for one in sorted(at_once, key=_times, reverse=True)])
+            # Those that stand out from themselves, by their share of the whole.
+            norms = {one.name: _norm_at(one, spike.step) for one in tracks}
+            far = [one for one in tracks if norms[one.name] > TIMES * one.median]
+            if far:
+                by_share = sorted(far, key=lambda one: norms[one.name], reverse=True)
+                names = listed([one.name for one in by_share])
                 whole_words = f"the {whole_name(whole, params)}, {spike_words(spike)}"
                 yield f"largest spike: {whole_words}; most in {names}"
                 return
     worst = max(tracks, key=_times, default=None)
     if worst is not None and worst.spike is not None:
         yield f"{_word('largest spike', kind)}: {printable(worst.name)}, {spike_words(worst.spike)}"
+
+
+def _norm_at(track: Track, step: int) -> float:
+    """Return the norm of a step, or the largest of its chunk; 0 where there is none."""
+    place = int(np.searchsorted(track.steps, step, side="right")) - 1
+    return float(np.nan_to_num(track.tops[place])) if place >= 0 else 0.0
 
 
 def _times(track: Track) -> float:

@@ -42,6 +42,9 @@ class Ending(NamedTuple):
         kinds = by_kind(events)
         skipped = kinds["skipped-step"] + kinds["scaler-skip"]
         trips = sum(kinds[kind] for kind in ("trap", "spike", "check"))
+        if never := kinds["never-fired"]:
+            idle = f"{count(never, 'rule')} never fired"
+            return f", {count(skipped, 'step')} skipped, {idle}" if skipped else f", {idle}"
         if skipped:
             return f", {count(skipped, 'step')} skipped"
         if trips > (self.state == "stopped"):
@@ -88,7 +91,7 @@ def _of_rank(state: str, ending: Mapping[str, Any], written: float | None) -> tu
         # Local time, as on the reader's clock.
         time = None if written is None else datetime.fromtimestamp(written, UTC).astimezone()
         at = "" if time is None else f", last record at {time:%Y-%m-%d %H:%M:%S}"
-        return "unknown", f"no end was written{at}: the last second may be missing"
+        return "unknown", f"no end was written{at}: what came after it is missing"
     error = printable(str(ending.get("error", "")))
     if not error:
         return "ended", "ended"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from gradsurgeon._libraries import library
+from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
@@ -201,7 +201,9 @@ class Report:
     @property
     def frozen_note(self) -> str:
         """A sentence on parameters with `requires_grad` off, empty if there are none."""
-        names = sorted(self.frozen, key=lambda name: -self.frozen[name])
+        # A parameter that learns later has norms.
+        having = {name for _, name in self.history.shown} if is_installed("numpy") else set()
+        names = sorted(self.frozen.keys() - having, key=lambda name: (-self.frozen[name], name))
         if not names:
             return ""
         return f"requires_grad off: {count(len(names), 'parameter')}, largest {listed(names)}"

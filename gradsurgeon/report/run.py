@@ -10,7 +10,7 @@ from gradsurgeon import _html
 from gradsurgeon.errors import printable
 from gradsurgeon.report import pictures
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.sources import title_of
+from gradsurgeon.report.sources import from_run, title_of
 from gradsurgeon.store import run as stored
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Run(stored.Run):
 
     def _lines(self) -> list[str]:
         events, ended = self.events, ending_of(self)
-        ends = [end for series in self for end in series.ends()]
-        steps = f"{min(ends)}..{max(ends)}" if ends else "none recorded"
+        ends = from_run(self, newest=1).steps
+        steps = f"{ends[0]}..{ends[1]}" if ends else "none recorded"
         first, *more = ended.lines(events)
         return [
             f"run {printable(str(self.path))}: {printable(title_of(self))}",

@@ -17,8 +17,8 @@ TIMES = 10.0
 PAST, LEAST_PAST = 64, 16
 # A spike is over so many steps later, or it is a new level.
 _AFTER, _FALLS = 8, 3.0
-# Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only.
-_SPREADS = 6.0
+# Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
+_SPREADS, _FAR = 6.0, 30.0
 _NORMAL = (
     1.4826  # the standard deviation of normal numbers, as a multiple of their median deviation
 )
@@ -41,7 +41,7 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     """Return the norm that stands out most from its own past, None if none does.
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
-    spread around their trend on a log scale, if none of them was a third as high, and if the next few are lower again.
+    spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their spread), and if the next few are lower again.
 
     Args:
         steps: shape ``[n]``, ascending.
@@ -51,7 +51,9 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     if len(values) <= LEAST_PAST:
         return None
     with np.errstate(all="ignore"):
-        bounds = np.where(values > 0, values / _least_before(values), 0.0)
+        bounds = np.where(values > 0, values / _extreme_before(values, np.minimum, PAST), 0.0)
+    # Most norms are no higher than those right before them, and need not be compared further.
+    bounds[values <= _FALLS * _extreme_before(values, np.maximum, _AFTER)] = 0.0
     bounds[:LEAST_PAST] = 0.0
     order = np.argsort(-bounds, kind="stable")
     order = order[bounds[order] > TIMES]
@@ -68,13 +70,13 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     return best
 
 
-def _least_before(values: Floats) -> Floats:
-    """Return the least of the `PAST` values before each value."""
-    least, reach = np.concatenate([[np.inf], values[:-1]]), 1
-    while reach < PAST:
-        least[reach:] = np.minimum(least[reach:], least[:-reach].copy())
-        reach *= 2
-    return least
+def _extreme_before(values: Floats, extreme: np.ufunc, reach: int) -> Floats:
+    """Return the least or the largest of so many values before each value; ``reach`` is a power of 2."""
+    found, done = np.concatenate([values[:1], values[:-1]]), 1
+    while done < reach:
+        found[done:] = extreme(found[done:], found[:-done].copy())
+        done *= 2
+    return found
 
 
 def _times(values: Floats, places: Ints) -> Floats:
@@ -83,7 +85,7 @@ def _times(values: Floats, places: Ints) -> Floats:
     past = padded[places[:, None] + np.arange(PAST)]
     after = padded[places[:, None] + PAST + 1 + np.arange(_AFTER)]
     with np.errstate(all="ignore"):
-        usual = np.nanmedian(past, axis=1)
+        usual = _row_median(past)
         logs = np.where(past > 0, np.log(np.where(past > 0, past, 1.0)), np.nan)
         trend = _trend(logs)
         spread = _NORMAL * _row_median(np.abs(logs - trend[:, :-1]))
@@ -93,6 +95,7 @@ def _times(values: Floats, places: Ints) -> Floats:
         # Heavy tails, and peaks that come again and again, have been as high before.
         highest = np.fmax.reduce(logs - trend[:, :-1], axis=1)
         stands_out = above > np.fmax(_SPREADS * spread, highest + np.log(_FALLS))
+        stands_out |= above > highest + np.log(_FAR)
         # What comes after it to stay is a new level; at the end the steps right before it decide.
         few = np.isfinite(after).sum(axis=1) < _FALLS
         falls = np.where(
@@ -115,9 +118,14 @@ def _trend(logs: Floats) -> Floats:
 
 def _row_median(rows: Floats) -> Floats:
     """Return the median of each row without NaN, 0 of a row that has nothing else."""
-    there = np.isfinite(rows)
-    filled = np.where(there.any(axis=1, keepdims=True), rows, 0.0)
-    return np.asarray(np.nanmedian(filled, axis=1))
+    ordered = np.sort(rows, axis=1)  # NaN last
+    number = np.isfinite(rows).sum(axis=1)
+    row = np.arange(len(rows))
+    middle = (
+        ordered[row, np.maximum(number - 1, 0) // 2]
+        + ordered[row, np.minimum(number // 2, rows.shape[1] - 1)]
+    ) / 2
+    return np.where(number > 0, middle, 0.0)
 
 
 class Change(NamedTuple):

@@ -84,7 +84,9 @@ class Run(RecordQueries):
     def last_write(self, rank: int) -> float | None:
         """Return when a rank last wrote to its file, in seconds since 1970."""
         path = self.path / database_name(rank)
-        times = [one.stat().st_mtime for one in (path, *logs(path)) if one.is_file()]
+        # A reader touches the index of the log.
+        files = (one for one in (path, *logs(path)) if not one.name.endswith("-shm"))
+        times = [one.stat().st_mtime for one in files if one.is_file()]
         return max(times, default=None)
 
     @property
