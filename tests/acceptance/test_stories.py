@@ -93,7 +93,7 @@ def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
     told = _tell("dying_relu", tmp_path)
     without, with_clip = told.runs
     died = int(told.number(r"fc1 since step (\d+)"))
-    said = [line for line in without["callouts"] if line.startswith("norm exactly 0 since step")]
+    said = [line for line in without["callouts"] if line.startswith("norm exactly 0")]
     assert said[0].startswith(f"norm exactly 0 since step {died}, and until the end: fc1.weight, ")
     assert any("relu3" in line for line in said)
     assert not any("exactly 0 since" in line for line in with_clip["callouts"])
@@ -111,21 +111,24 @@ def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
 def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> None:
     told = _tell("masked_softmax_float16", tmp_path)
     infinity, lowest = told.runs
-    traps = [event for event in infinity["events"] if event["kind"] == "trap"]
-    steps = [trap["step"] for trap in traps]
+    (trap,) = [event for event in infinity["events"] if event["kind"] == "trap"]
+    steps = [step for step, kind in infinity["marks"] if kind == "trap"]
     assert len(steps) == 8
     # One in each epoch.
     assert [step // 14 for step in steps] == list(range(8))
     assert str(steps) in told.lines[0]
-    message = traps[0]["message"]
+    message = trap["message"]
+    assert trap["where"] == f"steps {steps[0]} to {steps[-1]}, 8 times"
     assert (
         "diagnosis (reproduced): NaN born in the forward pass of attention (Attention)" in message
     )
     assert "aten._softmax\n" in message
     assert "in forward: weights = torch.softmax(" in message
     assert "  cause: mathematics\n" in message
-    assert infinity["worst"][0]["nonfinite"] == 8
-    assert infinity["worst"][0]["nonfinite_step"] == steps[0]
+    table = infinity["kinds"][0]["table"]
+    assert table["rows"][0][table["head"].index("non-finite")] == "8"
+    (said,) = (line for line in infinity["callouts"] if line.startswith("non-finite: "))
+    assert f"first at step {steps[0]}: " in said
     assert lowest["events"] == []
     for run in told.runs:
         assert "NaN" not in run["losses"][0]["values"]
