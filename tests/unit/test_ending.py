@@ -29,7 +29,7 @@ from gradsurgeon.store.writer import RunWriter
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
 RULES = {"version": 1, "rules": [NORMS]}
-NO_END = r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: the last second may be missing"
+NO_END = r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 
 def train(path: pathlib.Path, *rules: dict[str, Any], broken: int | None = None) -> None:

@@ -116,7 +116,7 @@ def test_what_became_of_the_run_is_said(tmp_path: pathlib.Path) -> None:
     assert "observed only: no rule changed anything; 2 ranks" in second
     writer._claim.release()
     assert re.fullmatch(
-        r"rank 0: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: the last second may be "
+        r"rank 0: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is "
         r"missing; rank 1: ended",
         head()[0],
     )

@@ -288,7 +288,7 @@ class TestHead:
         assert snapshot.is_running
         first = shown(snapshot, 300)[1]
         assert re.fullmatch(
-            r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: the last second may be "
+            r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: what came after it is "
             r"missing; rank 2: running",
             first,
         )
