@@ -208,12 +208,9 @@ class Recorder:
 
     def _pending_rows(self) -> dict[str, int]:
         steps = self._next()
-        firsts = {key.names[0] for key in self.keys if key.point == "accumulated"}
+        keys = (series.key for series in self.records)
+        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
         return {name: steps[name] for name in firsts if name in steps}
-
-    @property
-    def keys(self) -> list[Key]:
-        return [series.key for series in self.records if series.key.names]
 
     def _write_previews(self) -> None:
         """Write small previews of the captured tensors; a failure becomes a notice."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
-from gradsurgeon.report.rules_and_events import listed
+from gradsurgeon.report.rules_and_events import GRADIENT, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 
-GRADIENT = "gradient"
 _DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
 _FAR, _LEAST_COMPARED = 1e4, 4
@@ -38,27 +38,41 @@ def callouts(history: History, params: int) -> Iterator[str]:
     """
     for kind in history.kinds:
         tracks = history.of_kind(kind)
-        wholes = history.wholes(kind) if kind == GRADIENT else []
+        found = _judged(tracks)
+        wholes = history.gradients if kind == GRADIENT else []
         yield from _nonfinite(tracks, kind)
-        yield from _exploding(tracks, kind)
-        yield from _spike(tracks, wholes, kind, params)
+        yield from _exploding(tracks, found.exploded, kind)
+        yield from _spike(tracks, found, wholes, kind, params)
         yield from _dead(tracks, kind)
-        if "gradient" in kind:
-            yield from _vanishing(tracks, kind)
-        yield from _noisy(tracks, kind)
+        if GRADIENT in kind:
+            yield from _vanishing(found, kind)
+        yield from _noisy(tracks, found.noisy, kind)
         for whole in wholes:
             yield from _levels(whole, params)
 
 
 def remarkable(history: History) -> set[str]:
     """Return the names of tensors that stand out, which a table shows first."""
-    found: set[str] = set()
-    for kind in history.kinds:
-        tracks = history.of_kind(kind)
-        found.update(
-            track.name for track in (*_exploded(tracks), *_vanished(tracks), *_noisy_ones(tracks))
-        )
-    return found
+    found = (_judged(history.of_kind(kind)) for kind in history.kinds)
+    return {track.name for one in found for track in (*one.exploded, *one.vanished, *one.noisy)}
+
+
+class _Judged(NamedTuple):
+    """The tensors of one kind that stand out, and the usual norm beside those that exploded."""
+
+    exploded: list[Track]
+    vanished: list[Track]
+    noisy: list[Track]
+    usual: float
+
+
+def _judged(tracks: Sequence[Track]) -> _Judged:
+    exploded = _exploded(tracks)
+    names = {track.name for track in exploded}
+    # Beside an explosion all else is small.
+    others = [track for track in tracks if track.name not in names]
+    usual = _usual(others)
+    return _Judged(exploded, _vanished(tracks, others, usual), _noisy_ones(tracks), usual)
 
 
 def whole_name(whole: Whole, params: int) -> str:
@@ -106,8 +120,7 @@ def _end(track: Track) -> float:
     return float(finite[-1]) if len(finite) else math.nan
 
 
-def _exploding(tracks: Sequence[Track], kind: str) -> Iterator[str]:
-    far = _exploded(tracks)
+def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> Iterator[str]:
     if not far:
         return
     grown = [track for track in far if track.rise >= _GROWTH]
@@ -140,10 +153,10 @@ def spike_words(spike: Spike) -> str:
 
 
 def _spike(
-    tracks: Sequence[Track], wholes: Sequence[Whole], kind: str, params: int
+    tracks: Sequence[Track], found: _Judged, wholes: Sequence[Whole], kind: str, params: int
 ) -> Iterator[str]:
     # A noisy tensor has peaks all the time, and an explosion ends in one.
-    loud = {track.name for track in (*_noisy_ones(tracks), *_exploded(tracks))}
+    loud = {track.name for track in (*found.noisy, *found.exploded)}
     tracks = [track for track in tracks if track.name not in loud]
     for whole in wholes:
         finite = np.isfinite(whole.values)
@@ -211,18 +224,15 @@ def _usual(tracks: Sequence[Track]) -> float:
     return float(np.quantile(medians, _USUAL_SHARE)) if medians else math.nan
 
 
-def _vanished(tracks: Sequence[Track]) -> list[Track]:
+def _vanished(tracks: Sequence[Track], others: Sequence[Track], usual: float) -> list[Track]:
     if len(tracks) < _LEAST_COMPARED:
         return []
-    # Beside an explosion all else is small.
-    exploded = {track.name for track in _exploded(tracks)}
-    usual = _usual([track for track in tracks if track.name not in exploded])
     largest: dict[str, float] = {}
     for track in tracks:
         module = _module(track.name)
         largest[module] = max(largest.get(module, 0.0), track.median)
     # A training that converges shrinks all norms alike.
-    growths = [t.growth for t in tracks if t.growth > 0 and t.name not in exploded]
+    growths = [track.growth for track in others if track.growth > 0]
     middle = float(np.median(growths)) if growths else math.nan
     return [
         track
@@ -233,12 +243,10 @@ def _vanished(tracks: Sequence[Track]) -> list[Track]:
     ]
 
 
-def _vanishing(tracks: Sequence[Track], kind: str) -> Iterator[str]:
-    far = sorted(_vanished(tracks), key=lambda track: track.median)
+def _vanishing(found: _Judged, kind: str) -> Iterator[str]:
+    far, usual = sorted(found.vanished, key=lambda track: track.median), found.usual
     if not far:
         return
-    exploded = {track.name for track in _exploded(tracks)}
-    usual = _usual([track for track in tracks if track.name not in exploded])
     names = listed([track.name for track in far])
     low = [track for track in far if track.median * _FAR < usual]
     if low:
@@ -266,8 +274,8 @@ def _noisy_ones(tracks: Sequence[Track]) -> list[Track]:
     ]
 
 
-def _noisy(tracks: Sequence[Track], kind: str) -> Iterator[str]:
-    if noisy := _noisy_ones(tracks):
+def _noisy(tracks: Sequence[Track], noisy: Sequence[Track], kind: str) -> Iterator[str]:
+    if noisy:
         most = max(noisy, key=lambda track: track.jitter)
         usual = float(np.median([track.jitter for track in tracks if track.jitter >= 0]))
         yield (

@@ -19,13 +19,13 @@ _MAGNITUDE = re.compile(r"    (.*?)  +(\S+)")
 def diagnosis_of(message: str) -> dict[str, Any] | None:
     """Return headline, place, tensors, cause, remedy and magnitudes of a diagnosis, None if the message has none."""
     lines = message.split("\n")
-    start = next((number for number, line in enumerate(lines) if _HEAD.fullmatch(line)), None)
-    if start is None:
+    heads = ((number, _HEAD.fullmatch(line)) for number, line in enumerate(lines))
+    start, head = next((pair for pair in heads if pair[1]), (0, None))
+    if head is None:
         return None
-    head = _HEAD.fullmatch(lines[start])
     found: dict[str, Any] = {
-        "certainty": head[1] if head else "",
-        "headline": head[2] if head else "",
+        "certainty": head[1],
+        "headline": head[2],
         "tensors": [],
         "magnitudes": [],
         "rest": [],

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event
+from gradsurgeon.events import TRIPS, Event
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.diagnoses import first_diagnosis
 from gradsurgeon.report.rules_and_events import by_kind
@@ -41,7 +41,7 @@ class Ending(NamedTuple):
         """Return what was skipped, and that a run that came to its end is clean."""
         kinds = by_kind(events)
         skipped = kinds["skipped-step"] + kinds["scaler-skip"]
-        trips = sum(kinds[kind] for kind in ("trap", "spike", "check"))
+        trips = sum(kinds[kind] for kind in TRIPS)
         if never := kinds["never-fired"]:
             idle = f"{count(never, 'rule')} never fired"
             return f", {count(skipped, 'step')} skipped, {idle}" if skipped else f", {idle}"
@@ -61,7 +61,8 @@ class Ending(NamedTuple):
         return "good" if outcome == ", clean" else "warning"
 
 
-_GRAVITY: Sequence[State] = ("stopped", "unknown", "running", "ended")
+# A run is what the first of these is that one of its ranks is.
+_FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
 def ending_of(run: Run) -> Ending:
@@ -70,9 +71,7 @@ def ending_of(run: Run) -> Ending:
         rank: _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))
         for rank, state in run.states.items()
     }
-    state = min((one for one, _ in found.values()), key=_GRAVITY.index)
-    if state != "running" and any(one == "running" for one, _ in found.values()):
-        state = "running"
+    state = min((one for one, _ in found.values()), key=_FIRST.index)
     words = {rank: text for rank, (_, text) in found.items()}
     by_words: dict[str, list[str]] = {}
     for rank, text in words.items():

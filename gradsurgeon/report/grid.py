@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gradsurgeon.report.history import Track
-from gradsurgeon.report.parts import Flags, Floats, Ints
+from gradsurgeon.report.parts import Flags
+from gradsurgeon.report.spikes import Floats, Ints
 
 
 class Grid(NamedTuple):
@@ -52,9 +52,7 @@ def grid_of(tracks: Sequence[Track], most: int) -> Grid:
         at = np.searchsorted(used, (track.steps - every[0]) // width)
         begins = np.flatnonzero(np.diff(at, prepend=-1))
         to = at[begins]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tops[row, to] = np.fmax.reduceat(track.tops, begins)
+        tops[row, to] = np.fmax.reduceat(track.tops, begins)
         bad[row, to] = np.add.reduceat(track.bad, begins)
         there[row, to] = np.logical_or.reduceat(track.there, begins)
         measured[row, to] = True

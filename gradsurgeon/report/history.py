@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gradsurgeon.report.parts import Flags, Floats, Ints, Part, is_stored, joined
-from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.parts import Flags, Part, is_stored, joined
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT
+from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike
 from gradsurgeon.store import Key, WholeSeries
 from gradsurgeon.store.layout import CHUNK
 
-STAT = "l2"
 MOST_VALUES = 8 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
@@ -142,8 +142,6 @@ class History:
     ) -> None:
         every = list(series)
         self.keys = [one.key for one, _ in every]
-        ends = [end for one, _ in every for end in one.ends()]
-        self.span = (min(ends), max(ends)) if ends else None
         norms = [(one, without) for one, without in every if one.key.stat == STAT and len(one)]
         self._kinds, self._rules = kinds, list(kinds)
         self._pending = pending
@@ -171,7 +169,7 @@ class History:
         return parts
 
     def source_of(self, key: Key) -> Source:
-        return Source(self._kinds.get(key.rule, "gradient"), key.rule, key.point)
+        return Source(self._kinds.get(key.rule, GRADIENT), key.rule, key.point)
 
     def _tensors(self) -> dict[tuple[Source, str], list[tuple[Part, int]]]:
         found: dict[tuple[Source, str], list[tuple[Part, int]]] = {}
@@ -250,7 +248,12 @@ class History:
         found = [part.spike(row) for part, row in parts]
         return max(filter(None, found), key=lambda spike: spike.times, default=None)
 
-    def wholes(self, kind: str = "gradient", names: Collection[str] | None = None) -> list[Whole]:
+    @cached_property
+    def gradients(self) -> list[Whole]:
+        """The norms of all gradients together."""
+        return self.wholes()
+
+    def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[Whole]:
         """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps.
 
         A sum over whatever a step happens to have would rise and fall with the rules that are due.

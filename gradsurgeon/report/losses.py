@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from gradsurgeon.report.parts import is_stored
 from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
-_BATCH = 8192
 
 
 class Curve(NamedTuple):
@@ -196,11 +196,10 @@ def _curves(
     series: WholeSeries, repeated: frozenset[int], every: int, newest: int | None
 ) -> Iterator[tuple[str, Curve]]:
     start = 0 if newest is None else max(0, len(series) - newest)
-    if every == 1 or not hasattr(series, "summaries"):
+    if every == 1 or not is_stored(series):
         rows = list(islice(series.stored(), start, None, every))
-    else:  # a look-up per row is faster than reading the rows between
-        stored, numbers = cast("StoredSeries", series), range(start, len(series), every)
-        rows = [row for number in numbers for row in stored.stored(number, number + 1)]
+    else:
+        rows = list(cast("StoredSeries", series).one_in(every, start))
     if not rows:
         return
     steps, values, present = arrays(rows, len(series.key.names))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.callouts import GRADIENT, nouns, remarkable, whole_name
+from gradsurgeon.report.callouts import nouns, remarkable, whole_name
 from gradsurgeon.report.history import History, Source, Track, Whole
+from gradsurgeon.report.rules_and_events import GRADIENT
 from gradsurgeon.report.tables import Table
 
 _ROWS = 40

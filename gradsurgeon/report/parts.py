@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.spikes import TIMES, Floats, Ints, Spike, largest_spike
 from gradsurgeon.store import WholeSeries
 from gradsurgeon.store.layout import CHUNK, summarise
 from gradsurgeon.store.tables import arrays
@@ -25,8 +25,6 @@ _SAMPLE_VALUES, _SAMPLE_MOST, _SAMPLE_LEAST = 4 * 2**20, 4096, 64
 _CHUNKS = 4  # so many are read in search of a spike
 _AROUND = 9  # so many samples around a chunk tell what is usual
 
-Floats = NDArray[np.floating[Any]]
-Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
@@ -52,7 +50,8 @@ class Part:
 
     def _read_rows(self, newest: int | None, pending: int | None) -> None:
         steps, values, present = [], [], []
-        for block in _blocks(self.series, newest):
+        start = 0 if newest is None else max(0, len(self.series) - newest)
+        for block in blocks(self.series, start):
             steps.append(block[0])
             values.append(block[1][:, self.columns].T)
             present.append(block[2][:, self.columns].T)
@@ -88,9 +87,7 @@ class Part:
         length = self._length
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, width)))
         self.every = max(1, length // most)
-        # A look-up per row jumps from one to the next.
-        numbers = range(0, length, self.every)
-        rows = [row for number in numbers for row in series.stored(number, number + 1)]
+        rows = [*series.one_in(self.every, 0, length)]
         self._first, self._last = ([*series.stored(place, place + 1)] for place in (0, length - 1))
         if not (rows and self._first and self._last):
             raise self.damaged()
@@ -160,9 +157,9 @@ def is_stored(series: WholeSeries) -> bool:
     return hasattr(series, "summaries")
 
 
-def _blocks(series: WholeSeries, newest: int | None) -> Iterator[tuple[Any, Any, Any]]:
+def blocks(series: WholeSeries, start: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield steps, values and which values are present, of successive rows from one on."""
     width = len(series.key.names)
-    start = 0 if newest is None else max(0, len(series) - newest)
     if is_stored(series):
         batches: Iterator[Any] = cast("StoredSeries", series).batches(start)
     else:

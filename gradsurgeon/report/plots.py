@@ -19,12 +19,12 @@ from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.norms import labels, ranked
-from gradsurgeon.report.parts import Floats, Ints
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.sparkline import decades
+from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.store import RecordQueries
 
 _LAYERS = 10

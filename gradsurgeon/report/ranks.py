@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradsurgeon.errors import printable
-from gradsurgeon.report.history import MOST_VALUES, POINTS, STAT
+from gradsurgeon.report.history import MOST_VALUES, POINTS
+from gradsurgeon.report.parts import blocks
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT
 from gradsurgeon.store.layout import CHUNK, Summary
-from gradsurgeon.store.tables import arrays
 
 if TYPE_CHECKING:
     from gradsurgeon.store.rank_file import StoredSeries
@@ -32,7 +33,7 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str]) -> str:
     first: tuple[int, str, list[tuple[int, float]]] | None = None
     for series in run:
         key = series.key
-        if key.stat != STAT or key.point not in _REDUCED or kinds.get(key.rule) != "gradient":
+        if key.stat != STAT or key.point not in _REDUCED or kinds.get(key.rule) != GRADIENT:
             continue
         other = lowest.setdefault(tuple(key), series)
         if other is series:
@@ -58,8 +59,8 @@ def _first_difference(
         start = next((number for number, (a, b) in pairs if not _alike(a, b)), -1)
         if start < 0:
             return None
-    blocks = zip(_blocks(one, start * CHUNK), _blocks(other, start * CHUNK), strict=False)
-    for (steps, values, present), (steps_2, values_2, present_2) in blocks:
+    both = zip(blocks(one, start * CHUNK), blocks(other, start * CHUNK), strict=False)
+    for (steps, values, present), (steps_2, values_2, present_2) in both:
         length = min(len(steps), len(steps_2))
         if not np.array_equal(steps[:length], steps_2[:length]):
             return None  # the ranks have recorded other steps
@@ -75,7 +76,3 @@ def _first_difference(
 
 def _alike(one: Summary, other: Summary) -> bool:
     return np.allclose(one.maxima, other.maxima, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-
-
-def _blocks(series: StoredSeries, start: int) -> Iterator[tuple[Any, Any, Any]]:
-    return (arrays(rows, len(series.key.names)) for rows in series.batches(start))

@@ -212,7 +212,8 @@ class Report:
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
         lines = [] if self.ended is None else list(self.ended.lines(self.events))
-        notes = [f"{self.extent}, {self._event_counts()}"]
+        steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
+        notes = [f"{steps}, {self._event_counts()}"]
         if dropped := self.records.dropped:
             notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
         notes += filter(None, (*self.notes, self.frozen_note))
@@ -241,10 +242,6 @@ class Report:
         ends = series.ends()
         is_pending = len(set(ends)) > 1 and ends[-1] == self._pending_step(series)
         return (ends[0], ends[-1] - 1) if is_pending else ends
-
-    @property
-    def extent(self) -> str:
-        return f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
 
 
 def _lines(table: Table, columns: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.tables import Table
 
+STAT, GRADIENT = "l2", "gradient"
 COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
 WEIGHT, DISTANCE = "weight", "distance"
 LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
@@ -36,7 +37,7 @@ class RuleInfo:
     role: str = "edit"
     logged: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
-    kind: str = "gradient"
+    kind: str = GRADIENT
 
 
 RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")

@@ -10,7 +10,7 @@ from gradsurgeon import _html
 from gradsurgeon.errors import printable
 from gradsurgeon.report import pictures
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.sources import from_run, title_of
+from gradsurgeon.report.sources import title_of, unread
 from gradsurgeon.store import run as stored
 
 if TYPE_CHECKING:
@@ -24,15 +24,14 @@ class Run(stored.Run):
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> _html.Markup:
-        rows = [line.partition(": ")[::2] for line in self._lines()[1:]]
-        title = _html.element("p", _html.bold(self._lines()[0]))
-        return _html.page(title, _html.table(("", ""), rows))
+        title, *lines = self._lines()
+        rows = [line.partition(": ")[::2] for line in lines]
+        return _html.page(_html.element("p", _html.bold(title)), _html.table(("", ""), rows))
 
     def _lines(self) -> list[str]:
-        events, ended = self.events, ending_of(self)
-        ends = from_run(self, newest=1).steps
+        ends = unread(self).steps
         steps = f"{ends[0]}..{ends[1]}" if ends else "none recorded"
-        first, *more = ended.lines(events)
+        first, *more = ending_of(self).lines(self.events)
         return [
             f"run {printable(str(self.path))}: {printable(title_of(self))}",
             f"end: {first}",

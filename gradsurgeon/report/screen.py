@@ -67,7 +67,7 @@ def status_line(snapshot: Snapshot) -> str:
     """Return the run in one line, for where there is no terminal."""
     report = snapshot.report
     parts = [_step(report), _pace(snapshot)]
-    wholes, number = report.history.wholes()[:1], len(report.params)
+    wholes, number = report.history.gradients[:1], len(report.params)
     parts += [f"{whole_name(whole, number)} {whole.values[-1]:.3g}" for whole in wholes]
     parts.append(count(by_kind(report.events).total(), "event"))
     if report.events:
@@ -189,7 +189,7 @@ def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
 
 
 def _wholes(report: Report) -> Iterator[Line]:
-    for whole in report.history.wholes():
+    for whole in report.history.gradients:
         values = whole.values.tolist()
         bad = not math.isfinite(values[-1])
         text = (

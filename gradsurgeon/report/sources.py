@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import LOSS_STATS, RuleInfo
+from gradsurgeon.report.rules_and_events import GRADIENT, LOSS_STATS, STAT, RuleInfo
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import section
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from gradsurgeon.store.captures import CapturedByRule
     from gradsurgeon.store.run import Run
 
-STAT = "l2"
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
@@ -70,7 +70,7 @@ def _kind(is_tag: bool, tensor: str) -> str:  # noqa: FBT001 # one of two
         return "tag gradient" if tensor == "grad" else "tag"
     if (match := _PART.match(tensor)) is not None:
         return match[1] + " gradient" * bool(match[2])
-    return {"grad": "gradient", "value": "weight"}.get(tensor, tensor)
+    return {"grad": GRADIENT, "value": "weight"}.get(tensor, tensor)
 
 
 def _losses(rule: Rule, plan: Plan) -> tuple[str, ...]:
@@ -92,13 +92,23 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
         run: open.
         newest: read only so many of the newest rows of each series.
     """
+    report = unread(run, newest)
+    report = replace(report, ranks=_ranks(run, report.rules))
+    if is_installed("numpy"):
+        # The files may be closed before somebody looks at the report.
+        _ = report.steps, report.history.tracks, report.losses
+    return report
+
+
+def unread(run: Run, newest: int | None = None) -> Report:
+    """Return the report of an open run that reads rows when they are asked for, and compares no ranks."""
     from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
     from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     start = run.meta.get("start_step")
     captured, problem = captures(run)
     rules = rule_infos(run)
-    report = Report(
+    return Report(
         title=title_of(run),
         params=run.params,
         rules=rules,
@@ -111,14 +121,9 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
         observed=run.meta.get("mode") == "observe",
         ended=ending_of(run),
         frozen=dict(_frozen(run)),
-        ranks=_ranks(run, rules),
         pending=run.pending,
         newest=newest,
     )
-    if is_installed("numpy"):
-        # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses
-    return report
 
 
 def _frozen(run: Run) -> Iterator[tuple[str, int]]:

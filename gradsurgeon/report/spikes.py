@@ -19,9 +19,8 @@ PAST, LEAST_PAST = 64, 16
 _AFTER, _FALLS = 8, 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
 _SPREADS, _FAR = 6.0, 30.0
-_NORMAL = (
-    1.4826  # the standard deviation of normal numbers, as a multiple of their median deviation
-)
+# The standard deviation of normal numbers, as a multiple of their median deviation.
+_NORMAL = 1.4826
 _AT_ONCE = 64
 
 # A level is the median of so many steps; a new one is at least so many times another, and comes at once.

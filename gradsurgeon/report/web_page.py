@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradsurgeon.events import TRIPS, Event
-from gradsurgeon.report.callouts import GRADIENT, nouns
+from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.history import Track, Whole
@@ -26,7 +26,7 @@ from gradsurgeon.report.loss_charts import combined_data, compared_data
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
 from gradsurgeon.report.page_values import Line, line_data, thinned
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import EventGroup, event_groups, rule_table
+from gradsurgeon.report.rules_and_events import GRADIENT, EventGroup, event_groups, rule_table
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.layout import section
@@ -145,7 +145,7 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_LARGEST]
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
-    wholes = report.history.wholes(table.kind) if table.kind == GRADIENT else []
+    wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     largest = newest_table(report.history, table, _LARGEST)
     rows = [[*row, _spike(one)] for row, one in zip(largest.rows, shown, strict=True)]
@@ -167,8 +167,7 @@ def _spike(track: Track) -> str:
 
 
 def _line(label: str, whole: Whole) -> Line:
-    values = [None if value is None else float(value) for value in whole.values.tolist()]
-    return thinned(Line(label, whole.steps.tolist(), values, whole.every))
+    return thinned(Line(label, whole.steps.tolist(), whole.values.tolist(), whole.every))
 
 
 def _title(run: Run, report: Report) -> str:

@@ -211,13 +211,21 @@ class StoredSeries:
         return tuple(row.step for start in (0, last) for row in self.rows(start, start + 1))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        for step, values, absent in self.stored(start, stop):
-            yield Row(step, array("f", values), layout.unpack_absent(absent))
+        return map(self._row, self.stored(start, stop))
+
+    @staticmethod
+    def _row(stored: Stored) -> Row:
+        step, values, absent = stored
+        return Row(step, array("f", values), layout.unpack_absent(absent))
 
     def sample(self, every: int) -> Iterator[Row]:
+        return map(self._row, self.one_in(every))
+
+    def one_in(self, every: int, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        """Yield one row in so many."""
         # A look-up per row jumps from one to the next. `id % every` would read them all.
-        for number in range(0, len(self), every):
-            yield from self.rows(number, number + 1)
+        for number in range(start, len(self) if stop is None else stop, every):
+            yield from self.stored(number, number + 1)
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         return chain.from_iterable(self.batches(start, stop))
