@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import rounded
 from benchmarks.overhead import Row
-from gradsurgeon.report.web_page import web_page
+from gradsurgeon.report.web_page import page_data, web_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -34,7 +34,7 @@ def measured(device: str, *, quick: bool) -> Iterator[Row]:
             _write(run, steps)
             begin = time.process_time()
             with open_run(run) as opened:
-                page = web_page([opened])
+                page = web_page([page_data(opened)])
             drawn = time.process_time() - begin
         yield {
             "group": GROUP,

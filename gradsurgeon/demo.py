@@ -170,7 +170,7 @@ def say(text: str) -> None:
 
 
 def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
-    from gradsurgeon.report.page_file import write_page  # noqa: PLC0415 # needs SQLite
+    from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs SQLite
 
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)

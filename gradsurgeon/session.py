@@ -147,7 +147,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "losses", "histogram", "features", "grad-cam"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "features", "grad-cam"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | tuple[str, str] | None = None,
@@ -165,8 +165,6 @@ class Session(RecordQueries):
         * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
         * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses over the steps, and the
           weights with which a rule combined them. Without `name`, the ten pairs that conflict most.
-        * ``"histogram"`` (`name`, `rule`, `step`, `call`): the distribution of the l2 norms of each step over the
-          tensors; with the `rule` of a `capture`, the distribution of the elements that it kept.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
         * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of one sample, for a module of which one `capture` keeps
@@ -179,9 +177,8 @@ class Session(RecordQueries):
             name: a name, a pattern as in a rule file, or several of them; for captured tensors, exactly one tensor.
             rule: the id of the rule; for ``"grad-cam"`` a pair: the rule of the outputs and the rule of the gradients.
             step: the number of the update; by default the last update of which a tensor was kept.
-            call: the call of the module in that step, from 0. By default ``"histogram"`` draws all calls and
-                ``"features"`` the last call; ``"grad-cam"`` needs it if there are several calls, as a pair if the
-                gradient has another number.
+            call: the call of the module in that step, from 0. By default ``"features"`` draws the last call;
+                ``"grad-cam"`` needs it if there are several calls, as a pair if the gradient has another number.
             sample: the place in the batch, from 0.
             image: the input of the model, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
                 drawn over it.

@@ -14,7 +14,7 @@ import pytest
 from runs import write
 
 from gradsurgeon.events import Event
-from gradsurgeon.report.web_page import web_page
+from gradsurgeon.report.web_page import page_data, web_page
 from gradsurgeon.store.run import open_run
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -61,7 +61,7 @@ def tab_of(browser: Any) -> Iterator[Any]:
 def open_page(page: Any, tmp_path: Path, *runs: Path, reload: float | None = None) -> None:
     opened = [open_run(run) for run in runs]
     place = tmp_path / "page.html"
-    text = web_page(opened)
+    text = web_page([page_data(run) for run in opened])
     if reload is not None:
         text = text.replace('"runs":', f'"reload":{reload},"runs":', 1)
     place.write_text(text, encoding="utf-8")

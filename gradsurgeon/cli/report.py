@@ -118,7 +118,7 @@ def _is_run(folder: Path) -> bool:
 
 def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
     """Write the page, and return why runs are not on it."""
-    from gradsurgeon.report.page_file import write_page  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
     runs = list(chain.from_iterable(map(_runs_of, folders)))
     runs_shown, size, problems = write_page(runs, place)

@@ -24,14 +24,13 @@ else:
 # must not move all the lines below. What was on the terminal before comes back with LEAVE.
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[2K", "\x1b[J"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[H", "\x1b[2K", "\x1b[J", "\x1b[0m"
 _COLOURS: dict[Style, str] = {
     "head": "\x1b[1m",
     "bad": "\x1b[31m",
     "warning": "\x1b[33m",
     "faint": "\x1b[2m",
 }
-_PLAIN = "\x1b[0m"
 _LONGEST_WAIT = 0.5
 _SIGNALLED = 128  # as a shell reports the end by a signal
 
@@ -41,27 +40,28 @@ def can_draw() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def size() -> tuple[int, int]:
+    """Return columns and rows of the terminal."""
+    return shutil.get_terminal_size((100, 24))
+
+
 class Terminal:
     """A context in which the terminal shows what is drawn; at its end it is as it was before."""
 
     def __init__(self) -> None:
-        self._out = sys.stdout.fileno()
         heard = KEYS and sys.stdin is not None and sys.stdin.isatty()
         self._keys = sys.stdin.fileno() if heard else None
-        self._coloured = not os.environ.get("NO_COLOR")
+        self.hint = "q quits" if heard else "Ctrl-C quits"
+        self._colours = {} if os.environ.get("NO_COLOR") else _COLOURS
         self._mode: list[Any] = []
         self._frame = ""
         self._handlers: dict[int, Any] = {}
 
-    @property
-    def hears_keys(self) -> bool:
-        return self._keys is not None
-
     def __enter__(self) -> Self:
         sys.stdout.flush()
-        self._handle(signal.SIGTERM, _exit)
+        self._handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, _exit)}
         if KEYS:
-            self._handle(signal.SIGTSTP, self._suspend)
+            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         self._begin()
         return self
 
@@ -71,11 +71,15 @@ class Terminal:
             signal.signal(number, handler)
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """Show lines in the place of those before; no more than the terminal has, and no longer."""
-        drawn = "\r\n".join(_CLEAR_LINE + self._styled(line) for line in lines)
+        """Show lines instead of those before; no more than the terminal has, and no longer."""
+        colours = [self._colours.get(line.style, "") for line in lines]
+        drawn = "\r\n".join(
+            f"{_CLEAR_LINE}{colour}{line.text}{_PLAIN if colour else ''}"
+            for line, colour in zip(lines, colours, strict=True)
+        )
         below = f"\r\n{_CLEAR_BELOW}" if len(lines) < size()[1] else ""
         self._frame = f"{_HOME}{drawn}{below}"
-        self._write(self._frame)
+        _write(self._frame)
 
     def quits_within(self, seconds: float) -> bool:
         """Wait; return whether somebody has pressed `q` meanwhile."""
@@ -93,17 +97,14 @@ class Terminal:
                     self._keys = None
         return False
 
-    def _handle(self, number: int, handler: Any) -> None:
-        self._handlers[number] = signal.signal(number, handler)
-
     def _begin(self) -> None:
         if self._keys is not None:
             self._mode = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys, termios.TCSANOW)
-        self._write(ENTER)
+        _write(ENTER)
 
     def _end(self) -> None:
-        self._write(LEAVE)
+        _write(LEAVE)
         if self._keys is not None:
             termios.tcsetattr(self._keys, termios.TCSANOW, self._mode)
 
@@ -113,22 +114,14 @@ class Terminal:
         self._end()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._begin()
-        self._write(self._frame)
-
-    def _styled(self, line: Line) -> str:
-        colour = _COLOURS.get(line.style, "") if self._coloured else ""
-        return f"{colour}{line.text}{_PLAIN}" if colour else line.text
-
-    def _write(self, text: str) -> None:
-        # Not through `sys.stdout`: a handler of a signal may come in between.
-        rest = text.encode(sys.stdout.encoding or "ascii", "backslashreplace")
-        while rest:
-            rest = rest[os.write(self._out, rest) :]
+        _write(self._frame)
 
 
-def size() -> tuple[int, int]:
-    """Return columns and rows of the terminal."""
-    return shutil.get_terminal_size((100, 24))
+def _write(text: str) -> None:
+    # Not through `sys.stdout`: a handler of a signal may come in between.
+    rest = text.encode(sys.stdout.encoding or "ascii", "backslashreplace")
+    while rest:
+        rest = rest[os.write(sys.stdout.fileno(), rest) :]
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from gradsurgeon.cli.report import runs_inside, why_no_page
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.live import LiveRun, Snapshot
-from gradsurgeon.report.page_file import write_page
-from gradsurgeon.report.screen import ending, screen, status_line
+from gradsurgeon.report.screen import LiveRun, Snapshot, ending, screen, status_line
+from gradsurgeon.report.web_page import write_page
 from gradsurgeon.store.layout import RUN_FILE
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
@@ -55,31 +54,40 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.run)
-    if arguments.html is not None and (reason := why_no_page(arguments.html)):
+    folder, html = Path(arguments.run), arguments.html
+    if html is not None and (reason := why_no_page(html)):
         return fail(reason)
     # `Path.exists` raises in a folder that must not be read.
     if not os.path.exists(folder / RUN_FILE):  # noqa: PTH110
         return fail(_why_not_there(folder))
+    page = None if html is None else _Page(folder, Path(html))
     try:
-        live = LiveRun(folder)
-        page = None if arguments.html is None else _Page(folder, Path(arguments.html))
         if arguments.once:
-            once = _read(live)
-            print("\n".join(line.text for line in screen(once, size()[0])))
-            if page is not None:
-                page.update(once)
-        elif can_draw():
-            _watch_on_screen(live, page, arguments.every)
+            for snapshot in _looks(folder, page, lambda: True):
+                print(*_texts(snapshot), sep="\n")
         else:
-            _watch_in_lines(live, page, arguments.every)
+            (_on_screen if can_draw() else _in_lines)(folder, page, arguments.every)
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
-        if arguments.html is None:
+        if html is None:
             raise
-        return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
+        return fail(f"cannot write {printable(html)}: {error.strerror or error}")
     return 0
+
+
+def _why_not_there(folder: Path) -> str:
+    where = printable(str(folder))
+    if inside := sorted(runs_inside(folder)):
+        example = printable(shlex.quote(str(inside[0])))
+        return (
+            f"{where}: is no run itself, but holds {count(len(inside), 'run')} of other models or "
+            f"processes: watch one of them, such as `gradsurgeon watch {example}`"
+        )
+    return (
+        f"{where}: there is no run ({RUN_FILE}) yet: start the training first, and name the directory of its "
+        "`record=` or `--record`"
+    )
 
 
 class _Page:
@@ -101,18 +109,16 @@ class _Page:
         self._next = end + self._seconds
 
 
-def _why_not_there(folder: Path) -> str:
-    where = printable(str(folder))
-    if inside := sorted(runs_inside(folder)):
-        example = printable(shlex.quote(str(inside[0])))
-        return (
-            f"{where}: is no run itself, but holds {count(len(inside), 'run')} of other models or "
-            f"processes: watch one of them, such as `gradsurgeon watch {example}`"
-        )
-    return (
-        f"{where}: there is no run ({RUN_FILE}) yet: start the training first, and name the directory of its "
-        "`record=` or `--record`"
-    )
+def _looks(folder: Path, page: _Page | None, quits: Callable[[], bool]) -> Iterator[Snapshot]:
+    """Yield the run as it is, again and again until it has ended or somebody quits."""
+    live = LiveRun(folder)
+    while True:
+        snapshot = _read(live)
+        yield snapshot
+        if page is not None:
+            page.update(snapshot)
+        if not snapshot.is_running or quits():
+            return
 
 
 def _read(live: LiveRun) -> Snapshot:
@@ -124,45 +130,20 @@ def _read(live: LiveRun) -> Snapshot:
     return live.read()
 
 
-def _watch_on_screen(live: LiveRun, page: _Page | None, every: float) -> None:
+def _on_screen(folder: Path, page: _Page | None, every: float) -> None:
     with Terminal() as terminal:
-        keys = "q quits" if terminal.hears_keys else "Ctrl-C quits"
-
-        def show(snapshot: Snapshot) -> None:
-            terminal.draw(screen(snapshot, *size(), hint=f"{keys}; every {every:g} s"))
-
-        last = _follow(live, page, show, lambda: terminal.quits_within(every))
-    if last is not None:
-        for line in screen(last, size()[0]):
-            print(line.text)
-        print(f"\n{ending(last)}")
+        hint = f"{terminal.hint}; every {every:g} s"
+        for snapshot in _looks(folder, page, lambda: terminal.quits_within(every)):
+            terminal.draw(screen(snapshot, *size(), hint=hint))
+    if not snapshot.is_running:
+        print(*_texts(snapshot), "", ending(snapshot), sep="\n")
 
 
-def _watch_in_lines(live: LiveRun, page: _Page | None, every: float) -> None:
-    def show(snapshot: Snapshot) -> None:
+def _in_lines(folder: Path, page: _Page | None, every: float) -> None:
+    for snapshot in _looks(folder, page, lambda: bool(time.sleep(every))):
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
-
-    def wait() -> bool:
-        time.sleep(every)
-        return False
-
-    if (last := _follow(live, page, show, wait)) is not None:
-        print(ending(last))
+    print(ending(snapshot))
 
 
-def _follow(
-    live: LiveRun,
-    page: _Page | None,
-    show: Callable[[Snapshot], None],
-    quits: Callable[[], bool],
-) -> Snapshot | None:
-    """Show the run again and again; return it as it was at its end, ``None`` where somebody quits."""
-    while True:
-        snapshot = _read(live)
-        show(snapshot)
-        if page is not None:
-            page.update(snapshot)
-        if not snapshot.is_running:
-            return snapshot
-        if quits():
-            return None
+def _texts(snapshot: Snapshot) -> list[str]:
+    return [line.text for line in screen(snapshot, size()[0])]

@@ -1,80 +1,73 @@
-"""Pictures of tensors that `capture` rules have kept: how their elements lie, feature maps, Grad-CAM."""
+"""Pictures of tensors that `capture` rules have kept: feature maps and Grad-CAM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
-from numpy.typing import NDArray
 
-from gradsurgeon.report import plots
-from gradsurgeon.report.captures import Calls, Capture, pair, several, single
-from gradsurgeon.report.names import Name, Session
-from gradsurgeon.report.picture import NONFINITE, Picture, plain
+from gradsurgeon.actions import CaptureRule, gradient_pairs
+from gradsurgeon.errors import RecordError
+from gradsurgeon.report.names import Name, Session, matching
+from gradsurgeon.report.plots import NONFINITE, Picture, plain
+from gradsurgeon.report.spikes import Floats
 from gradsurgeon.tensors.saliency import grad_cam, resized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon.store import RecordQueries
-
 _CHANNELS, _PER_ROW = 64, 8
-_TENSORS, _BINS = 10, 80
 _IMAGES, _IMAGE = 4, 3  # dimensions of several images, and of one
-
-Floats = NDArray[np.float64]
-
-
-def histogram(
-    source: RecordQueries,
-    *,
-    name: Name | None = None,
-    rule: str | None = None,
-    step: int | None = None,
-    call: int | None = None,
-) -> Picture:
-    """Draw the elements of tensors that a `capture` rule has kept, or the norms of all parameters."""
-    session = cast("Session", source) if hasattr(source, "captured") else None
-    ids = (
-        []
-        if session is None
-        else [one.id for one in session.plan.rules.rules if one.role == "capture"]
-    )
-    if session is not None and rule in ids:
-        return _elements(several(session, rule, name, step, call))
-    if step is not None or call is not None:
-        raise ValueError(
-            "step= and call= choose among the tensors that a capture rule has kept: pass rule= one of "
-            f"{', '.join(ids) or 'these, of which there are none here'}"
-        )
-    return plots.density(source, name=name, rule=rule)
+_LISTED = 8
+_ADD = '{id: maps, action: capture, modules: "layer4", tensor: output}'
+_ADD_GRADIENT = '{id: map-gradients, action: capture, modules: "layer4", tensor: output.grad}'
 
 
-def _elements(captures: Sequence[Capture]) -> Picture:
-    numbers = [one.numbers().flatten().numpy() for one in captures[:_TENSORS]]
-    finite = [one[np.isfinite(one)] for one in numbers]
-    filled = [one for one in finite if one.size]
-    ends = (0.0, 1.0)
-    if filled := [one for one in finite if one.size]:
-        ends = min(one.min() for one in filled), max(one.max() for one in filled)
-    figure = Picture(11, 4.8)
-    axes = figure.subplots()
-    for number, (one, every, there) in enumerate(zip(captures, numbers, finite, strict=False)):
-        counts, edges = np.histogram(there, bins=_BINS, range=ends)
-        bad = every.size - there.size
-        text = plain(str(one)) + (f" ({bad:,} of {every.size:,} not finite)" if bad else "")
-        axes.stairs(counts, edges, label=text, color=f"C{number}", linewidth=1.2)
-    axes.set_yscale("log")
-    axes.set_ylabel("elements")
-    axes.set_xlabel("value")
-    shown = f": {len(numbers)} of {len(captures):,} tensors" * (len(captures) > len(numbers))
-    axes.set_title(f"elements kept by {captures[0].rule}{shown}", loc="left", fontsize=10)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    return figure
+class Capture(NamedTuple):
+    """A tensor that a rule has kept, on whichever device it was."""
+
+    rule: str
+    name: str
+    step: int
+    call: int
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name}, step {self.step}" + f", call {self.call}" * bool(self.call)
+
+    def sample(self, sample: int) -> Tensor:
+        """Return the channels of one sample as float64 on the CPU; of complex elements the magnitudes.
+
+        Raises:
+            RecordError: the tensor is divided over ranks.
+            ValueError: it does not have the shape (N, C, H, W), or not so many samples.
+        """
+        from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, as only captures do
+
+        if _dist.is_sharded(self.tensor):
+            raise RecordError(
+                f"{self.name} is divided over ranks (a DTensor), and one rank has only a part to draw: "
+                f"session.captured({self.rule!r}) has it"
+            )
+        if self.tensor.dim() != _IMAGES:
+            raise ValueError(
+                f"{self.name} has the shape {list(self.tensor.shape)}, and feature maps have (N, C, H, W): capture "
+                "a module that returns such, and choose it by name="
+            )
+        if not 0 <= sample < len(self.tensor):
+            raise ValueError(
+                f"sample {sample} of {self.name} is not there: there are {len(self.tensor)}, from 0"
+            )
+        dense = self.tensor.to_dense() if self.tensor.is_sparse else self.tensor
+        return (dense.abs() if dense.is_complex() else dense)[sample].cpu().double()
+
+
+# A capture alone, or an output with its gradient.
+Candidate = tuple[Capture, ...]
 
 
 def features(
@@ -87,12 +80,24 @@ def features(
     sample: int = 0,
 ) -> Picture:
     """Draw the channels of one sample of a tensor of shape (N, C, H, W), each from its least to its largest."""
-    found = single(source, rule, name, step, call)
-    maps = _of_sample(found, found.numbers(), sample).numpy()
+    ids = [one.id for one in _rules(source)]
+    if rule is None and not ids:
+        raise RecordError(f"no rule keeps tensors: add one, such as {_ADD}")
+    rules = [one for one in ids if source.captured(one)] or ids[:1] if rule is None else [rule]
+    if len(rules) > 1:
+        raise ValueError(f"several rules have kept tensors: pass rule= one of {_listed(rules)}")
+    kept = _kept(source, rules[0])
+    if not kept:
+        raise RecordError(
+            f"rule {rules[0]} has kept nothing yet: it does when the tensor next passes, in a step in which it is due"
+        )
+    kept = _named(source, [(one,) for one in kept], name)
+    kept = _of_step(kept, step)
+    *_, (found,) = kept if call is None else _narrowed(kept, "call", (call,))
+    maps = found.sample(sample).numpy()
     shown = maps[:_CHANNELS]
     columns = min(_PER_ROW, len(shown))
-    rows = -(-len(shown) // columns)
-    height, width = maps.shape[1:]
+    rows, (height, width) = -(-len(shown) // columns), maps.shape[1:]
     inches = 0.7 + rows * (1.1 * min(3.0, max(0.4, height / width)) + 0.15)
     figure = Picture(max(5.0, 1.15 * columns), inches, layout="none")
     place = {"left": 0.01, "right": 0.99, "bottom": 0.01, "top": 1 - 0.6 / inches}
@@ -115,59 +120,141 @@ def cam(
     name: Name | None = None,
     rule: str | Sequence[str] | None = None,
     step: int | None = None,
-    call: Calls | None = None,
+    call: int | tuple[int, int] | None = None,
     sample: int = 0,
     image: Tensor | None = None,
 ) -> Picture:
     """Draw the Grad-CAM of a module, over the image that it was given if that is at hand."""
-    output, gradient = pair(source, rule, name, step, call)
-    maps = _of_sample(output, output.numbers(), sample)
-    heat = grad_cam(maps[None], _of_sample(gradient, gradient.numbers(), sample)[None])[0]
-    title = f"Grad-CAM of {plain(str(output))}, sample {sample}" + ": 0 everywhere" * (
-        not heat.any()
-    )
+    output, gradient = _pair(source, rule, name, step, call)
+    heat = grad_cam(output.sample(sample)[None], gradient.sample(sample)[None])[0]
+    nothing = ": 0 everywhere" * (not heat.any())
     figure = Picture(5.5 if image is None else 9.0, 4.6)
-    axes = figure.subplots(1, 1 if image is None else 2, squeeze=False)[0]
+    panels = figure.subplots(1, 1 if image is None else 2, squeeze=False)[0]
     if image is not None:
         picture = _picture(image, sample)
         heat = resized(heat, picture.shape[0], picture.shape[1])
-        for one in axes:
-            one.imshow(picture, cmap="gray", vmin=0, vmax=1)
+        for axes in panels:
+            axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
     shown = np.ma.masked_invalid(heat.numpy())
     top = float(shown.max()) if heat.any() else 1.0
     # Where the map says nothing the image shows through.
     alpha = None if image is None else np.clip(0.75 * shown.filled(0.0) / top, 0, 1)
-    cast("Any", axes[-1]).imshow(shown, vmin=0, vmax=top, cmap="turbo", alpha=alpha)
-    colours = ScalarMappable(Normalize(0, top), "turbo")
-    figure.colorbar(colours, ax=axes[-1], shrink=0.8)
-    for one in axes:
-        one.set_axis_off()
+    cast("Any", panels[-1]).imshow(shown, vmin=0, vmax=top, cmap="turbo", alpha=alpha)
+    figure.colorbar(ScalarMappable(Normalize(0, top), "turbo"), ax=panels[-1], shrink=0.8)
+    for axes in panels:
+        axes.set_axis_off()
+    title = f"Grad-CAM of {plain(str(output))}, sample {sample}{nothing}"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
 
 
-def _of_sample(capture: Capture, numbers: Tensor, sample: int) -> Tensor:
-    if numbers.dim() != _IMAGES:
-        raise ValueError(
-            f"{capture.name} has the shape {list(numbers.shape)}, and feature maps have (N, C, H, W): capture a "
-            "module that returns such, and choose it by name="
+def _pair(
+    session: Session,
+    rule: str | Sequence[str] | None,
+    name: Name | None,
+    step: int | None,
+    call: int | tuple[int, int] | None,
+) -> Candidate:
+    """Return what a module returned, and the gradient of that, of one step.
+
+    Raises:
+        KeyError: no tensor has this name.
+        RecordError: no two rules have kept both, or not of this step or call.
+        ValueError: there are several to choose from.
+    """
+    given = {rule} if isinstance(rule, str) else set(rule or ())
+    refs = {one.id: one.ref for one in _rules(session) if one.target != "params"}
+    rules = [pair for pair in gradient_pairs(refs) if given <= {*pair}]
+    if not rules:
+        found = _listed(f"{one} ({ref})" for one, ref in refs.items())
+        raise RecordError(
+            "Grad-CAM takes two capture rules on one module, of its output and of the gradient of that, "
+            f"such as {_ADD} and {_ADD_GRADIENT}; there are: {found or 'none'}"
         )
-    if not 0 <= sample < len(numbers):
-        raise ValueError(
-            f"sample {sample} of {capture.name} is not there: there are {len(numbers)}, from 0"
+    pairs: list[Candidate] = [
+        (output, gradient)
+        for first, second in rules
+        for output in _kept(session, first)
+        for gradient in _kept(session, second)
+        if (output.name, output.step) == (gradient.name, gradient.step)
+    ]
+    if not pairs:
+        kept = {one: _listed(map(str, _kept(session, one))) for pair in rules for one in pair}
+        listed = "; ".join(f"{one}: {tensors or 'nothing'}" for one, tensors in kept.items())
+        raise RecordError(
+            "the output and its gradient have been kept of no module in one step: both come with a forward pass "
+            f"and `backward`; kept by {listed}"
         )
-    return numbers[sample]
+    pairs = _of_step(_named(session, pairs, name), step)
+    if call is not None:
+        pairs = _narrowed(pairs, "call", call if isinstance(call, tuple) else (call, call))
+    if len(by := {tuple(one.rule for one in pair) for pair in pairs}) > 1:
+        kept_name = pairs[0][0].name
+        raise ValueError(
+            f"several rules have kept {kept_name}: pass rule= one of {_listed(sorted(by))}"
+        )
+    if len(pairs) > 1:
+        outputs, gradients = (len({one.call for one in side}) for side in zip(*pairs, strict=True))
+        raise ValueError(
+            f"{pairs[0][0].name} has {outputs} outputs and {gradients} gradients in step {pairs[0][0].step}, and "
+            "which belong together cannot be known: pass call=, a number where each backward pass came right "
+            "after its forward pass, or call=(output, gradient): in one backward pass the last call of a "
+            "module comes first"
+        )
+    return pairs[0]
+
+
+def _named(session: Session, candidates: Sequence[Candidate], name: Name | None) -> list[Candidate]:
+    """Return the candidates of the one tensor that is meant."""
+    found = dict.fromkeys(one[0].name for one in candidates)
+    manifest = session.plan.manifest
+    named = (*manifest.modules, *manifest.params)
+    aliases = {alias: one.name for one in named for alias in one.aliases}
+    names = list(found) if name is None else matching(name, found, aliases)
+    if len(names) > 1:
+        raise ValueError(f"several tensors were kept: pass name= one of {_listed(names)}")
+    return [one for one in candidates if one[0].name == names[0]]
+
+
+def _of_step(candidates: Sequence[Candidate], step: int | None) -> list[Candidate]:
+    newest = max(one[0].step for one in candidates) if step is None else step
+    return _narrowed(candidates, "step", (newest,) * len(candidates[0]))
+
+
+def _narrowed(
+    candidates: Sequence[Candidate], what: str, wanted: tuple[int, ...]
+) -> list[Candidate]:
+    """Return the candidates of a step or of a call, or say which there are."""
+    having = [(one, tuple(getattr(part, what) for part in one)) for one in candidates]
+    if found := [one for one, values in having if values == wanted]:
+        return found
+    rules = " and ".join(dict.fromkeys(part.rule for one in candidates for part in one))
+    there = dict.fromkeys(values if len({*values}) > 1 else values[0] for _, values in having)
+    asked = wanted if len({*wanted}) > 1 else wanted[0]
+    raise RecordError(
+        f"{rules} kept {candidates[0][0].name} of {what} {_listed(there)}, not of {what} {asked}"
+    )
+
+
+def _rules(session: Session) -> list[CaptureRule]:
+    return [one for one in session.plan.rules.rules if isinstance(one, CaptureRule)]
+
+
+def _kept(session: Session, rule: str) -> list[Capture]:
+    return [Capture(rule, *key, tensor) for key, tensor in session.captured(rule).items()]
+
+
+def _listed(items: Iterable[object]) -> str:
+    texts = list(map(str, items))
+    more = f", and {len(texts) - _LISTED:,} more" if len(texts) > _LISTED else ""
+    return ", ".join(texts[:_LISTED]) + more
 
 
 def _normalised(channel: Floats) -> Floats:
-    """Return a channel with its least finite element at 0 and its largest at 1; what is constant at 0."""
+    """Return a channel with its least finite element at 0 and its largest at 1; a constant channel at 0."""
     finite = channel[np.isfinite(channel)]
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
-    return (
-        (channel - low) / (high - low)
-        if high > low
-        else np.where(np.isfinite(channel), 0.0, channel)
-    )
+    return (channel - low) / (high - low if high > low else 1.0)
 
 
 def _picture(image: Tensor, sample: int) -> Floats:
@@ -179,5 +266,4 @@ def _picture(image: Tensor, sample: int) -> Floats:
             f"1 or 3 channels, found {list(image.shape)}"
         )
     # What was made to have mean 0 and deviation 1 for the model is no colour any more.
-    shown: Floats = _normalised(one.detach().cpu().double().permute(1, 2, 0).numpy())
-    return shown
+    return _normalised(one.detach().cpu().double().permute(1, 2, 0).numpy())

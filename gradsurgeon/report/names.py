@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,3 +52,24 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
             raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, every)}')
         found.update(known[every[place]] for place in places)
     return [name for name in canonical if name in found]
+
+
+def shortened(name: str, most: int) -> str:
+    """Return a name in at most so many characters: parts between dots go, the inner ones first.
+
+    Numbers stay as long as they fit, because they tell layers apart.
+    """
+    parts = name.split(".")
+    order = (*range(1, len(parts) - 1), 0) if len(parts) > 1 else ()
+    for place in order if len(name) > most else ():
+        if not parts[place].isdigit():
+            parts[place] = "…"
+        if len(short := re.sub(r"…(\.…)+", "…", ".".join(parts))) <= most:
+            return short
+    return cut_inside(name, most)
+
+
+def cut_inside(text: str, most: int) -> str:
+    """Return a text without its middle if it is longer: what tells it from others stands at both ends."""
+    end = (most - 1) // 2
+    return text if len(text) <= most else text[: most - 1 - end] + "…" + text[len(text) - end :]

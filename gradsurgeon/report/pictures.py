@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import GradSurgeonError
 
@@ -17,7 +16,6 @@ _OPTIONS = {
     "norms": ("name", "rule"),
     "heatmap": ("name", "rule"),
     "losses": ("name", "rule"),
-    "histogram": ("name", "rule", "step", "call"),
     "features": ("name", "rule", "step", "call", "sample"),
     "grad-cam": ("name", "rule", "step", "call", "sample", "image"),
 }
@@ -25,7 +23,7 @@ _OPTIONS = {
 _OF_SESSIONS = ("features", "grad-cam")
 
 
-def draw(source: RecordQueries, kind: str, **options: object) -> Figure:
+def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
     """Draw a session or a run; an option that is ``None`` was not given."""
     kinds = [one for one in _OPTIONS if one not in _OF_SESSIONS or hasattr(source, "captured")]
     if kind not in kinds:
@@ -37,23 +35,20 @@ def draw(source: RecordQueries, kind: str, **options: object) -> Figure:
         raise ValueError(f"the picture {kind!r} takes no {wrong[0]}=: {takes}")
     if not isinstance(given.get("rule", ""), str) and kind != "grad-cam":
         raise ValueError(f"the picture {kind!r} takes one rule, and two are for grad-cam")
-    return _functions()[kind](source, **given)
-
-
-def _functions() -> dict[str, Callable[..., Figure]]:
     try:
-        from gradsurgeon.report import captured_plots, loss_plots, plots  # noqa: PLC0415 # need matplotlib
+        from gradsurgeon.report import captured_plots, plots  # noqa: PLC0415 # need matplotlib
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "numpy"):
             raise
         raise GradSurgeonError(
             "drawing needs matplotlib, which is not installed: pip install 'gradsurgeon[plot]'"
         ) from error
-    return {
+    functions: dict[str, Any] = {
         "norms": plots.norms,
         "heatmap": plots.heatmap,
-        "losses": loss_plots.losses,
-        "histogram": captured_plots.histogram,
+        "losses": plots.losses,
         "features": captured_plots.features,
         "grad-cam": captured_plots.cam,
     }
+    picture: Figure = functions[kind](source, **given)
+    return picture

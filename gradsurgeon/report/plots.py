@@ -1,25 +1,33 @@
-"""Pictures of norms over time, of a session and of a run directory. Torch is not needed."""
+"""Pictures of norms and of several losses over the steps, of a session or of a run directory. Torch is not needed.
+
+A figure of pyplot would stay in memory until somebody closes it, and need a display. A notebook shows only those, so
+`Picture` tells notebooks itself how it looks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from gradsurgeon.errors import RecordError
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import TRIPS, is_trip
 from gradsurgeon.report.grid import Grid, grid_of
-from gradsurgeon.report.history import History, Track, Whole
-from gradsurgeon.report.names import Name, matching
+from gradsurgeon.report.history import History, Track
+from gradsurgeon.report.losses import Curve
+from gradsurgeon.report.names import Name, matching, shortened
 from gradsurgeon.report.norms import labels, ranked
-from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
+from gradsurgeon.report.page_lines import points
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
@@ -27,18 +35,16 @@ from gradsurgeon.report.sparkline import decades
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.store import RecordQueries
 
-_LAYERS = 10
-# Fewer than a picture has pixels, beside the longest names: what falls between two pixels is lost.
-COLUMNS = 800
-# What float32 can hold, in fifths of a decade.
-DECADES = np.linspace(-46, 39, 426)
-# Of those that two rules, or two optimizers, measure at different steps.
-_WHOLE_COLOURS = ("black", "dimgray", "darkgray")
-_IN_LEGEND = 24
+# Fewer columns than a picture has pixels, beside the longest names: what falls between two pixels is lost.
+COLUMNS, _LONGEST = 800, 60
+_LAYERS, _IN_LEGEND = 10, 24
 _NAMED = 60  # rows of a heatmap that have room for a name
-# Points at which a step has one record, so that the norms of a step add up to that of the whole.
+NONFINITE, ZERO = "#e3262d", "#b0b0b0"
+# Two rules, or two optimizers, may measure at different steps, and make a whole norm each.
+_WHOLE_COLOURS = ("black", "dimgray", "darkgray")
+# Points at which a step has one record, so that the norms of a step add up to the norm of all.
 _ONCE = ("accumulated", "step")
-# Kinds of events that say something of a step; a trap and what it skips fall on the same step.
+# Kinds of events that say something of a step; a trap and the step that it skips are one step.
 _EVENTS: dict[str, tuple[str, Any]] = {
     "trap": (NONFINITE, "-"),
     "spike": ("#d1495b", "-"),
@@ -50,170 +56,162 @@ _EVENTS: dict[str, tuple[str, Any]] = {
 }
 
 
-class _Drawn(NamedTuple):
-    """What there is to draw of a session or a run: the tensors of one kind, in the order of the model."""
+class Picture(Figure):
+    """A figure that a notebook shows without pyplot."""
 
-    report: Report
-    history: History
-    tracks: list[Track]
+    def __init__(self, width: float, height: float, *, layout: Any = "constrained") -> None:
+        super().__init__(figsize=(width, height), dpi=100, layout=layout)
 
-    @property
-    def grid(self) -> Grid:
-        return grid_of(self.tracks, COLUMNS)
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
 
-    @property
-    def points(self) -> str:
-        return ", ".join(sorted({plain(track.source.point) for track in self.tracks}))
+
+def plain(text: str) -> str:
+    """Return a text of a user's for matplotlib, which reads formulas between dollars."""
+    shown = shortened(printable(text), _LONGEST)
+    # A label that begins with an underscore would be left out of legends.
+    return " " * shown.startswith("_") + shown.replace("$", r"\$")
 
 
 def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
-    """Draw l2 norms on a log axis: of the layers that stand out and of the whole, or of those that are named."""
-    drawn = _drawn(source, name, rule)
-    grid, number = drawn.grid, len(drawn.report.params)
+    """Draw l2 norms on a log axis: of the layers that stand out and of all together, or of the named layers."""
+    report, history, tracks = _drawn(source, name, rule)
+    wholes = list(_wholes(history, tracks, len(report.params))) if name is None else []
+    every = [*wholes, *tracks]
+    grid = grid_of(every, COLUMNS)
+    first = {track.name for track in (tracks if name is not None else ranked(tracks)[:_LAYERS])}
+    rows = [row for row, one in enumerate(every) if row < len(wholes) or one.name in first]
+    colours = [*_WHOLE_COLOURS[: len(wholes)], *_colours(len(rows) - len(wholes))]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
-    handles = []
-    # Of a single parameter it is the curve of that.
-    wholes = [whole for whole in _wholes(drawn) if len(whole.names) > 1] if name is None else []
-    texts = labels(wholes, number)
-    for whole, text, colour in zip(wholes, texts, _WHOLE_COLOURS, strict=False):
-        line = _line(axes, _of_whole(whole, grid), 0, text=plain(text), colour=colour)
+    handles = [
+        _line(axes, grid, row, text=plain(every[row].name), colour=colour)
+        for row, colour in zip(rows, colours, strict=True)
+    ]
+    for line in handles[: len(wholes)]:
         # Beneath the layers, of which one can be nearly all of it, and still to be seen.
         line.set(linewidth=2.5, alpha=0.6)
-        handles.append(line)
-    first = {track.name for track in ranked(drawn.tracks)[:_LAYERS]}
-    shown = [
-        place for place, track in enumerate(drawn.tracks) if name is not None or track.name in first
-    ]
-    for place, colour in zip(shown, _colours(len(shown)), strict=True):
-        text = plain(drawn.tracks[place].name)
-        handles.append(_line(axes, grid, place, text=text, colour=colour))
     axes.set_yscale("log")
     axes.grid(alpha=0.25)
-    axes.set_ylabel(f"l2 norm at {drawn.points}")
-    _dress(axes, grid, drawn.report)
-    _legend(figure, axes, handles, _events(axes, drawn.report))
+    axes.set_ylabel(f"l2 norm at {_points(tracks)}")
+    _dress(axes, grid, report)
+    _legend(figure, axes, handles, _events(axes, report))
     return figure
 
 
-def _wholes(drawn: _Drawn) -> list[Whole]:
-    """Return the norms over all parameters whose norms are taken at one point, once a step."""
-    kind = drawn.tracks[0].source.kind
-    return [
+def _wholes(history: History, tracks: Sequence[Track], params: int) -> Iterator[Track]:
+    """Yield the norms of several tensors together, as tracks: if each step has one record of them."""
+    names = {track.name for track in tracks}
+    found = [
         whole
-        for whole in drawn.history.wholes(kind, {track.name for track in drawn.tracks})
-        if all(source.point in _ONCE for source in whole.sources)
-    ]
-
-
-def _of_whole(whole: Whole, grid: Grid) -> Grid:
-    """Return a whole norm over the columns of other tensors."""
-    at = np.searchsorted(grid.firsts, whole.steps, side="right") - 1
-    tops, bad = np.full((1, len(grid.firsts)), np.nan), np.zeros((1, len(grid.firsts)), np.int64)
-    there = np.zeros((1, len(grid.firsts)), bool)
-    finite = np.isfinite(whole.values)
-    np.fmax.at(tops[0], at[finite], whole.values[finite])
-    np.add.at(bad[0], at[~finite], 1)
-    there[0, at] = True
-    return Grid(grid.firsts, grid.lasts, tops, bad, there, there, grid.each)
+        for whole in history.wholes(tracks[0].source.kind, names)
+        if len(whole.names) > 1 and all(source.point in _ONCE for source in whole.sources)
+    ][: len(_WHOLE_COLOURS)]
+    for text, whole in zip(labels(found, params), found, strict=True):
+        finite = np.isfinite(whole.values)
+        yield replace(
+            tracks[0],
+            name=text,
+            steps=whole.steps,
+            tops=np.where(finite, whole.values, np.nan),
+            bad=(~finite).astype(np.int64),
+            there=np.ones(len(finite), bool),
+        )
 
 
 def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw parameters x steps, each cell the decade of the largest norm in it."""
-    drawn = _drawn(source, name, rule)
-    grid, names = drawn.grid, [plain(track.name) for track in drawn.tracks]
+    report, _, tracks = _drawn(source, name, rule)
+    grid, names = grid_of(tracks, COLUMNS), [plain(track.name) for track in tracks]
     rows = len(names)
     # At least a pixel for each column, beside the names, and for each row: a single cell could be lost.
     height = max(3.6, min(20.0, 1.4 + 0.18 * rows), min(600.0, 1.4 + 0.012 * rows))
     figure = Picture(11 + 0.06 * max(map(len, names)), height)
     axes = figure.subplots()
     with np.errstate(divide="ignore"):
-        logs = np.log10(grid.tops)
+        logs = np.where(grid.tops > 0, np.log10(grid.tops), np.nan)
     finite = logs[np.isfinite(logs)]
     low, high = decades(finite.tolist())
-    place: dict[str, Any] = {
-        "extent": (*_edges(grid), rows - 0.5, -0.5),
-        "aspect": "auto",
-        "interpolation": "nearest",
-    }
-    shown = _spread(np.where(np.isneginf(logs), np.nan, logs), grid)
-    image = axes.imshow(np.ma.masked_invalid(shown), vmin=low, vmax=high, cmap="viridis", **place)
-    # What has no logarithm, above it: a step that is not finite takes its column, whatever else is in it.
+    # What has no logarithm, above it: a non-finite step takes its column, whatever else is in it.
     special = np.where(grid.bad > 0, 1.0, np.where(grid.tops == 0, 0.0, np.nan))
-    colours = ListedColormap([ZERO, NONFINITE])
-    axes.imshow(np.ma.masked_invalid(_spread(special, grid)), vmin=0, vmax=1, cmap=colours, **place)
+    image = _image(axes, logs, grid, vmin=low, vmax=high, cmap="viridis")
+    _image(axes, special, grid, vmin=0, vmax=1, cmap=ListedColormap([ZERO, NONFINITE]))
     below = "min" if finite.min(initial=low) < low else "neither"
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02, extend=below)
-    bar.set_label(f"log10 of the l2 norm at {drawn.points}", fontsize=9)
+    bar.set_label(f"log10 of the l2 norm at {_points(tracks)}", fontsize=9)
     every = -(-rows // _NAMED)
     axes.set_yticks(range(0, rows, every), names[::every], fontsize=7)
-    _dress(axes, grid, drawn.report)
+    _dress(axes, grid, report)
     kinds = ((1.0, NONFINITE, "non-finite"), (0.0, ZERO, "norm 0"))
     marks = [Patch(color=colour, label=text) for kind, colour, text in kinds if kind in special]
     figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     return figure
 
 
-def density(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
-    """Draw how the norms of a step are distributed over the parameters, one column per step."""
-    drawn = _drawn(source, name, rule)
-    grid = drawn.grid
-    counts, nonfinite = _counted(drawn.tracks, grid)
-    figure = Picture(11, 4.8)
-    axes = figure.subplots()
-    there = np.flatnonzero(counts.any(axis=0))
-    # A little room above and below; without any norm the axis stands around 1.
-    around = there if len(there) else np.array([np.searchsorted(DECADES, 0.0)])
-    low, high = max(0, around[0] - 2), min(len(DECADES) - 1, around[-1] + 3)
-    each = counts.sum(axis=1, keepdims=True)
-    shares = counts[:, low:high].T / np.maximum(each, 1).T
-    image = axes.imshow(
-        np.ma.masked_equal(np.nan_to_num(_spread(shares, grid)), 0),
-        extent=(*_edges(grid), DECADES[low], DECADES[high]),
-        aspect="auto",
-        interpolation="nearest",
-        origin="lower",
-        cmap="viridis",
-    )
-    figure.colorbar(image, ax=axes, pad=0.01).set_label("share of the parameters")
-    axes.set_ylabel(f"log10 of the l2 norm at {drawn.points}")
-    _dress(axes, grid, drawn.report, "each column is that of {} records")
-    if nonfinite.any():
-        middles = (grid.firsts + grid.lasts) / 2
-        bad = mark(axes, middles[nonfinite > 0], 1, "x", NONFINITE)
-        bad.set_label("non-finite norms")
-        figure.legend(handles=[bad], loc="outside lower right", fontsize=8, frameon=False)
+def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
+    """Draw cosines of pairs and weights: of the worst pairs, or of the named losses."""
+    report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
+    panels: list[tuple[str, str, dict[str, Curve]]] = []
+    for one in report.losses.compared:
+        pairs = [pair for pair in one.worst() if pair.calls]
+        of_pairs = {f"{pair.part}:{pair.name}".removeprefix(":"): pair.curve for pair in pairs}
+        panels.append(("cosine", one.rule, of_pairs))
+    for combined in report.losses.combined:
+        weights = {weighed.name: weighed.curve for weighed in combined.weights}
+        panels.append(("weight", combined.rule, weights))
+    panels = [panel for panel in panels if rule in (None, panel[1])]
+    if not panels:
+        by = "" if rule is None else f" by a rule {rule!r}"
+        raise RecordError(
+            f"nothing to draw: nothing was recorded of several losses{by}; that takes a rule `conflict` or "
+            '`combine`, and gradsurgeon.backward({"seg": seg_loss, ...})'
+        )
+    every = dict.fromkeys(one for *_, curves in panels for one in curves)
+    wanted = every if name is None else dict.fromkeys(matching(name, every, {}))
+    panels = [panel for panel in panels if wanted.keys() & panel[2].keys()]
+    figure = Picture(11, 1.2 + 2.8 * len(panels))
+    for axes, (stat, of, curves) in zip(
+        figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True
+    ):
+        chosen = [one for one in curves if one in wanted]
+        shown = chosen[: None if name is not None else _LAYERS]
+        for text in shown:
+            steps, values, _ = points(curves[text], COLUMNS)
+            marker = "." * (len(steps) == 1)
+            axes.plot(steps, values, linewidth=1.1, marker=marker, label=plain(text))
+        axes.axhline(0.0, color="#555555", linewidth=0.8)
+        if stat == "cosine":
+            axes.set_ylim(-1.05, 1.05)
+        axes.set_ylabel(plain(f"{stat}, {of}"))
+        axes.grid(alpha=0.25)
+        more = len(chosen) - len(shown)
+        title = f"and {more:,} more" if more else None
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        axes.legend(fontsize=8, frameon=False, title=title, **place)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    figure.suptitle(f"losses: {plain(report.title)}", x=0.01, ha="left", fontsize=10)
     return figure
 
 
-def _counted(tracks: Sequence[Track], grid: Grid) -> tuple[Any, Any]:
-    """Return how many norms there are, columns x `DECADES`, zero left out, and how many are not finite."""
-    bins, columns = len(DECADES) - 1, len(grid.firsts)
-    counts, nonfinite = np.zeros(columns * bins, np.int64), grid.bad.sum(axis=0)
-    for track in tracks:
-        at = np.searchsorted(grid.firsts, track.steps, side="right") - 1
-        drawn = track.tops > 0
-        height = np.digitize(np.log10(track.tops[drawn].astype(float)), DECADES[1:-1])
-        counts += np.bincount(at[drawn] * bins + height, minlength=len(counts))
-    return counts.reshape(-1, bins), nonfinite
-
-
-def _drawn(source: RecordQueries, name: Name | None, rule: str | None) -> _Drawn:
-    """Return the report and what was recorded of the names, or say which rule is missing."""
+def _drawn(
+    source: RecordQueries, name: Name | None, rule: str | None
+) -> tuple[Report, History, list[Track]]:
+    """Return the report, and the tensors of one kind in the order of the model, or say which rule is missing."""
     report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
     history = report.history if rule is None else report.history_of(rule=rule)
     if history.kinds:
-        aliases = source._lookup().aliases  # noqa: SLF001 # known to what answers questions by name
         # One picture has one scale: gradients and outputs, say, are not alike.
-        by_kind = {kind: history.of_kind(kind) for kind in history.kinds}
+        by_kind = [history.of_kind(kind) for kind in history.kinds]
         if name is None:
-            return _Drawn(report, history, by_kind[history.kinds[0]])
-        every = dict.fromkeys(track.name for tracks in by_kind.values() for track in tracks)
-        wanted = set(matching(name, every, aliases))
-        chosen = [
-            [track for track in tracks if track.name in wanted] for tracks in by_kind.values()
-        ]
-        return _Drawn(report, history, max(chosen, key=len))
+            return report, history, by_kind[0]
+        every = dict.fromkeys(track.name for tracks in by_kind for track in tracks)
+        # Aliases are known to what answers questions by name.
+        wanted = set(matching(name, every, source._lookup().aliases))  # noqa: SLF001
+        chosen = [[track for track in tracks if track.name in wanted] for tracks in by_kind]
+        return report, history, max(chosen, key=len)
     waiting = [one for one, info in report.rules.items() if info.logged and rule in (None, one)]
     if waiting:
         raise RecordError(
@@ -226,6 +224,10 @@ def _drawn(source: RecordQueries, name: Name | None, rule: str | None) -> _Drawn
     )
 
 
+def _points(tracks: Sequence[Track]) -> str:
+    return ", ".join(sorted({plain(track.source.point) for track in tracks}))
+
+
 def _places(grid: Grid) -> tuple[Ints, float]:
     """Return the place of each column on an axis of even steps, and how many steps a place has."""
     if len(grid.firsts) < 2:  # noqa: PLR2004 # one column has no width of its own
@@ -235,20 +237,21 @@ def _places(grid: Grid) -> tuple[Ints, float]:
     return np.rint(since / width).astype(np.int64), width
 
 
-def _spread(cells: Floats, grid: Grid) -> Floats:
-    """Return an image, rows x columns, with a gap where no rule has looked for longer than usual."""
-    at, _ = _places(grid)
+def _image(axes: Axes, cells: Floats, grid: Grid, **colours: Any) -> Any:
+    """Draw an image, rows x steps, with a gap where no rule has looked for longer than usual."""
+    at, width = _places(grid)
     spread = np.full((len(cells), int(at[-1]) + 1), np.nan)
     for column, place in enumerate(at.tolist()):
         spread[:, place] = np.fmax(spread[:, place], cells[:, column])
-    return spread
-
-
-def _edges(grid: Grid) -> tuple[float, float]:
-    """Return where the first column begins and the last one ends: each record stands in the middle of its share."""
-    at, width = _places(grid)
+    # Each record stands in the middle of its share of the axis.
     begin = float(grid.firsts[0]) - (width / 2 if len(grid.firsts) > 1 else 0.5)
-    return begin, begin + width * (int(at[-1]) + 1)
+    return axes.imshow(
+        np.ma.masked_invalid(spread),
+        extent=(begin, begin + width * (int(at[-1]) + 1), len(cells) - 0.5, -0.5),
+        aspect="auto",
+        interpolation="nearest",
+        **colours,
+    )
 
 
 def _colours(number: int) -> Sequence[Any]:
@@ -259,23 +262,7 @@ def _colours(number: int) -> Sequence[Any]:
 
 
 def _line(axes: Axes, grid: Grid, row: int, *, text: str, colour: Any) -> Line2D:
-    steps, values = _path(grid, row)
-    # A norm between two gaps has no line that would show it.
-    edges = np.isnan(np.concatenate([[np.nan], values, [np.nan]]))
-    alone = np.flatnonzero(~edges[1:-1] & edges[:-2] & edges[2:])
-    (line,) = axes.plot(steps, values, color=colour, linewidth=1.1)
-    if len(alone):
-        line.set_marker(".")
-        line.set_markevery(alone.tolist())
-    bad = grid.bad[row]
-    mark(axes, grid.firsts[bad > 0], 1, "x", colour)
-    mark(axes, grid.firsts[grid.tops[row] == 0], 0, "v", colour)
-    line.set_label(f"{text} ({bad.sum():,} non-finite)" if bad.any() else text)
-    return line
-
-
-def _path(grid: Grid, row: int) -> tuple[Any, Any]:
-    """Return steps and norms of one tensor for a line with a NaN at each gap; a log axis has no place for 0.
+    """Draw the norms of one tensor: a log axis has no place for 0, which is marked below, and non-finite above.
 
     A gap is where a gradient was missing, or where no rule has looked for longer than usual.
     """
@@ -285,7 +272,22 @@ def _path(grid: Grid, row: int) -> tuple[Any, Any]:
     distances = np.diff(places[at])
     late = np.flatnonzero(distances > np.median(distances)) if len(distances) else distances
     steps = np.insert(steps, late + 1, steps[late] + width)
-    return steps, np.insert(np.where(values > 0, values, np.nan), late + 1, np.nan)
+    values = np.insert(np.where(values > 0, values, np.nan), late + 1, np.nan)
+    # A norm between two gaps has no line that would show it.
+    edges = np.isnan(np.concatenate([[np.nan], values, [np.nan]]))
+    alone = np.flatnonzero(~edges[1:-1] & edges[:-2] & edges[2:])
+    bad = grid.bad[row]
+    (line,) = axes.plot(steps, values, color=colour, linewidth=1.1)
+    if len(alone):
+        line.set_marker(".")
+        line.set_markevery(alone.tolist())
+    for marked, height, marker in ((bad > 0, 1, "x"), (grid.tops[row] == 0, 0, "v")):
+        across, heights = axes.get_xaxis_transform(), [height] * int(marked.sum())
+        style = {"color": colour, "markersize": 6, "clip_on": False, "zorder": 5}
+        (marks,) = axes.plot(grid.firsts[marked], heights, marker, transform=across, **style)
+        marks.set_in_layout(False)  # it may lie on the frame
+    line.set_label(f"{text} ({bad.sum():,} non-finite)" if bad.any() else text)
+    return line
 
 
 def _events(axes: Axes, report: Report) -> list[Line2D]:
@@ -296,11 +298,9 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
     events = [one for one in report.events if one.kind not in TRIPS or is_trip(one, edits)]
     for kind, (colour, style) in _EVENTS.items():
         if steps := sorted({event.step for event in events if event.kind == kind}):
-            across = axes.get_xaxis_transform()
-            axes.vlines(
-                steps, 0, 1, color=colour, linestyle=style, lw=1, transform=across, label=kind
-            )
-            handles.append(Line2D([], [], color=colour, linestyle=style, lw=1, label=kind))
+            looks: dict[str, Any] = {"color": colour, "linestyle": style, "lw": 1, "label": kind}
+            axes.vlines(steps, 0, 1, transform=axes.get_xaxis_transform(), **looks)
+            handles.append(Line2D([], [], **looks))
     return handles
 
 
@@ -316,11 +316,9 @@ def _legend(figure: Picture, axes: Axes, lines: Sequence[Line2D], events: Sequen
     figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
 
 
-def _dress(
-    axes: Axes, grid: Grid, report: Report, stands_for: str = "the largest of each {} records"
-) -> None:
+def _dress(axes: Axes, grid: Grid, report: Report) -> None:
     """Write the title, and what a column stands for that is no single step."""
-    each = f"step ({stands_for.format(f'{grid.each:,}')})"
+    each = f"step (the largest of each {grid.each:,} records)"
     axes.set_xlabel(each if grid.each > 1 else "step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     title = f"l2 norms: {plain(report.title)}"

@@ -1,35 +1,44 @@
-"""The report of a running training, fitted to a terminal: at most as many lines as it has, none of them longer.
+"""The report of a run that is being written, fitted to a terminal, to be drawn again and again. No torch.
 
-Every text of the run is written with `printable`, so that no name can steer the terminal.
+Each look opens the files anew and closes them, so ranks may join and the writer finds no reader when it ends the run.
+A look reads the newest rows, whatever the length of the run. `printable` keeps every name from steering the terminal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
 from itertools import zip_longest
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.live import Snapshot
+from gradsurgeon.report.names import cut_inside, shortened
 from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of
+from gradsurgeon.report.sources import from_run
 from gradsurgeon.report.sparkline import sparkline
 from gradsurgeon.report.tables import Table
+from gradsurgeon.store.run import Run, of_lowest_ranks, open_run
 
 Style = Literal["plain", "head", "bad", "warning", "faint"]
 
-_CUT = "…"
-_ROWS, _WORST = 8, 10
-# Traps come first, but must not hide everything else.
-_TRAPS, _OTHERS = 5, 5
-_SPARK_WIDTH = 32
-_NAME_LEAST = 16
-_LEAST_LINES = 3  # of a table: what it is, the names of its columns, and a row
+# So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
+_ROWS_MOST, _ROWS_LEAST, _VALUES = 256, 32, 2**18
+# A run is written once in a second: between two looks in less, no step may have arrived, or many.
+_PACE_SECONDS = 10.0
+_WORST, _ROWS = 10, 8  # rows of a table of norms, and of another table
+_EVENTS = 5  # traps, and as many other events: traps must not hide everything else
+_SPARK_WIDTH, _NAME_LEAST = 32, 16
+_LEAST_LINES = 3  # of a table: its title, the names of its columns, and a row
 
 
 class Line(NamedTuple):
@@ -37,36 +46,99 @@ class Line(NamedTuple):
     style: Style = "plain"
 
 
-def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str = "") -> list[Line]:
-    """Return a whole screen.
+class Snapshot(NamedTuple):
+    """A run at one moment.
+
+    Attributes:
+        report: of the newest rows.
+        pace: steps per second in the last seconds of watching, `None` if unknown.
+        elapsed: how long the run has gone on, or went on until its last record; empty if unknown.
+    """
+
+    report: Report
+    pace: float | None
+    elapsed: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.report.ended is not None and self.report.ended.state == "running"
+
+
+class LiveRun:
+    """A run directory to be read again and again.
 
     Args:
-        snapshot: what is to be shown.
+        path: the directory.
+        clock: returns seconds that never run backwards, to measure the pace by.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def read(self) -> Snapshot:
+        """Return the run as it is now.
+
+        Raises:
+            RecordError: it is not there, is damaged, or its files are just being made.
+            GradSurgeonError: numpy is missing.
+        """
+        with open_run(self._path) as run:
+            width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
+            rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
+            report = from_run(run, newest=rows)
+            snapshot = Snapshot(report, None, _elapsed(run))
+        if snapshot.is_running and report.steps:
+            return snapshot._replace(pace=self._pace(report.steps[1]))
+        return snapshot
+
+    def _pace(self, step: int) -> float | None:
+        now = self._clock()
+        self._steps.append((now, step))
+        while now - self._steps[0][0] > _PACE_SECONDS and now - self._steps[1][0] >= _PACE_SECONDS:
+            self._steps.popleft()
+        begin, first = self._steps[0]
+        return (step - first) / (now - begin) if now > begin else None
+
+
+def _elapsed(run: Run) -> str:
+    with suppress(ValueError, OverflowError, OSError):
+        begin = datetime.fromisoformat(str(run.meta.get("created"))).timestamp()
+        running = "running" in run.states.values()
+        ends = [time.time()] if running else [run.last_write(rank) or begin for rank in run.states]
+        return str(timedelta(seconds=int(max(ends) - begin))) if max(ends) >= begin else ""
+    return ""
+
+
+def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str = "") -> list[Line]:
+    """Return the lines of a whole screen.
+
+    Args:
+        snapshot: the run.
         columns: the width of the terminal; longer lines are cut.
         rows: its height, `None` for as many lines as there are.
-        hint: what the last line says, nothing where there is no place for it.
+        hint: the last line.
     """
-    report = snapshot.report
+    report, norms = snapshot.report, snapshot.report.norms
+    tables = [(newest_table(report.history, one, _WORST), _WORST) for one in norms]
+    others = [(one, _ROWS) for one in report.tables[len(norms) :]]
     sections = [
-        list(_head(snapshot, columns)),
-        list(_events(report)),
-        [Line(remark, "warning") for remark in report.remarks],
-        *(
-            list(_table(newest_table(report.history, one, _WORST), columns, _WORST))
-            for one in report.norms
-        ),
-        list(_wholes(report)),
-        *(list(_table(one, columns, _ROWS)) for one in report.tables[len(report.norms) :]),
-        [Line(hint, "faint")] if hint else [],
+        _head(snapshot, columns),
+        _events(report),
+        (Line(remark, "warning") for remark in report.remarks),
+        *(_table(table, columns, most) for table, most in tables),
+        _wholes(report),
+        *(_table(table, columns, most) for table, most in others),
+        [Line(hint, "faint")] * bool(hint),
     ]
-    lines = _fitted([section for section in sections if section], rows)
+    lines = _fitted(list(filter(None, map(list, sections))), rows)
     return [Line(cut(line.text, columns), line.style) for line in lines]
 
 
 def status_line(snapshot: Snapshot) -> str:
-    """Return the run in one line, for where there is no terminal."""
+    """Return the run in one line, for output that is no terminal."""
     report = snapshot.report
-    parts = [_step(report), _pace(snapshot)]
+    parts = [_step(snapshot), _pace(snapshot)]
     wholes, number = report.history.gradients[:1], len(report.params)
     parts += [f"{whole_name(whole, number)} {whole.values[-1]:.3g}" for whole in wholes]
     parts.append(count(by_kind(report.events).total(), "event"))
@@ -82,21 +154,13 @@ def ending(snapshot: Snapshot) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    return text if len(text) <= columns else text[: max(0, columns - 1)] + _CUT
-
-
-def _cut_inside(text: str, columns: int) -> str:
-    """Cut a name in its middle: what tells it from others stands at both ends."""
-    if len(text) <= columns:
-        return text
-    end = (columns - 1) // 2
-    return text[: columns - 1 - end] + _CUT + text[len(text) - end :]
+    return text if len(text) <= columns else text[: max(0, columns - 1)] + "…"
 
 
 def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
-    """Put sections below each other; what has no place is taken off the end of the longest ones.
+    """Put sections below each other; the longest ones lose lines at their ends until all have a place.
 
-    On a very small screen the last sections are left out: headings without anything below them say nothing.
+    A very small screen lacks the last sections: headings without anything below them say nothing.
     """
     apart = [line for section in sections for line in (Line(""), *section)][1:]
     if rows is None or len(apart) <= rows:
@@ -115,35 +179,23 @@ def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
 
 def _head(snapshot: Snapshot, columns: int) -> Iterator[Line]:
     report = snapshot.report
-    parts = [_step(report), _pace(snapshot), _elapsed(snapshot.elapsed)]
-    rest = f": {', '.join(filter(None, parts))}"
-    title = _cut_inside(printable(report.title), max(_NAME_LEAST, columns - len(rest)))
-    ended = report.ended
-    if ended is None:
-        yield Line(title + rest, "head")
-        return
-    level = ended.level(report.events)
-    style: Style = "bad" if level == "bad" else "warning" if level == "warning" else "head"
-    first, *more = ended.lines(report.events)
-    yield Line(title + rest, "head")
-    yield Line(first, style)
-    yield from (Line(line, style) for line in more)
+    rest = ", ".join(filter(None, (_step(snapshot), _pace(snapshot), snapshot.elapsed)))
+    room = max(_NAME_LEAST, columns - len(rest) - 2)
+    yield Line(f"{cut_inside(printable(report.title), room)}: {rest}", "head")
+    if report.ended is not None:
+        level = report.ended.level(report.events)
+        style: Style = level if level in ("bad", "warning") else "head"
+        yield from (Line(line, style) for line in report.ended.lines(report.events))
 
 
-def _step(report: Report) -> str:
-    return "no step yet" if report.steps is None else f"step {report.steps[1]}"
+def _step(snapshot: Snapshot) -> str:
+    if snapshot.report.steps is not None:
+        return f"step {snapshot.report.steps[1]}"
+    return "no step yet" if snapshot.is_running else "no step was recorded"
 
 
 def _pace(snapshot: Snapshot) -> str:
     return "" if snapshot.pace is None else f"{snapshot.pace:.3g} steps/s"
-
-
-def _elapsed(seconds: float | None) -> str:
-    if seconds is None or not 0 <= seconds < math.inf:
-        return ""
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02}:{second:02}"
 
 
 def _events(report: Report) -> Iterator[Line]:
@@ -152,12 +204,11 @@ def _events(report: Report) -> Iterator[Line]:
     yield Line(f"events ({kinds.total():,}){listed and ': '}{listed}", "head")
     edits = edits_of(report.rules)
     # The lowest rank speaks for all that note the same.
-    once = {(e.kind, e.rule, e.step, e.message): e for e in reversed(report.events)}
-    newest = list(once.values())
-    traps = [event for event in newest if is_trip(event, edits)][:_TRAPS]
-    others = [event for event in newest if not is_trip(event, edits)][:_OTHERS]
-    for event in (*traps, *others):
-        yield Line(f"  {_event(event, report)}", "bad" if event in traps else "plain")
+    newest = {(e.kind, e.rule, e.step, e.message): e for e in reversed(report.events)}.values()
+    for is_bad in (True, False):
+        shown = [event for event in newest if is_trip(event, edits) is is_bad][:_EVENTS]
+        style: Style = "bad" if is_bad else "plain"
+        yield from (Line(f"  {_event(event, report)}", style) for event in shown)
 
 
 def _event(event: Event, report: Report) -> str:
@@ -171,28 +222,22 @@ def _event(event: Event, report: Report) -> str:
 
 
 def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
-    """Yield a table with its names cut to the width of the terminal."""
+    """Yield a table with its names shortened to the width of the terminal."""
     shown = table._replace(rows=table.rows[:most], curves=table.curves[:most])
-    rows = [list(row) for row in shown.rows]
-    longest = max((len(line) for line in shown.lines(columns)), default=0)
-    names = max((len(row[0]) for row in rows), default=0)
-    room = max(_NAME_LEAST, names - max(0, longest - columns))
-    for row in rows:
-        row[0] = _cut_inside(row[0], room)
-    title, *head = shown._replace(rows=rows).lines(columns)
+    too_long = max(0, max(map(len, shown.lines(columns))) - columns)
+    room = max((len(row[0]) for row in shown.rows), default=0) - too_long
+    rows = [[shortened(row[0], max(_NAME_LEAST, room)), *row[1:]] for row in shown.rows]
+    title, *lines = shown._replace(rows=rows).lines(columns)
     yield Line(title, "head")
-    yield from (Line(line, "faint") for line in head[:1])
-    for line, level in zip_longest(head[1:], table.levels[:most]):
-        yield Line(line, level or "plain")
+    for line, style in zip_longest(lines, ("faint", *table.levels[:most])):
+        yield Line(line or "", style or "plain")
     if len(rows) < len(table.rows):
         yield Line(f"  ... and {len(table.rows) - len(rows):,} more", "faint")
 
 
 def _wholes(report: Report) -> Iterator[Line]:
     for whole in report.history.gradients:
-        values = whole.values.tolist()
-        bad = not math.isfinite(values[-1])
-        text = (
-            f"{whole_name(whole, len(report.params))}: {values[-1]:.3g} at step {whole.steps[-1]}  "
-        )
-        yield Line(f"{text}{sparkline(values, _SPARK_WIDTH)}", "bad" if bad else "head")
+        values, name = whole.values.tolist(), whole_name(whole, len(report.params))
+        style: Style = "head" if math.isfinite(values[-1]) else "bad"
+        curve = sparkline(values, _SPARK_WIDTH)
+        yield Line(f"{name}: {values[-1]:.3g} at step {whole.steps[-1]}  {curve}", style)

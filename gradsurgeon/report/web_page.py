@@ -1,7 +1,7 @@
 """A run, or several, as one page of HTML that needs nothing else: no server, no network, no other file.
 
-Everything the page shows travels in it as JSON, which its scripts write as text: names and messages from
-a run are never markup.
+Everything the page shows is in it as JSON, which its scripts write as text: names and messages from a run are
+never markup.
 """
 
 from __future__ import annotations
@@ -11,169 +11,163 @@ import re
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from importlib import resources
+from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import TRIPS, Event
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
-from gradsurgeon.report.history import Track, Whole
-from gradsurgeon.report.loss_charts import combined_data, compared_data
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
-from gradsurgeon.report.page_values import Line, line_data, thinned
+from gradsurgeon.report.page_lines import combined_data, compared_data, line
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, EventGroup, event_groups, rule_table
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
-from gradsurgeon.store.run import Run
+from gradsurgeon.store.run import Run, open_run
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
-_LARGEST = 10
-# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
-# to two digits.
+# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: two digits are right.
 LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
+_CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 _MOST_VALUES = 20 * 2**20
-_MOST_MARKS = 600
-_MOST_LOSSES = 8
+_LARGEST, _MOST_MARKS, _MOST_LOSSES = 10, 600, 8
 # A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
 _LOSS = re.compile(
     r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
 )
-# Of a loss, which is one number, they are all the same; with its sign is better than without.
+# A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "live.js", "page.js")
 
 
+class Written(NamedTuple):
+    """A page that was written: how many runs it shows, its size in bytes, and why other runs are not on it."""
+
+    runs: int
+    size: int
+    problems: list[str]
+
+
+def write_page(
+    runs: Sequence[Path], place: Path, *, reload_seconds: float | None = None
+) -> Written:
+    """Write the page of all runs that can be read. No reader ever sees a part of it.
+
+    Args:
+        runs: run directories.
+        place: the file; only a page of ours is written over.
+        reload_seconds: after so many seconds the page shows itself anew in a browser; ``None`` for never.
+
+    Raises:
+        RecordError: none of the runs can be read, or there is something else at the place, which stays.
+        OSError: the place cannot be written.
+    """
+    if place.is_file():
+        with place.open("rb") as file:
+            first = file.read(len(BEGINNING))
+        if first and first != BEGINNING.encode():
+            raise RecordError(
+                f"{printable(str(place))}: is there already and is no page of `report`; name another one, or "
+                "remove it first"
+            )
+    readable, problems = [], []
+    for path in runs:
+        try:
+            with open_run(path) as run:
+                readable.append(page_data(run))
+        except RecordError as error:
+            problems.append(str(error))
+    if not readable:
+        raise RecordError("\n".join(problems))
+    page = web_page(readable, problems, reload_seconds)
+    with replacing(place) as out:
+        out.write(page)
+    return Written(len(readable), len(page.encode()), problems)
+
+
 def web_page(
-    runs: Sequence[Run | dict[str, Any]],
+    runs: Sequence[dict[str, Any]],
     problems: Sequence[str] = (),
     reload_seconds: float | None = None,
 ) -> str:
-    """Return the page of some runs, one beside the other.
+    """Return the page of runs, given what `page_data` has returned of each.
 
     Args:
-        runs: open runs, or what `page_data` has returned of them.
+        runs: one or several, which the page then compares.
         problems: why other runs are not among them, a text each.
         reload_seconds: after so many seconds the page shows itself anew; ``None`` for never.
-
-    Raises:
-        RecordError: a file of a run is damaged.
     """
-    data: dict[str, Any] = {
-        "cell": {
-            "lowest": LOWEST,
-            "step": STEP,
-            "absent": ABSENT,
-            "zero": ZERO,
-            "first": FIRST,
-            "nonfinite": NONFINITE,
-        },
-        "runs": [run if isinstance(run, dict) else page_data(run) for run in runs],
-        "problems": list(problems),
-    }
+    data: dict[str, Any] = {"cell": {**_CELL, "nonfinite": NONFINITE}, "runs": list(runs)}
+    data["problems"] = list(problems)
     if reload_seconds is not None:
         data["reload"] = reload_seconds
-    template = Template(_asset("page.html"))
-    return template.substitute(
-        styles="\n".join(map(_asset, _STYLES)),
-        scripts="\n".join(map(_asset, _SCRIPTS)),
+    return Template(_assets("page.html")).substitute(
+        styles=_assets(*_STYLES),
+        scripts=_assets(*_SCRIPTS),
         # No text of a run ends the element that it stands in.
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
-def _asset(name: str) -> str:
-    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+def _assets(*names: str) -> str:
+    folder = resources.files(__package__) / "assets"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Return what the page shows of a run, in values that JSON has.
+    """Return what the page shows of an open run, in values that JSON has.
 
     Raises:
         RecordError: a file of the run is damaged.
         GradSurgeonError: numpy is missing.
     """
     report = from_run(run)
+    rules = section(run.meta, "rules")
+    files = rules.get("files")
+    entries = files if isinstance(files, list) and files else [rules]
+    folder, _, _ = str(rules.get("file", "")).rpartition("/")
     return {
-        "title": _title(run, report),
+        # The path of the rule file is shown beside its text.
+        "title": report.title.removeprefix(f"{folder}/") if folder else report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
-        **_ending(report),
-        # In which the shares of what rules changed are of what they would have changed.
+        "ended": _ended(report),
+        "diagnosis": first_diagnosis(report.events),
+        # Then the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
         "span": list(report.steps or ()),
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": [line_data(line) for line in _losses(run)],
+        "losses": list(_losses(run)),
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
         "versus": [
-            *(compared_data(one) for one in report.losses.compared),
+            *map(compared_data, report.losses.compared),
             *(combined_data(one, observed=report.observed) for one in report.losses.combined),
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
-        "files": _rule_files(run),
+        "files": [
+            {"file": str(entry.get("file", "?")), "text": str(entry.get("text", ""))}
+            for entry in entries
+            if isinstance(entry, dict)
+        ],
         **_events(report.events),
     }
-
-
-def _ending(report: Report) -> dict[str, Any]:
-    ended = report.ended
-    if ended is None:
-        return {"ended": None, "diagnosis": ""}
-    words = ended.words + ended.outcome(report.events)
-    level = ended.level(report.events)
-    trips = sum(one.kind in TRIPS for one in report.events)
-    return {
-        "ended": {"state": ended.state, "level": level, "words": words, "trips": trips},
-        "diagnosis": first_diagnosis(report.events),
-    }
-
-
-def _kind(report: Report, table: NormTable) -> dict[str, Any]:
-    """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
-    shown = ranked(table.tracks)[:_LARGEST]
-    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
-    wholes = report.history.gradients if table.kind == GRADIENT else []
-    texts = labels(wholes, len(report.params))
-    largest = newest_table(report.history, table, _LARGEST)
-    rows = [[*row, _spike(one)] for row, one in zip(largest.rows, shown, strict=True)]
-    return {
-        "kind": table.kind,
-        "noun": nouns(table.kind),
-        # The map shows all tensors: none is left out.
-        "notes": [text for text in largest.notes if not text.startswith("and ")],
-        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
-        "largest": [track.name for track in shown],
-        "wholes": [line_data(_line(text, one)) for text, one in zip(texts, wholes, strict=True)],
-        "map": _map(table.tracks, grid_of(table.tracks, most)),
-    }
-
-
-def _spike(track: Track) -> str:
-    spike = track.spike
-    return "-" if spike is None else f"{spike.times:.3g} x at step {spike.step}"
-
-
-def _line(label: str, whole: Whole) -> Line:
-    return thinned(Line(label, whole.steps.tolist(), whole.values.tolist(), whole.every))
-
-
-def _title(run: Run, report: Report) -> str:
-    """Return the title without the folder of the rule file, whose path stands at its text."""
-    folder, _, _ = str(section(run.meta, "rules").get("file", "")).rpartition("/")
-    return report.title.removeprefix(f"{folder}/") if folder else report.title
 
 
 def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
@@ -181,49 +175,67 @@ def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
         yield "steps", f"{report.steps[0]:,} to {report.steps[1]:,}"
     if report.ended is not None and len(report.ended.ranks) > 1:
         yield "ranks", str(len(report.ended.ranks))
-    for key, word in (("created", "began"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
+    if "created" in run.meta:
+        yield "began", _time(str(run.meta["created"]))
+    for key in ("torch", "gradsurgeon"):
         if key in run.meta:
-            yield word, str(run.meta[key])
+            yield key, str(run.meta[key])
 
 
-def _losses(run: Run) -> Iterator[Line]:
-    """Yield what was recorded of tensors that the script has tagged as losses, of each rank that has them."""
-    found: dict[tuple[str, int], StoredSeries] = {}
-    for series in sorted(run, key=lambda one: (_preference(one.key.stat), one.rank)):
-        for name in series.key.names:
-            if name not in run.params and _LOSS.search(name):
-                found.setdefault((name, series.rank), series)
-    several = len({rank for _, rank in found}) > 1
-    # First those of the lowest rank.
-    for (name, rank), series in sorted(found.items(), key=lambda pair: pair[0][1])[:_MOST_LOSSES]:
-        yield _curve(f"{name}, rank {rank}" if several else name, series, name)
+def _time(text: str) -> str:
+    """Return a time in ISO form as a person writes it, on the clock of this machine."""
+    try:
+        time = datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        return text
+    return f"{time.day} {time:%B %Y, %H:%M}"
 
 
-def _curve(label: str, series: StoredSeries, name: str) -> Line:
-    """Return what a series holds of one tensor."""
-    every = max(1, -(-len(series) // _MOST_VALUES))
-    pairs = (
-        series.of(name)
-        if every == 1
-        else [(row.step, row.values[series.columns[name]]) for row in series.sample(every)]
-    )
-    return thinned(Line(label, [step for step, _ in pairs], [value for _, value in pairs], every))
+def _ended(report: Report) -> dict[str, Any] | None:
+    if (ended := report.ended) is None:
+        return None
+    return {
+        "state": ended.state,
+        "level": ended.level(report.events),
+        "words": ended.words + ended.outcome(report.events),
+        "trips": sum(one.kind in TRIPS for one in report.events),
+    }
 
 
-def _preference(stat: str) -> int:
-    return [*_STATS, stat].index(stat)
+def _kind(report: Report, table: NormTable) -> dict[str, Any]:
+    """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
+    shown = ranked(table.tracks)[:_LARGEST]
+    largest = newest_table(report.history, table, _LARGEST)
+    spikes = [
+        "-" if one.spike is None else f"{one.spike.times:.3g} x at step {one.spike.step}"
+        for one in shown
+    ]
+    rows = [[*row, spike] for row, spike in zip(largest.rows, spikes, strict=True)]
+    wholes = report.history.gradients if table.kind == GRADIENT else []
+    texts = labels(wholes, len(report.params))
+    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
+    names = [track.name for track in table.tracks]
+    return {
+        "kind": table.kind,
+        "noun": nouns(table.kind),
+        # The map shows all tensors: none is left out.
+        "notes": [text for text in largest.notes if not text.startswith("and ")],
+        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
+        "largest": [track.name for track in shown],
+        "wholes": [
+            line(text, one.steps, one.values, one.every)
+            for text, one in zip(texts, wholes, strict=True)
+        ],
+        "map": {"names": names, **_map(grid_of(table.tracks, most))},
+    }
 
 
-def _map(tracks: Sequence[Track], grid: Grid) -> dict[str, Any]:
+def _map(grid: Grid) -> dict[str, Any]:
     raw = codes(grid).astype("<u2").tobytes()
     # High bytes hardly change from cell to cell: apart from the low ones they are packed to next to nothing.
     packed = zlib.compress(raw[1::2] + raw[::2])
-    return {
-        "names": [track.name for track in tracks],
-        "firsts": grid.firsts.tolist(),
-        "lasts": grid.lasts.tolist(),
-        "cells": b64encode(packed).decode("ascii"),
-    }
+    cells = b64encode(packed).decode("ascii")
+    return {"firsts": grid.firsts.tolist(), "lasts": grid.lasts.tolist(), "cells": cells}
 
 
 def codes(grid: Grid) -> Any:
@@ -234,21 +246,25 @@ def codes(grid: Grid) -> Any:
     return np.where(grid.bad > 0, NONFINITE, np.where(grid.there, cells, ABSENT))
 
 
-def _rule_files(run: Run) -> list[dict[str, str]]:
-    rules = section(run.meta, "rules")
-    files = rules.get("files")
-    entries = files if isinstance(files, list) and files else [rules]
-    return [
-        {"file": str(entry.get("file", "?")), "text": str(entry.get("text", ""))}
-        for entry in entries
-        if isinstance(entry, dict)
-    ]
+def _losses(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the curve of each tensor that the script has tagged as a loss, on each rank."""
+    found: dict[tuple[int, str], StoredSeries] = {}
+    for series in sorted(run, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
+        for name in series.key.names:
+            if name not in run.params and _LOSS.search(name):
+                found.setdefault((series.rank, name), series)
+    several = len({rank for rank, _ in found}) > 1
+    for (rank, name), series in sorted(found.items(), key=lambda one: one[0][0])[:_MOST_LOSSES]:
+        every, column = max(1, -(-len(series) // _MOST_VALUES)), series.columns[name]
+        sample = ((row.step, row.values[column]) for row in series.sample(every))
+        rows = series.of(name) if every == 1 else list(sample)
+        steps, values = zip(*rows, strict=True) if rows else ((), ())
+        yield line(f"{name}, rank {rank}" if several else name, steps, values, every)
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
     first, left_out, last = event_groups(events)
-    marks = sorted({(event.step, event.kind) for event in events})
-    half = _MOST_MARKS // 2
+    marks, half = sorted({(event.step, event.kind) for event in events}), _MOST_MARKS // 2
     return {
         "events": [_event(group) for group in (*first, *last)],
         "left_out": left_out,
@@ -259,13 +275,12 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
 
 def _event(group: EventGroup) -> dict[str, Any]:
     """Return events that say the same as one, with where they were: steps, how often, and ranks."""
-    (low, high), ranks = group.steps, group.ranks
+    (low, high), ranks, event = group.steps, group.ranks, group.first
     where = [f"step {low}" if low == high else f"steps {low} to {high}"]
     if group.times > 1:
         where.append(f"{group.times:,} times")
     if ranks != [0]:
         where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
-    event = group.first
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
         "where": ", ".join(where),

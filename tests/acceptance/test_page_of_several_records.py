@@ -11,7 +11,7 @@ from page_views import open_page, plots
 from runs import meta, values, write
 
 from gradsurgeon.events import Event
-from gradsurgeon.report.page_file import write_page
+from gradsurgeon.report.web_page import write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
 

@@ -20,9 +20,8 @@ from torch import nn
 import gradsurgeon
 from gradsurgeon import Event, NonFiniteGradientError
 from gradsurgeon.report import from_run
-from gradsurgeon.report.live import LiveRun
 from gradsurgeon.report.plain import to_dict
-from gradsurgeon.report.screen import ending, screen
+from gradsurgeon.report.screen import LiveRun, ending, screen
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.store.writer import RunWriter
 

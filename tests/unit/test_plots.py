@@ -23,7 +23,7 @@ from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
-from gradsurgeon.report.plots import COLUMNS, DECADES
+from gradsurgeon.report.plots import COLUMNS
 from gradsurgeon.report.run import Run
 from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
@@ -317,25 +317,6 @@ def test_a_vanishing_norm_does_not_flatten_the_rest(recorded: Opened) -> None:
     assert image.get_clim() == (-8, 0)
 
 
-def test_a_histogram_holds_the_share_of_each_decade(recorded: Opened) -> None:
-    histories: Histories = {"a": [1.1, 1.1], "b": [1.2, 110.0], "c": [110.0, NAN], "d": [None, 0.0]}
-    figure = recorded(histories).plot("histogram")
-    (shares,) = images(figure)
-    bottom, top = axes_of(figure).get_ylim()
-    assert (bottom, top) == pytest.approx((-0.4, 2.6))
-    ones, hundreds = (round((height - bottom) / (DECADES[1] - DECADES[0])) for height in (0.0, 2.0))
-    assert shares[ones].filled(0).tolist() == pytest.approx([2 / 3, 1 / 2])
-    assert shares[hundreds].filled(0).tolist() == pytest.approx([1 / 3, 1 / 2])
-    assert shares.sum(axis=0).tolist() == pytest.approx([1, 1])
-    assert marks(figure, "x") == [1]
-
-
-def test_a_histogram_without_a_norm_that_is_one(recorded: Opened) -> None:
-    figure = recorded({"a": [NAN, 0.0]}).plot("histogram")
-    assert images(figure)[0].count() == 0
-    assert marks(figure, "x") == [0]
-
-
 def test_of_a_long_run_the_largest_of_each_chunk_is_drawn(
     recorded: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,8 +350,6 @@ def test_of_a_long_run_the_largest_of_each_chunk_is_drawn(
     )
     assert np.flatnonzero(logs[1].mask).tolist() == [2, 3]
     assert np.flatnonzero(~special[0].mask).tolist() == [4]
-    (shares,) = images(run.plot("histogram"))
-    assert shares.sum(axis=0).tolist() == pytest.approx([1] * len(starts))
 
 
 def test_of_several_ranks_the_lowest_is_drawn(tmp_path: pathlib.Path) -> None:
@@ -408,7 +387,7 @@ def test_several_rules_are_told_apart(tmp_path: pathlib.Path) -> None:
 def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> None:
     run: Any = recorded({"a": [1.0]})
     with pytest.raises(
-        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, losses, histogram$"
+        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, losses$"
     ):
         run.plot("lines")
     with pytest.raises(
@@ -428,7 +407,7 @@ def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> 
 HOSTILE = ("$\\frac{", "_hidden", "<script>alert(1)</script>", "a\u202eb\nc", "x" * 300)
 
 
-@pytest.mark.parametrize("kind", ["norms", "heatmap", "histogram"])
+@pytest.mark.parametrize("kind", ["norms", "heatmap"])
 def test_hostile_names_are_drawn_as_they_are(recorded: Opened, kind: Any) -> None:
     figure = recorded({name: [1.0, NAN] for name in HOSTILE}).plot(kind)
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
@@ -454,12 +433,11 @@ def test_without_matplotlib_the_extra_is_named(
     run = recorded({"a": [1.0]})
     for name in [*sys.modules]:
         if name.startswith(
-            ("gradsurgeon.report.plots", "gradsurgeon.report.picture", "matplotlib.")
+            ("gradsurgeon.report.plots", "gradsurgeon.report.captured_plots", "matplotlib.")
         ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("gradsurgeon.report.plots", raising=False)
     monkeypatch.delattr("gradsurgeon.report.captured_plots", raising=False)
-    monkeypatch.delitem(sys.modules, "gradsurgeon.report.captured_plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(GradSurgeonError, match=r"pip install 'gradsurgeon\[plot\]'"):
         run.plot()

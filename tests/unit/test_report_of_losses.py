@@ -18,11 +18,10 @@ from runs import meta, values
 from gradsurgeon import RecordError, open_run
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
-from gradsurgeon.report.live import LiveRun
 from gradsurgeon.report.loss_tables import compared_table
 from gradsurgeon.report.losses import Compared, Curve, split_pair
 from gradsurgeon.report.plain import to_dict
-from gradsurgeon.report.screen import screen
+from gradsurgeon.report.screen import LiveRun, screen
 from gradsurgeon.report.tables import means
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary

@@ -20,8 +20,7 @@ import gradsurgeon
 from gradsurgeon import TrapError, actions
 from gradsurgeon.integrations import pytest_plugin
 from gradsurgeon.launcher import debugger
-from gradsurgeon.report.live import LiveRun
-from gradsurgeon.report.screen import screen
+from gradsurgeon.report.screen import LiveRun, screen
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from runs import KEY, listing, meta, refuse_wal, values, write
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
-from gradsurgeon.report.live import LiveRun, Snapshot
+from gradsurgeon.report.names import shortened
 from gradsurgeon.report.rules_and_events import by_kind
-from gradsurgeon.report.screen import ending, screen, status_line
+from gradsurgeon.report.screen import LiveRun, Snapshot, ending, screen, status_line
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -312,7 +312,7 @@ class TestHead:
     def test_an_odd_beginning_is_not_shown(self, tmp_path: pathlib.Path, created: object) -> None:
         RunWriter(tmp_path, meta=meta(created=created)).close()
         head = shown(read(tmp_path))[0]
-        assert head == "rules.yaml on Net: no step yet"
+        assert head == "rules.yaml on Net: no step was recorded"
 
 
 def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
@@ -364,12 +364,32 @@ class TestSize:
         assert any(line == "rules (12)" for line in lines)
         assert lines[-1] == "q quits"
 
-    def test_names_are_cut_in_the_middle(self, full: Snapshot) -> None:
-        lines = [line.text for line in screen(full, 80)]
-        rows = [line for line in lines if line.startswith("  model.")]
-        assert len(rows) == 10
+    @pytest.mark.parametrize(("columns", "spark"), [(80, 8), (64, 8)])
+    def test_names_lose_their_middle_at_dots_and_keep_their_numbers(
+        self, full: Snapshot, columns: int, spark: int
+    ) -> None:
+        lines = [line.text for line in screen(full, columns)]
+        rows = [line for line in lines if "weight  " in line]
+        assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            assert re.match(r"  model\.dec\S*…\S*oj\.weight  [▁▂▃▄▅▆▇█]{8}  ", row), row
+            name = r"(model\.)?…\.\d+\.…\.(q_proj\.)?weight"
+            assert re.match(rf"  {name}  +[▁▂▃▄▅▆▇█]{{{spark},}}  ", row), row
+
+
+@pytest.mark.parametrize(
+    ("most", "short"),
+    [
+        (47, "model.decoder.layers.12.self_attn.q_proj.weight"),
+        (46, "model.….layers.12.self_attn.q_proj.weight"),
+        (34, "model.….12.self_attn.q_proj.weight"),
+        (26, "model.….12.….q_proj.weight"),
+        (19, "model.….12.….weight"),
+        (18, "….12.….weight"),
+        (10, "model…ight"),
+    ],
+)
+def test_a_name_is_shortened_between_dots(most: int, short: str) -> None:
+    assert shortened("model.decoder.layers.12.self_attn.q_proj.weight", most) == short
 
 
 def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:

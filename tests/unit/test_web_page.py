@@ -16,9 +16,8 @@ from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.live import LiveRun
-from gradsurgeon.report.page_file import write_page
-from gradsurgeon.report.web_page import BEGINNING, web_page
+from gradsurgeon.report.screen import LiveRun
+from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -34,7 +33,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 def _page(*paths: Path) -> tuple[str, dict[str, Any]]:
     runs = [open_run(path) for path in paths]
-    page = web_page(runs)
+    page = web_page([page_data(run) for run in runs])
     for run in runs:
         run.close()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
