@@ -140,7 +140,11 @@ def _on_screen(folder: Path, page: _Page | None, every: float) -> None:
 
 
 def _in_lines(folder: Path, page: _Page | None, every: float) -> None:
-    for snapshot in _looks(folder, page, lambda: bool(time.sleep(every))):
+    def wait() -> bool:
+        time.sleep(every)
+        return False
+
+    for snapshot in _looks(folder, page, wait):
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
     print(ending(snapshot))
 

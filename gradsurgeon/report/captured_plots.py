@@ -12,6 +12,7 @@ from matplotlib.colors import Normalize
 
 from gradsurgeon.actions import CaptureRule, gradient_pairs
 from gradsurgeon.errors import RecordError
+from gradsurgeon.planning import Module, Param
 from gradsurgeon.report.names import Name, Session, matching
 from gradsurgeon.report.plots import NONFINITE, Picture, plain
 from gradsurgeon.report.spikes import Floats
@@ -91,9 +92,8 @@ def features(
         raise RecordError(
             f"rule {rules[0]} has kept nothing yet: it does when the tensor next passes, in a step in which it is due"
         )
-    kept = _named(source, [(one,) for one in kept], name)
-    kept = _of_step(kept, step)
-    *_, (found,) = kept if call is None else _narrowed(kept, "call", (call,))
+    calls = _of_step(_named(source, [(one,) for one in kept], name), step)
+    found = (calls if call is None else _narrowed(calls, "call", (call,)))[-1][0]
     maps = found.sample(sample).numpy()
     shown = maps[:_CHANNELS]
     columns = min(_PER_ROW, len(shown))
@@ -208,7 +208,7 @@ def _named(session: Session, candidates: Sequence[Candidate], name: Name | None)
     """Return the candidates of the one tensor that is meant."""
     found = dict.fromkeys(one[0].name for one in candidates)
     manifest = session.plan.manifest
-    named = (*manifest.modules, *manifest.params)
+    named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
     aliases = {alias: one.name for one in named for alias in one.aliases}
     names = list(found) if name is None else matching(name, found, aliases)
     if len(names) > 1:
@@ -266,4 +266,5 @@ def _picture(image: Tensor, sample: int) -> Floats:
             f"1 or 3 channels, found {list(image.shape)}"
         )
     # What was made to have mean 0 and deviation 1 for the model is no colour any more.
-    return _normalised(one.detach().cpu().double().permute(1, 2, 0).numpy())
+    colours: Floats = one.detach().cpu().double().permute(1, 2, 0).numpy()
+    return _normalised(colours)

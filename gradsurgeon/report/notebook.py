@@ -20,20 +20,14 @@ def page(
     *,
     norms: int,
 ) -> _html.Markup:
-    """Return a report as a notebook shows it.
-
-    Args:
-        head: the first lines.
-        tables: every table.
-        remarks: what stands out.
-        events: oldest first.
-        norms: so many of the tables, the first ones, are of norms.
-    """
+    """Return a report as a notebook shows it. The first so many tables are `norms`; events are oldest first."""
+    parts = [part for table in tables[:norms] for part in table.html()]
+    legend = [_html.listing([_LEGEND])] if norms else []
     return _html.page(
         *(_html.element("p", _html.bold(line)) for line in head),
-        *([_html.listing(remarks)] if remarks else []),
-        *(part for table in tables[:norms] for part in table.html()),
-        *([_html.listing([_LEGEND])] if norms else []),
+        _html.listing(remarks),
+        *parts,
+        *legend,
         *(part for table in tables[norms:] for part in table.html()),
         *_events(events),
     )
@@ -43,10 +37,8 @@ def _events(events: Sequence[Event]) -> Iterator[_html.Markup]:
     if not events:
         return
     first, left_out, last = event_groups(events)
-    rows = [*map(_event, first)]
-    if left_out:
-        rows.append(("", f"... and {left_out:,} more", "", "", "", ""))
-    rows += map(_event, last)
+    more = [("", f"... and {left_out:,} more", "", "", "", "")] if left_out else []
+    rows = [*map(_event, first), *more, *map(_event, last)]
     yield _html.element("p", _html.bold(f"events ({by_kind(events).total():,})"))
     yield _html.table(("step", "event", "rule", "name", "", "message"), rows, right={0})
 

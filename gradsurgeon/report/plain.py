@@ -5,39 +5,40 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.report.losses import Combined, Compared, Pair
+from gradsurgeon.report.losses import Combined, Compared
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.store.json_text import json_number
 
 if TYPE_CHECKING:
+    from gradsurgeon.report.ending import Ending
     from gradsurgeon.report.history import Track
     from gradsurgeon.report.report import Report
 
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has; NaN and infinity are texts."""
-    ended = report.ended
+    rules = dict.fromkeys((*report.rules, *report.statuses))
     return {
         "version": 1,
         "title": report.title,
-        "ended": None
-        if ended is None
-        else {
-            "state": ended.state,
-            "words": ended.words + ended.outcome(report.events),
-            "ranks": {str(rank): words for rank, words in ended.ranks.items()},
-        },
+        "ended": None if report.ended is None else _ended(report.ended, report),
         "steps": None if report.steps is None else list(report.steps),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
         "remarks": list(report.remarks),
         "params": list(report.params),
-        "rules": [_rule(report, rule) for rule in dict.fromkeys((*report.rules, *report.statuses))],
+        "rules": [_rule(report, rule) for rule in rules],
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
-        "conflicts": [_compared(one) for one in report.losses.compared],
-        "combined": [_combined(one) for one in report.losses.combined],
+        "conflicts": list(map(_compared, report.losses.compared)),
+        "combined": list(map(_combined, report.losses.combined)),
         "median_of_one_step_in": report.history.sampled,
     }
+
+
+def _ended(ended: Ending, report: Report) -> dict[str, Any]:
+    words = ended.words + ended.outcome(report.events)
+    ranks = {str(rank): words for rank, words in ended.ranks.items()}
+    return {"state": ended.state, "words": words, "ranks": ranks}
 
 
 def _rule(report: Report, rule: str) -> dict[str, Any]:
@@ -47,25 +48,14 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _compared(found: Compared) -> dict[str, Any]:
+    texts = ("part", "first", "second", "calls", "missing")
+    numbers = ("cosine", "least", "below", "ratio", "opposed", "below_from")
     return {
         "rule": found.rule,
         "losses": list(found.losses),
         "steps": list(found.steps),
         "one_call_in": found.every,
-        "pairs": list(map(_pair, found.pairs)),
-    }
-
-
-def _pair(pair: Pair) -> dict[str, Any]:
-    numbers = ("cosine", "least", "below", "ratio", "opposed")
-    return {
-        "part": pair.part,
-        "first": pair.first,
-        "second": pair.second,
-        "calls": pair.calls,
-        "missing": pair.missing,
-        **{key: json_number(getattr(pair, key)) for key in numbers},
-        "below_from": pair.below_from,
+        "pairs": [_fields(pair, *texts, *numbers) for pair in found.pairs],
     }
 
 
@@ -74,39 +64,27 @@ def _combined(found: Combined) -> dict[str, Any]:
         "rule": found.rule,
         "steps": list(found.steps),
         "one_call_in": found.every,
-        "calls": found.calls,
-        "changed": json_number(found.changed),
-        "distance": json_number(found.distance),
-        "largest": json_number(found.largest),
-        "largest_step": found.largest_step,
+        **_fields(found, "calls", "changed", "distance", "largest", "largest_step"),
         "weights": [
-            {
-                "name": one.name,
-                "calls": one.calls,
-                **{key: json_number(getattr(one, key)) for key in ("mean", "least", "largest")},
-            }
-            for one in found.weights
+            _fields(one, "name", "calls", "mean", "least", "largest") for one in found.weights
         ],
     }
 
 
 def _norms(track: Track) -> dict[str, Any]:
-    spike = track.spike
     return {
         "name": track.name,
-        "kind": track.source.kind,
-        "rule": track.source.rule,
-        "point": track.source.point,
-        **{key: json_number(getattr(track, key)) for key in ("first", "median", "largest")},
-        "spike": None
-        if spike is None
-        else {
-            "step": spike.step,
-            "value": json_number(spike.value),
-            "times": json_number(spike.times),
-        },
-        "last": json_number(track.last),
-        "nonfinite": track.nonfinite,
+        **_fields(track.source, "kind", "rule", "point"),
+        **_fields(track, "first", "median", "largest"),
+        "spike": None if track.spike is None else _fields(track.spike, "step", "value", "times"),
+        **_fields(track, "last", "nonfinite"),
         "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
         "zero_since": track.zero_since,
+    }
+
+
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    values = {name: getattr(source, name) for name in names}
+    return {
+        name: json_number(one) if isinstance(one, float) else one for name, one in values.items()
     }

@@ -22,12 +22,13 @@ _TOLERANCE = 1e-3
 _REDUCED = POINTS[:2]
 
 
-def ranks_that_differ(run: Run, kinds: Mapping[str, str]) -> str:
+def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
     """Return a sentence on the first step and parameter at which ranks differ, empty if none do.
 
     Args:
         run: with its files open.
         kinds: what each rule measures.
+        newest: compare only so many of the newest rows of each series.
     """
     lowest: dict[tuple[object, ...], StoredSeries] = {}
     first: tuple[int, str, list[tuple[int, float]]] | None = None
@@ -38,7 +39,7 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str]) -> str:
         other = lowest.setdefault(tuple(key), series)
         if other is series:
             continue
-        found = _first_difference(other, series)
+        found = _first_difference(other, series, newest)
         if found is not None and (first is None or found[0] < first[0]):
             step, column, values = found
             pair = [(other.rank, values[0]), (series.rank, values[1])]
@@ -51,15 +52,16 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str]) -> str:
 
 
 def _first_difference(
-    one: StoredSeries, other: StoredSeries
+    one: StoredSeries, other: StoredSeries, newest: int | None
 ) -> tuple[int, int, tuple[float, float]] | None:
-    start = 0
-    if len(one) * len(one.key.names) > MOST_VALUES:
+    # Of two ranks that are read while they write, one may have more rows.
+    start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
+    if newest is None and len(one) * len(one.key.names) > MOST_VALUES:
         pairs = enumerate(zip(one.summaries(), other.summaries(), strict=False))
-        start = next((number for number, (a, b) in pairs if not _alike(a, b)), -1)
+        start = next((CHUNK * number for number, (a, b) in pairs if not _alike(a, b)), -1)
         if start < 0:
             return None
-    both = zip(blocks(one, start * CHUNK), blocks(other, start * CHUNK), strict=False)
+    both = zip(blocks(one, start), blocks(other, start), strict=False)
     for (steps, values, present), (steps_2, values_2, present_2) in both:
         length = min(len(steps), len(steps_2))
         if not np.array_equal(steps[:length], steps_2[:length]):

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -229,8 +228,8 @@ def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
     rows = [[shortened(row[0], max(_NAME_LEAST, room)), *row[1:]] for row in shown.rows]
     title, *lines = shown._replace(rows=rows).lines(columns)
     yield Line(title, "head")
-    for line, style in zip_longest(lines, ("faint", *table.levels[:most])):
-        yield Line(line or "", style or "plain")
+    styles: list[Style] = ["faint", *(level or "plain" for level in table.levels[:most])]
+    yield from map(Line, lines, [*styles, *["plain"] * len(lines)])
     if len(rows) < len(table.rows):
         yield Line(f"  ... and {len(table.rows) - len(rows):,} more", "faint")
 

@@ -93,7 +93,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
         newest: read only so many of the newest rows of each series.
     """
     report = unread(run, newest)
-    report = replace(report, ranks=_ranks(run, report.rules))
+    report = replace(report, ranks=_ranks(run, report.rules, newest))
     if is_installed("numpy"):
         # The files may be closed before somebody looks at the report.
         _ = report.steps, report.history.tracks, report.losses
@@ -133,12 +133,12 @@ def _frozen(run: Run) -> Iterator[tuple[str, int]]:
             yield str(param.get("name")), numel if isinstance(numel, int) else 0
 
 
-def _ranks(run: Run, rules: Mapping[str, RuleInfo]) -> str:
+def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
     if len(run.ranks) == 1 or not is_installed("numpy"):
         return ""
     from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
-    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()})
+    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()}, newest)
 
 
 def _capture_lines(captured: Sequence[CapturedByRule]) -> Iterator[str]:

@@ -120,6 +120,22 @@ class TestWorst:
         # The run as a whole has all its steps.
         assert report.steps == (0, 9_999)
 
+    def test_a_look_compares_the_newest_rows_of_ranks(self, tmp_path: pathlib.Path) -> None:
+        for differs_at, found in (
+            (3, ""),
+            (2_900, "ranks differ from step 2900 on: the norm of w"),
+        ):
+            run = tmp_path / str(differs_at)
+            histories = [with_one([1.0] * 3_000, differs_at, 1.0 + rank) for rank in (0, 1)]
+            for writer in [write(run, {"w": one}, rank=rank) for rank, one in enumerate(histories)]:
+                writer.close()
+            remarks = read(run).report.remarks
+            assert [one[: len(found)] for one in remarks if one.startswith("ranks")] == [
+                found
+            ] * bool(found)
+            with open_run(run) as opened:
+                assert f"ranks differ from step {differs_at} on" in str(from_run(opened))
+
     def test_fewer_rows_of_a_large_model(self, tmp_path: pathlib.Path) -> None:
         names = tuple(f"w{number}" for number in range(5_000))
         writer = RunWriter(tmp_path, meta=meta(names))
