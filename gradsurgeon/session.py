@@ -147,14 +147,13 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "losses", "features", "grad-cam"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
-        rule: str | tuple[str, str] | None = None,
+        rule: str | None = None,
         step: int | None = None,
-        call: int | tuple[int, int] | None = None,
+        call: int | None = None,
         sample: int = 0,
-        image: Tensor | None = None,
     ) -> Figure:
         """Draw recorded or captured data. Needs matplotlib, opens no window, and waits for the device.
 
@@ -167,21 +166,16 @@ class Session(RecordQueries):
           weights with which a rule combined them. Without `name`, the ten pairs that conflict most.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
-        * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of one sample, for a module of which one `capture` keeps
-          the output and another ``output.grad``.
 
         If there are more than 800 steps, several share a column: the largest norm counts, and non-finite steps are marked.
 
         Args:
             kind: the picture.
             name: a name, a pattern as in a rule file, or several of them; for captured tensors, exactly one tensor.
-            rule: the id of the rule; for ``"grad-cam"`` a pair: the rule of the outputs and the rule of the gradients.
+            rule: the id of the rule.
             step: the number of the update; by default the last update of which a tensor was kept.
-            call: the call of the module in that step, from 0. By default ``"features"`` draws the last call;
-                ``"grad-cam"`` needs it if there are several calls, as a pair if the gradient has another number.
+            call: the call of the module in that step, from 0; by default the last call.
             sample: the place in the batch, from 0.
-            image: the input of the model, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
-                drawn over it.
 
         Returns:
             A figure, which a notebook shows directly; ``figure.savefig("norms.png")`` writes it to a file.
@@ -193,7 +187,7 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        options = {"step": step, "call": call, "sample": sample or None, "image": image}
+        options = {"step": step, "call": call, "sample": sample or None}
         return pictures.draw(self, kind, name=name, rule=rule, **options)
 
     def history(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,10 @@ def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dic
     floats = np.where(there, values, -np.inf).astype(float)
     # The worst is the first that is not finite, or else the largest.
     badness = np.where(there & ~np.isfinite(floats), np.inf, floats)
-    many = max(1, -(-len(steps) // _MOST_POINTS))
-    places = range(0, len(steps), many)
-    worst = [start + int(np.argmax(badness[start : start + many])) for start in places]
+    # Several records of one step make one point.
+    _, starts = np.unique(steps, return_index=True)
+    ends = [*starts[:: max(1, -(-len(starts) // _MOST_POINTS))].tolist(), len(steps)]
+    worst = [start + int(np.argmax(badness[start:end])) for start, end in pairwise(ends)]
     return {
         "label": label,
         "steps": steps[worst].tolist(),

@@ -17,24 +17,20 @@ _OPTIONS = {
     "heatmap": ("name", "rule"),
     "losses": ("name", "rule"),
     "features": ("name", "rule", "step", "call", "sample"),
-    "grad-cam": ("name", "rule", "step", "call", "sample", "image"),
 }
-# A run directory holds no tensors.
-_OF_SESSIONS = ("features", "grad-cam")
 
 
 def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
     """Draw a session or a run; an option that is ``None`` was not given."""
-    kinds = [one for one in _OPTIONS if one not in _OF_SESSIONS or hasattr(source, "captured")]
+    # A run directory holds no tensors.
+    kinds = [one for one in _OPTIONS if one != "features" or hasattr(source, "captured")]
     if kind not in kinds:
-        elsewhere = ": it draws tensors, which only a session keeps" * (kind in _OF_SESSIONS)
+        elsewhere = ": it draws tensors, which only a session keeps" * (kind == "features")
         raise ValueError(f"no picture {kind!r} here{elsewhere}; there are {', '.join(kinds)}")
     given = {key: value for key, value in options.items() if value is not None}
     if wrong := [key for key in given if key not in _OPTIONS[kind]]:
         takes = "; ".join(f"{one} takes {', '.join(_OPTIONS[one])}" for one in kinds)
         raise ValueError(f"the picture {kind!r} takes no {wrong[0]}=: {takes}")
-    if not isinstance(given.get("rule", ""), str) and kind != "grad-cam":
-        raise ValueError(f"the picture {kind!r} takes one rule, and two are for grad-cam")
     try:
         from gradsurgeon.report import captured_plots, plots  # noqa: PLC0415 # need matplotlib
     except ModuleNotFoundError as error:
@@ -43,12 +39,6 @@ def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
         raise GradSurgeonError(
             "drawing needs matplotlib, which is not installed: pip install 'gradsurgeon[plot]'"
         ) from error
-    functions: dict[str, Any] = {
-        "norms": plots.norms,
-        "heatmap": plots.heatmap,
-        "losses": plots.losses,
-        "features": captured_plots.features,
-        "grad-cam": captured_plots.cam,
-    }
-    picture: Figure = functions[kind](source, **given)
+    room: Any = captured_plots if kind == "features" else plots
+    picture: Figure = getattr(room, kind)(source, **given)
     return picture

@@ -51,7 +51,7 @@ _LOSS = re.compile(
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
-_SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "live.js", "page.js")
+_SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
 
 class Written(NamedTuple):

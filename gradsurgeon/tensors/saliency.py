@@ -36,12 +36,3 @@ def grad_cam(maps: Tensor, gradients: Tensor) -> Tensor:
     maps, gradients = (tensor.detach().cpu().double() for tensor in (maps, gradients))
     weights = gradients.mean(dim=(2, 3), keepdim=True)
     return (weights * maps).sum(dim=1).clamp(min=0)
-
-
-def resized(heat: Tensor, height: int, width: int) -> Tensor:
-    """Return a map of shape (H, W) at another size, interpolated bilinearly."""
-    from torch.nn import functional  # noqa: PLC0415 # a caller with a map has torch
-
-    size = height, width
-    larger: Tensor = functional.interpolate(heat[None, None], size, mode="bilinear")
-    return larger[0, 0]

@@ -35,14 +35,6 @@ def _colours_along(page: Any, chart: str, steps: list[float]) -> list[int]:
     return found
 
 
-def test_of_several_values_at_a_step_the_worst_is_drawn(page: Any, tmp_path: Path) -> None:
-    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
-    line = {"label": "", "steps": [0, 0, 1, 1, 2, 3, 3], "values": [5, 1, "NaN", 3, None, None, 2]}
-    steps, (column,) = page.evaluate("(line) => aligned([line])", line)
-    assert steps == [0, 1, 2, 3]
-    assert (column[0], math.isnan(column[1]), column[2], column[3]) == (5, True, None, 2)
-
-
 def test_a_curve_goes_on_where_nothing_was_recorded(page: Any, tmp_path: Path) -> None:
     odd = [1.0 if step % 2 else None for step in range(40)]
     write(tmp_path / "run", {"odd": odd, "even": [2.0 if v is None else None for v in odd]}).close()
@@ -132,7 +124,7 @@ def test_nothing_is_drawn_at_steps_without_records(page: Any, tmp_path: Path) ->
     alphas = page.evaluate(
         """() => {
           const map = current.maps.gradient, context = map.canvas.getContext("2d");
-          return [25, 49, 60, 500, 990, 1001, 1049].map((step) => context.getImageData(Math.floor(map.share(step) * map.canvas.width), 5, 1, 1).data[3]);
+          return [25, 49, 60, 500, 990, 1001, 1049].map((step) => context.getImageData(Math.floor(map.axis.share(step) * map.canvas.width), 0, 1, 1).data[3]);
         }"""
     )
     assert alphas == [255, 255, 0, 0, 0, 255, 255]

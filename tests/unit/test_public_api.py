@@ -196,7 +196,7 @@ def test_what_pictures_take() -> None:
         ]
         assert parameters[0].default == "norms"
     more = list(inspect.signature(gradsurgeon.Session.plot).parameters)[4:]
-    assert more == ["step", "call", "sample", "image"]
+    assert more == ["step", "call", "sample"]
 
 
 @pytest.mark.slow

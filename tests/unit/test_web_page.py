@@ -16,6 +16,7 @@ from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.report.page_lines import line
 from gradsurgeon.report.screen import LiveRun
 from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
 from gradsurgeon.store import Key
@@ -105,6 +106,19 @@ def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Pa
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert run["title"] == "rules.yaml on Net"
     assert run["files"][0]["file"] == "/home/me/rules.yaml"
+
+
+@pytest.mark.parametrize("times", [1, 3_000])
+def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
+    steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, None, 2.0]
+    found = line("w", [*steps, *range(4, 4 + times)], [*values, *[0.5] * times])
+    if times == 1:
+        assert (found["steps"], found["values"]) == ([0, 1, 2, 3, 4], [5.0, "NaN", None, 2.0, 0.5])
+    else:
+        # Of three steps one travels.
+        assert found["steps"][:2] == [1, 3]
+        assert found["values"][:2] == ["NaN", 2.0]
+        assert len(found["steps"]) == 1_002
 
 
 def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(

@@ -4,6 +4,9 @@
 const Y_AXIS = 64;
 // Kinds of events that a chart shows, by their colours.
 const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "skipped-step": "skipped", "scaler-skip": "skipped" };
+// Steps are whole numbers.
+const WHOLE = Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
+const QUIET = 0.4;
 
 /** The x axis that all charts and maps of a run share: the steps that are seen, and the one below the mouse. */
 class Steps {
@@ -29,42 +32,34 @@ class Steps {
     for (const view of this.views) if (view !== source) view.cross(step);
     this.pointing = false;
   }
+
+  share(step) {
+    return (step - this.min) / (this.max - this.min);
+  }
+
+  sees(step) {
+    return step >= this.min && step <= this.max;
+  }
 }
 
 /** Returns the steps of all lines, and a column for each line, which is `undefined` where it has no value. */
 function aligned(lines) {
-  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
-  const place = new Map(steps.map((step, index) => [step, index]));
-  // Of two values at one step the worse counts: the non-finite, or else the larger.
-  const worse = (one, other) => (one === undefined || !Number.isFinite(other) ? other : Number.isFinite(one) ? Math.max(one, other) : one);
-  const columns = lines.map((line) => {
-    const column = new Array(steps.length).fill(undefined);
-    line.steps.forEach((step, index) => {
-      const value = number(line.values[index]), at = place.get(step);
-      if (value !== null) column[at] = worse(column[at], value);
-    });
-    return column;
-  });
-  return [steps, columns];
+  return uPlot.join(lines.map((line) => [line.steps, line.values.map((value) => (value === null ? undefined : number(value)))]));
 }
 
 /** Returns the points that no line leads to, such as one between two gaps; of a column of two, all. */
 function isolated(column) {
-  const known = [...column.keys()].filter((index) => column[index] !== undefined);
-  const gap = (at) => at < 0 || at >= known.length || column[known[at]] === null;
-  return known.length < 3 ? known : known.filter((index, at) => column[index] !== null && gap(at - 1) && gap(at + 1));
+  const known = [...column.keys()].filter((index) => column[index] !== undefined), isGap = (at) => (column[known[at]] ?? null) === null;
+  return known.filter((_, at) => known.length < 3 || (!isGap(at) && isGap(at - 1) && isGap(at + 1)));
 }
 
 /** Returns ticks between two logarithms: powers of ten, or numbers between them where the range is small. */
 function logTicks(min, max, most) {
-  const span = max - min, stride = [1, 2, 3, 5, 10, 20].find((one) => span / one <= most), ticks = [];
-  if (span >= 1.7) for (let at = Math.ceil(min / stride) * stride; at <= max; at += stride) ticks.push(at);
-  else if (span > 0.6) for (let at = Math.floor(min); at <= max; at++) ticks.push(at, at + Math.log10(2), at + Math.log10(5));
-  else {
-    const low = 10 ** min, high = 10 ** max, size = 10 ** Math.floor(Math.log10((high - low) / most));
-    const step = [1, 2, 5, 10].map((times) => times * size).find((one) => (high - low) / one <= most);
-    for (let at = Math.ceil(low / step); at * step <= high; at++) ticks.push(Math.log10(at * step));
-  }
+  const span = max - min, range = (from, step) => Array.from({ length: 100 }, (_, at) => (Math.floor(from / step) + at) * step);
+  const stepOf = (width) => range(0, 1).flatMap((at) => [1, 2, 5].map((times) => times * 10 ** (at - 50))).find((one) => width / one <= most);
+  let ticks = range(10 ** min, stepOf(10 ** max - 10 ** min)).map(Math.log10);
+  if (span > 0.6) ticks = range(min, 1).flatMap((at) => [at, at + Math.log10(2), at + Math.log10(5)]);
+  if (span >= 1.7) ticks = range(min, [1, 2, 3, 5, 10, 20].find((one) => span / one <= most));
   return ticks.filter((at) => at >= min && at <= max);
 }
 
@@ -74,14 +69,15 @@ function tickText(at) {
   return "10" + String(exponent).replace(/./g, (digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]));
 }
 
-/** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width and digits. */
+/** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
 class Chart {
   constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
     Object.assign(this, { axis, lines, log, height, marks });
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
     this.entries = lines.map((line, index) => this.entry(line, index, title));
-    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, [unit, log ? "log scale" : ""].filter(Boolean).join(", ")), this.step), element("ul", {}, ...this.entries));
+    const scale = [unit, log ? "log scale" : ""].filter(Boolean).join(", ");
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, scale), this.step), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.
@@ -97,20 +93,25 @@ class Chart {
     return this.lines[index].colour || `curve-${index % 10}`;
   }
 
+  /** Returns the colour of a curve: of many curves, most are quiet until the mouse is at them. */
+  tone(index) {
+    return colour(this.name(index), this.lines[index].quiet && this.focused !== index + 1 ? QUIET : 1);
+  }
+
   entry(line, index, title) {
-    const swatch = this.lines.length > 1 ? element("span", { class: "swatch", style: `background: var(--${this.name(index)})` }) : null;
-    const made = element("li", {}, swatch, swatch || line.label !== title ? nameOf(line.label, 80) : null, element("span", { class: "value" }));
-    made.addEventListener("mouseenter", () => this.plot.setSeries(index + 1, { focus: true }));
-    made.addEventListener("mouseleave", () => this.plot.setSeries(null, { focus: true }));
+    const alone = this.lines.length === 1, focus = (at) => () => this.plot.setSeries(at, { focus: true });
+    const made = element("li", {}, alone ? null : swatch(`var(--${this.name(index)})`), alone && line.label === title ? null : nameOf(line.label, 80), element("span", { class: "value" }));
+    made.addEventListener("mouseenter", focus(index + 1));
+    made.addEventListener("mouseleave", focus(null));
     return made;
   }
 
   draw() {
-    const [steps, known] = aligned(this.lines), where = (is) => steps.filter((_, at) => known.some((column) => column[at] !== undefined && is(column[at])));
-    const height = (value) => (!Number.isFinite(value) || (this.log && value <= 0) ? null : this.log ? Math.log10(value) : value);
-    // A curve goes on over `undefined`; `null` is a gap.
-    const columns = known.map((column) => column.map((value) => (value === undefined ? value : height(value))));
+    const [steps, ...known] = aligned(this.lines), height = this.log ? Math.log10 : Number;
     if (!steps.length) throw new Error("nothing was recorded of it");
+    const where = (is) => steps.filter((_, at) => known.some((column) => column[at] !== undefined && is(column[at])));
+    // A curve goes on over `undefined`; `null` is a gap.
+    const columns = known.map((column) => column.map((value) => (value === undefined || Number.isFinite(height(value)) ? value && height(value) : null)));
     Object.assign(this, { known, bad: where((value) => !Number.isFinite(value)), zeros: this.log ? where((value) => value === 0) : [] });
     if (this.zeros.length) this.legend.append(element("p", { class: "scale" }, "▲ exactly 0, which has no place on this axis"));
     this.plot = new uPlot(this.options(columns), [steps, ...columns], this.box);
@@ -119,9 +120,10 @@ class Chart {
   }
 
   options(columns) {
-    const drawable = columns.some((column) => column.some(Number.isFinite)), most = Math.floor(this.height / 30);
     const axis = { stroke: () => colour("faint"), font: "12px system-ui, sans-serif", grid: { stroke: () => colour("grid"), width: 1 }, ticks: { stroke: () => colour("line"), size: 4 } };
-    const edge = () => this.axis.max - 0.025 * (this.axis.max - this.axis.min);
+    const drawable = columns.some((column) => column.some(Number.isFinite)), most = Math.floor(this.height / 30), text = this.log ? tickText : shown;
+    // A label at the right edge would be cut.
+    const stepText = (at, before) => (at < 0 || this.axis.share(at) > 0.975 ? "" : (before >= 0 ? "" : "step ") + at.toLocaleString("en"));
     const range = (_, min, max) => {
       const room = Math.max(0.06 * (max - min), this.log ? 0.05 : 1e-6 * Math.abs(max), 1e-30);
       return min === null ? [0, 1] : [min - room, max + room];
@@ -130,36 +132,31 @@ class Chart {
       width: this.box.clientWidth, height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
-        // Steps are whole numbers.
-        { ...axis, incrs: Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)), space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => (at < 0 || at > edge() ? "" : (ticks[index - 1] >= 0 ? "" : "step ") + at.toLocaleString("en"))) },
-        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (!drawable ? "" : this.log ? tickText(at) : shown(at))) },
+        { ...axis, incrs: WHOLE, space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => stepText(at, ticks[index - 1])) },
+        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (drawable ? text(at) : "")) },
       ],
       series: [{}, ...columns.map((column, index) => ({
-        stroke: () => colour(this.name(index)), width: this.lines[index].width || 1.6,
-        points: { show: false, filter: () => isolated(column), size: 6, fill: () => colour(this.name(index)) },
+        stroke: () => this.tone(index), width: this.lines[index].width || (this.lines[index].quiet ? 1 : 1.7),
+        points: { show: false, filter: () => isolated(column), size: 6, fill: () => this.tone(index) },
       }))],
-      focus: { alpha: this.lines.length > 1 ? 0.2 : 1 },
+      focus: { alpha: this.lines.length > 1 ? 0.3 : 1 },
       cursor: { y: false, focus: { prox: 16 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.axis.zoom() } },
       hooks: {
-        drawAxes: [(plot) => this.drawMarks(plot)],
+        drawAxes: [() => this.drawMarks()],
         draw: [() => { this.triangles(this.bad, "nonfinite", true); this.triangles(this.zeros, "zero", false); }],
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.moved(plot)],
-        setSeries: [(_, index) => this.entries.forEach((entry, at) => entry.classList.toggle("on", at + 1 === index))],
+        setSeries: [(_, index) => { this.focused = index; this.entries.forEach((entry, at) => entry.classList.toggle("on", at + 1 === index)); }],
       },
     };
   }
 
-  seen(step) {
-    return step >= this.axis.min && step <= this.axis.max;
-  }
-
   /** Draws a line for every trip, and shades the steps that were skipped. */
-  drawMarks({ ctx, bbox, valToPos }) {
-    for (const [step, kind, paint] of this.marks.filter(([one]) => this.seen(one))) {
-      const name = paint || MARKS[kind], x = valToPos(step, "x", true);
-      const wide = name === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
-      ctx.fillStyle = name ? colour(name) : "transparent";
+  drawMarks() {
+    const { ctx, bbox, valToPos } = this.plot;
+    for (const [step, kind, paint = MARKS[kind]] of this.marks.filter(([one, type]) => MARKS[type] && this.axis.sees(one))) {
+      const x = valToPos(step, "x", true), wide = paint === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
+      ctx.fillStyle = colour(paint);
       ctx.fillRect(Math.round(x - wide / 2), bbox.top, wide, bbox.height);
     }
   }
@@ -168,13 +165,8 @@ class Chart {
   triangles(steps, name, top) {
     const { ctx, bbox, valToPos } = this.plot, from = top ? bbox.top : bbox.top + bbox.height, size = 5 * devicePixelRatio;
     ctx.fillStyle = colour(name);
-    for (const step of steps.filter((one) => this.seen(one))) {
-      const x = valToPos(step, "x", true);
-      ctx.beginPath();
-      ctx.moveTo(x - size, from);
-      ctx.lineTo(x + size, from);
-      ctx.lineTo(x, from + 1.6 * (top ? size : -size));
-      ctx.fill();
+    for (const x of steps.filter((step) => this.axis.sees(step)).map((step) => valToPos(step, "x", true))) {
+      ctx.fill(new Path2D(`M${x - size} ${from}H${x + size}L${x} ${from + 1.6 * (top ? size : -size)}Z`));
     }
   }
 
@@ -184,15 +176,15 @@ class Chart {
     if (width > 3) this.axis.zoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
-  moved(plot) {
-    const at = plot.cursor.idx, step = plot.cursor.left < 0 || at === null || at === undefined ? null : plot.data[0][at];
+  moved({ cursor: { idx, left }, data: [steps] }) {
+    const step = left < 0 ? null : steps[idx] ?? null;
     this.step.textContent = step === null ? "" : `step ${step.toLocaleString("en")}`;
-    this.entries.forEach((entry, index) => { entry.lastChild.textContent = step === null ? "" : shown(this.known[index][at], this.lines[index].digits); });
+    this.entries.forEach((entry, at) => { entry.lastChild.textContent = step === null ? "" : shown(this.known[at][idx], this.lines[at].digits); });
     this.axis.point(step, this);
   }
 
   cross(step) {
-    this.plot.setCursor(step === null || !this.seen(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: -1000 });
+    this.plot.setCursor(step === null || !this.axis.sees(step) ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: -1000 });
   }
 
   /** Draws anew: in another width, over other steps, or in other colours. */

@@ -1,25 +1,22 @@
 "use strict";
 // The map of norms: a row for each tensor or module, over the steps of the run, drawn on a canvas.
 
-const ROW = 18;
-const MOST_ROWS = 600;
-const ALL_OPEN = 48;
+const ROW = 18, MOST_ROWS = 600, ALL_OPEN = 48;
 // The colours begin so many orders of magnitude below the median, and norms this far above them are spikes.
 const BELOW = 4, FAR = 0.5;
 const DIGITS = 2;
+const KEYS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0], Home: [0, -1e9], End: [0, 1e9] };
 const { lowest, step: codeStep, absent, zero, first: firstCode, nonfinite } = data.cell;
 
 function normOf(code) {
-  if (code === absent) return null;
-  if (code === zero) return 0;
+  if (code <= zero) return code === zero ? 0 : null;
   return code === nonfinite ? NaN : 10 ** (lowest + (code - firstCode) * codeStep);
 }
 
 /** Unpacks the cells of a map, whose high bytes come before all low bytes. */
 async function unpack(map) {
-  const packed = Uint8Array.from(atob(map.cells), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer()), count = bytes.length / 2;
+  const packed = new Blob([bytesOf(map.cells)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const bytes = new Uint8Array(await new Response(packed).arrayBuffer()), count = bytes.length / 2;
   return Uint16Array.from({ length: count }, (_, i) => (bytes[i] << 8) | bytes[count + i]);
 }
 
@@ -32,35 +29,28 @@ function spanOf(cells) {
   return [low - lack / 2, high + lack / 2];
 }
 
-// Dark to bright, alike for most kinds of colour blindness (eight samples of viridis).
-const RAMP = ["440154", "46327e", "365c8d", "277f8e", "1fa187", "4ac16d", "a0da39", "fde725"].map((hex) => hex.match(/../g).map((part) => parseInt(part, 16)));
-
-function ramp(share) {
-  const at = Math.max(0, Math.min(1, share)) * (RAMP.length - 1), low = Math.min(RAMP.length - 2, Math.floor(at));
-  return RAMP[low].map((value, i) => Math.round(value + (RAMP[low + 1][i] - value) * (at - low)));
-}
-
 /** Returns the modules that names spell, as a tree; a module with one tensor is one row with it. */
 function treeOf(names, kind) {
   const root = { name: "", children: new Map(), row: -1 };
   names.forEach((name, row) => {
     let node = root;
     const parts = name.split(".");
-    parts.forEach((part, depth) => {
+    parts.forEach((label, depth) => {
       // A name may be that of a tensor and of a module, which are two nodes.
-      const key = depth === parts.length - 1 ? row : part;
-      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label: part, children: new Map(), row: -1 });
+      const key = depth === parts.length - 1 ? row : label;
+      if (!node.children.has(key)) node.children.set(key, { name: parts.slice(0, depth + 1).join("."), label, children: new Map(), row: -1 });
       node = node.children.get(key);
     });
     node.row = row;
   });
   const folded = (node) => {
-    // What a module has itself stands in it, as one more row.
-    for (const [key, child] of node.children) {
-      const module = child.row >= 0 && node.children.get(child.label);
-      if (module) { node.children.delete(key); module.children = new Map([[-1, { ...child, label: `(${kind})` }], ...module.children]); }
+    const list = [...node.children.values()], isTwin = (one) => one.row >= 0 && node.children.has(one.label);
+    // What a module has itself stands in it, as its first row.
+    for (const one of list.filter(isTwin)) {
+      const module = node.children.get(one.label);
+      module.children = new Map([[-1, { ...one, label: `(${kind})` }], ...module.children]);
     }
-    node.list = [...node.children.values()].map(folded);
+    node.list = list.filter((one) => !isTwin(one)).map(folded);
     node.count = node.row >= 0 ? 1 : node.list.reduce((sum, child) => sum + child.count, 0);
     return node === root || node.list.length !== 1 ? node : { ...node.list[0], label: `${node.label}.${node.list[0].label}` };
   };
@@ -79,11 +69,11 @@ function halfOf({ firsts, lasts }) {
 
 class HeatMap {
   constructor(axis, map, cells, kind, onChoose) {
-    Object.assign(this, { axis, map, cells, onChoose, columns: map.firsts.length, at: null });
+    Object.assign(this, { axis, map, cells, onChoose, columns: map.firsts.length, at: null, span: spanOf(cells) });
     this.tree = treeOf(map.names, kind);
+    this.nodes = nodesOf(this.tree);
     // Of a large model only the modules that hold much of it are open: the rest is a row for each layer.
-    for (const node of nodesOf(this.tree)) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
-    this.span = spanOf(cells);
+    for (const node of this.nodes) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
     this.most = cells.reduce((most, code) => (code !== nonfinite && code > most ? code : most), 0);
     const half = halfOf(map);
     this.starts = map.firsts.map((step) => step - half);
@@ -100,32 +90,27 @@ class HeatMap {
     this.field = element("div", { class: "cells", tabindex: "0", role: "img", "aria-label": "map of norms: arrow keys go from cell to cell" }, this.canvas, this.line, this.mark);
     this.more = element("p", { class: "note", hidden: "" });
     this.search = element("input", { type: "search", placeholder: "filter names", "aria-label": "show only names with" });
-    const all = (open) => () => { for (const node of nodesOf(this.tree).slice(1)) if (node.row < 0) node.open = open; this.list(); };
+    const all = (open) => () => { for (const node of this.nodes.slice(1)) if (node.row < 0) node.open = open; this.list(); };
     this.box = element("div", {}, element("div", { class: "tools" }, this.search, button("unfold all", all(true)), button("fold all", all(false)), this.legend()),
       element("div", { class: "map" }, this.labels, this.field), this.more);
     this.search.addEventListener("input", () => this.list());
-    this.field.addEventListener("mousemove", (event) => this.hover(event));
-    this.field.addEventListener("mouseleave", () => { this.read(null); this.axis.point(null); });
-    this.field.addEventListener("click", (event) => { this.hover(event); if (this.at) this.choose(this.rows[this.at.row]); });
-    this.field.addEventListener("keydown", (event) => this.key(event));
+    const on = { mousemove: (event) => this.hover(event), mouseleave: () => this.read(null), keydown: (event) => this.key(event), click: () => this.at && this.choose(this.rows[this.at.row]) };
+    for (const [kind, act] of Object.entries(on)) this.field.addEventListener(kind, act);
     this.list();
   }
 
   legend() {
-    const swatch = (paint, text) => element("span", {}, element("span", { class: "swatch", style: `background: ${paint}` }), text);
-    const [low, high, most] = [...(this.span || []), this.most].map((code) => shown(normOf(Math.round(code)), DIGITS));
-    const stops = RAMP.map((one) => `rgb(${one})`).join(", ");
+    const [low, high, most] = [...(this.span || []), this.most].map((code) => shown(normOf(Math.round(code)), DIGITS)), entry = (paint, text) => element("span", {}, swatch(paint), text);
     return element("span", { class: "colours" },
-      this.span ? element("span", {}, low, element("span", { class: "ramp", style: `background: linear-gradient(90deg, ${stops})` }), high) : null,
-      this.span && this.most > this.span[1] + FAR / codeStep ? swatch("linear-gradient(90deg, #ff961e, red)", `far above, to ${most}`) : null,
-      swatch("var(--nonfinite)", "not finite"), swatch("var(--zero)", "0"), "blank: nothing recorded");
+      this.span ? element("span", {}, low, element("span", { class: "ramp", style: `background: linear-gradient(90deg, ${RAMP.map((one) => `rgb(${one})`)})` }), high) : null,
+      this.span && this.most > this.span[1] + FAR / codeStep ? entry("linear-gradient(90deg, #ff961e, red)", `far above, to ${most}`) : null,
+      entry("var(--nonfinite)", "not finite"), entry("var(--zero)", "0"), "blank: nothing recorded");
   }
 
   /** Returns a function from a cell to its pixel. */
   palette() {
     const pixel = ([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red, [low, high] = this.span || [0, 1], far = high + FAR / codeStep;
-    const made = [];
-    Object.assign(made, { [absent]: 0, [zero]: pixel(rgb("zero")), [nonfinite]: pixel(rgb("nonfinite")) });
+    const made = Object.assign([], { [absent]: 0, [zero]: pixel(rgb("zero")), [nonfinite]: pixel(rgb("nonfinite")) });
     const spike = (share) => [255, Math.round(150 * (1 - share)), Math.round(30 * (1 - share))];
     return (code) => (made[code] ??= pixel(code <= far ? ramp((code - low) / (high - low)) : spike((code - far) / Math.max(1, this.most - far))));
   }
@@ -148,9 +133,9 @@ class HeatMap {
   }
 
   label(row, index, searched) {
-    const { node, depth } = row, leaf = node.row >= 0;
-    const text = leaf ? (searched ? node.name : node.label) : `${node.open ? "▾" : "▸"} ${node.label} (${node.count})`;
-    row.button = button(short(text, 400), () => this.choose(row), { title: short(node.name, 1000), style: `top: ${index * ROW}px; padding-left: ${depth * 12 + 4}px`, [leaf ? "aria-pressed" : "aria-expanded"]: node.open });
+    const { node, depth } = row, isLeaf = node.row >= 0;
+    const text = isLeaf ? (searched ? node.name : node.label) : `${node.open ? "▾" : "▸"} ${node.label} (${node.count})`;
+    row.button = button(short(text, 400), () => this.choose(row), { title: short(node.name, 1000), style: `top: ${index * ROW}px; padding-left: ${depth * 12 + 4}px`, [isLeaf ? "aria-pressed" : "aria-expanded"]: node.open });
     return row.button;
   }
 
@@ -164,48 +149,43 @@ class HeatMap {
   }
 
   get chosen() {
-    return nodesOf(this.tree).filter((node) => node.row >= 0 && node.open).map((node) => node.row);
+    return this.nodes.filter((node) => node.row >= 0 && node.open).map((node) => node.row);
   }
 
   /** Returns the largest cell of all tensors of a module in each column: codes have the order of norms. */
   cellsOf(node) {
     if (node.row >= 0) return this.cells.subarray(node.row * this.columns, (node.row + 1) * this.columns);
     if (!node.cells) {
-      node.cells = new Uint16Array(this.columns);
-      for (const child of node.list) this.cellsOf(child).forEach((code, at) => { if (code > node.cells[at]) node.cells[at] = code; });
+      const parts = node.list.map((child) => this.cellsOf(child));
+      node.cells = Uint16Array.from({ length: this.columns }, (_, at) => parts.reduce((most, cells) => Math.max(most, cells[at]), absent));
     }
     return node.cells;
   }
 
+  /** Draws a line of pixels for each row, which the style makes as high as the row. */
   update() {
-    const ratio = devicePixelRatio || 1, high = Math.round(ROW * ratio), across = Math.round(this.field.clientWidth * ratio), paint = this.palette();
-    Object.assign(this.canvas, { width: across, height: this.rows.length * high });
+    const across = Math.round(this.field.clientWidth * (devicePixelRatio || 1)), paint = this.palette(), codes = new Uint16Array(across);
+    Object.assign(this.canvas, { width: across, height: this.rows.length });
     if (!across || !this.rows.length) return;
-    const context = this.canvas.getContext("2d"), image = new ImageData(across, high), pixels = new Uint32Array(image.data.buffer), codes = new Uint16Array(across);
-    const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.share(step) * across)));
+    const image = new ImageData(across, this.rows.length), pixels = new Uint32Array(image.data.buffer);
+    const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.axis.share(step) * across)));
     const lefts = this.starts.map(pixelAt), rights = this.ends.map((step, at) => Math.max(pixelAt(step), Math.min(across, lefts[at] + 1)));
     this.rows.forEach(({ node }, row) => {
       codes.fill(absent);
       // A pixel of several columns shows the largest of them.
       this.cellsOf(node).forEach((code, at) => { for (let x = lefts[at]; x < rights[at]; x++) if (code > codes[x]) codes[x] = code; });
-      codes.forEach((code, x) => { pixels[x] = paint(code); });
-      for (let y = 1; y < high; y++) pixels.copyWithin(y * across, 0, across);
-      context.putImageData(image, 0, row * high);
+      codes.forEach((code, x) => { pixels[row * across + x] = paint(code); });
     });
+    this.canvas.getContext("2d").putImageData(image, 0, 0);
   }
 
   remove() {
     this.axis.views.delete(this);
   }
 
-  share(step) {
-    return (step - this.axis.min) / (this.axis.max - this.axis.min);
-  }
-
   cross(step) {
-    const share = step === null ? -1 : this.share(step);
-    this.line.hidden = share < 0 || share > 1;
-    this.line.style.left = `${100 * share}%`;
+    this.line.hidden = step === null || !this.axis.sees(step);
+    this.line.style.left = `${100 * this.axis.share(step)}%`;
   }
 
   hover({ clientX, clientY }) {
@@ -214,9 +194,8 @@ class HeatMap {
   }
 
   key(event) {
-    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0], Home: [0, -this.columns], End: [0, this.columns] };
-    const at = this.at || { row: 0, column: 0 }, [down, right] = moves[event.key] || [0, 0], chooses = ["Enter", " "].includes(event.key);
-    if (!this.rows.length || !(chooses || moves[event.key])) return;
+    const at = this.at || { row: 0, column: 0 }, chooses = ["Enter", " "].includes(event.key), [down, right] = KEYS[event.key] || [0, 0];
+    if (!this.rows.length || !(chooses || KEYS[event.key])) return;
     if (chooses) this.choose(this.rows[at.row]);
     this.read({ row: at.row + down, column: at.column + right });
     this.mark.scrollIntoView({ block: "nearest" });
@@ -229,10 +208,10 @@ class HeatMap {
     this.at = at && this.rows.length ? { row: within(at.row, this.rows.length), column: within(at.column, this.columns) } : null;
     this.mark.hidden = !this.at;
     panel.say(this.at ? this.words(this.at) : "");
+    this.axis.point(this.at ? this.map.firsts[this.at.column] : null);
     if (!this.at) return;
-    const left = this.share(this.starts[this.at.column]), width = this.share(this.ends[this.at.column]) - left;
-    Object.assign(this.mark.style, { left: `${100 * left}%`, width: `max(3px, ${100 * width}%)`, top: `${this.at.row * ROW}px` });
-    this.axis.point(this.map.firsts[this.at.column]);
+    const [left, right] = [this.starts, this.ends].map((steps) => 100 * this.axis.share(steps[this.at.column]));
+    Object.assign(this.mark.style, { left: `${left}%`, width: `max(3px, ${right - left}%)`, top: `${this.at.row * ROW}px` });
   }
 
   words({ row, column }) {
@@ -244,17 +223,17 @@ class HeatMap {
 
   /** Returns what is open, by names: a page that is written anew may have other rows. */
   state() {
-    return { open: nodesOf(this.tree).filter((node) => node.open).map((node) => [node.name, node.row < 0].join()), search: this.search.value };
+    return { open: this.nodes.filter((node) => node.open).map((node) => [node.name, node.row < 0].join()), search: this.search.value };
   }
 
   restore({ open, search }) {
-    for (const node of nodesOf(this.tree)) node.open = open.includes([node.name, node.row < 0].join());
+    for (const node of this.nodes) node.open = open.includes([node.name, node.row < 0].join());
     this.search.value = search;
     this.list();
   }
 
   /** Returns the curve of a row. */
   curve(row) {
-    return { label: this.map.names[row], digits: DIGITS, steps: this.map.firsts, values: Array.from(this.cells.subarray(row * this.columns, (row + 1) * this.columns), normOf) };
+    return { label: this.map.names[row], digits: DIGITS, steps: this.map.firsts, values: Array.from(this.cellsOf({ row }), normOf) };
   }
 }

@@ -4,14 +4,9 @@
 const MAP_SIZE = 72;
 const TOP_CODE = 254;
 
-/** Colours a cell by a number from -1, a conflict, to 1. */
-function tint(value) {
-  const v = number(value);
-  if (v === null || !Number.isFinite(v)) return {};
-  return { style: `background: color-mix(in srgb, var(--${v < 0 ? "bad" : "good"}) ${Math.round(55 * Math.min(1, Math.abs(v)))}%, transparent)` };
-}
-
+/** A table of all losses, each cell in the colour of a number from -1, a conflict, to 1. */
 function lossMatrix({ part, cells: [head, ...rows], tints }) {
+  const tint = (value) => (Number.isFinite(number(value ?? "NaN")) ? { style: `background: color-mix(in srgb, var(--${value < 0 ? "bad" : "good"}) ${Math.round(55 * Math.min(1, Math.abs(value)))}%, transparent)` } : {});
   const row = ([loss, ...texts], at) => element("tr", {}, element("th", {}, short(loss, 60)), ...texts.map((text, index) => element("td", { class: "number", ...tint(tints[at][index]) }, text)));
   return element("figure", { class: "losses" }, part ? element("figcaption", {}, short(part)) : null,
     element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { class: "number" }, text)))), element("tbody", {}, ...rows.map(row))));
@@ -32,35 +27,32 @@ function lossSections(run, axis) {
 }
 
 /** Draws bars by the logarithm of the counts: most elements are often in one of them. */
-function histogram(tensor) {
-  const most = Math.log1p(Math.max(...tensor.counts)) || 1;
-  const bars = tensor.counts.map((count, at) => (count ? `M${at} 1V${1 - Math.log1p(count) / most}h1V1z` : "")).join("");
-  return figure(tensor.low === tensor.high ? `all are ${shown(tensor.low)}` : `${shown(tensor.low)} to ${shown(tensor.high)}, counts in log`,
-    svg("svg", { viewBox: `0 0 ${tensor.counts.length} 1`, preserveAspectRatio: "none", role: "img", "aria-label": `how the elements of ${tensor.name} lie` }, svg("path", { d: bars })));
+function histogram({ name, low, high, counts }) {
+  const most = Math.log1p(Math.max(...counts)) || 1, bars = counts.map((count, at) => (count ? `M${at} 1V${1 - Math.log1p(count) / most}h1V1z` : "")).join("");
+  return figure(low === high ? `all are ${shown(low)}` : `${shown(low)} to ${shown(high)}, counts in log`,
+    svg("svg", { viewBox: `0 0 ${counts.length} 1`, preserveAspectRatio: "none", role: "img", "aria-label": `how the elements of ${name} lie` }, svg("path", { d: bars })));
 }
 
 /** Draws one canvas per map; all have the colours of one scale. */
 function mapGrid(maps, labelOf) {
-  const [count, height, width] = maps.shape, scale = MAP_SIZE / Math.max(height, width);
-  const codes = Uint8Array.from(atob(maps.codes), (letter) => letter.charCodeAt(0));
+  const [count, height, width] = maps.shape, scale = MAP_SIZE / Math.max(height, width), codes = bytesOf(maps.codes), size = width * height;
   return element("div", { class: "maps" }, ...Array.from({ length: count }, (_, index) => {
-    const label = labelOf(index);
-    const canvas = element("canvas", { width, height, role: "img", "aria-label": label, title: label, style: `width: ${width * scale}px; height: ${height * scale}px` });
-    const context = canvas.getContext("2d"), image = context.createImageData(width, height);
-    codes.subarray(index * width * height, (index + 1) * width * height).forEach((code, at) => { if (code <= TOP_CODE) image.data.set([...ramp(code / TOP_CODE), 255], 4 * at); });
-    context.putImageData(image, 0, 0);
+    const label = labelOf(index), style = `width: ${width * scale}px; height: ${height * scale}px`;
+    const canvas = element("canvas", { width, height, role: "img", "aria-label": label, title: label, style }), image = new ImageData(width, height);
+    codes.subarray(index * size, (index + 1) * size).forEach((code, at) => { if (code <= TOP_CODE) image.data.set([...ramp(code / TOP_CODE), 255], 4 * at); });
+    canvas.getContext("2d").putImageData(image, 0, 0);
     return canvas;
   }));
 }
 
 function capturedTensor(tensor) {
-  const { maps, cam } = tensor, outer = tensor.shape && tensor.shape.length === 4 ? "0, " : "";
-  const range = tensor.low === undefined ? [] : [`${shown(tensor.low)} to ${shown(tensor.high)}`, ...(tensor.mean === undefined ? [] : [`mean ${shown(tensor.mean)}`])];
-  const shape = tensor.shape ? [tensor.shape.length ? tensor.shape.join(" x ") : "a single number"] : [];
-  const facts = [`step ${tensor.step}${tensor.call ? `, call ${tensor.call}` : ""}`, ...shape, tensor.dtype.replace(/^torch\./, ""), ...range];
+  const { maps, cam, shape, low, high, mean } = tensor, outer = shape && shape.length === 4 ? "0, " : "";
+  const facts = [
+    `step ${tensor.step}${tensor.call ? `, call ${tensor.call}` : ""}`, shape ? shape.join(" x ") || "a single number" : "", tensor.dtype.replace(/^torch\./, ""),
+    low === undefined ? "" : `${shown(low)} to ${shown(high)}`, mean === undefined ? "" : `mean ${shown(mean)}`];
   const scale = maps && maps.low < maps.high ? `, ${shown(maps.low)} (dark) to ${shown(maps.high)} (bright)` : "";
   return element("div", { class: "capture" }, element("h4", {}, tensor.name),
-    element("p", { class: "note" }, facts.join(" · "), tensor.nonfinite ? element("span", { class: "problem" }, ` · ${tensor.nonfinite} of ${tensor.elements} not finite`) : null),
+    element("p", { class: "note" }, facts.filter(Boolean).join(" · "), tensor.nonfinite ? element("span", { class: "problem" }, ` · ${tensor.nonfinite} of ${tensor.elements} not finite`) : null),
     tensor.note ? note(tensor.note) : null,
     element("div", { class: "side" }, tensor.counts.length ? histogram(tensor) : null,
       maps ? figure(`maps [${outer}0:${maps.shape[0]}]${scale}`, mapGrid(maps, (index) => `[${outer}${index}]`)) : null,
@@ -71,7 +63,7 @@ function captures(run) {
   if (!run.captures.length) return;
   const part = section("Captures", "What capture rules kept last of each tensor when the session ended. The maps of a tensor have one scale, each Grad-CAM its own from 0 to its largest; what is not finite stands out, and what is large is averaged.");
   for (const { rule, tensors, more } of run.captures) {
-    const title = element("summary", {}, element("strong", {}, rule), `: ${tensors.length + more} tensor${tensors.length + more === 1 ? "" : "s"}`);
+    const count = tensors.length + more, title = element("summary", {}, element("strong", {}, rule), `: ${count} tensor${count === 1 ? "" : "s"}`);
     part.append(element("details", { open: "" }, title, ...tensors.map(capturedTensor), more ? note(`and ${more} more, of which nothing was stored`) : null));
   }
 }

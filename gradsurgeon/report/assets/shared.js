@@ -5,6 +5,9 @@
 const HIDDEN = /(?![\n\t\r])[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
 const escaped = (letter) => (letter < "\xff" ? "\\x" : "\\u") + letter.charCodeAt(0).toString(16).padStart(2, "0");
 const data = JSON.parse(document.getElementById("data").textContent, (_, value) => (typeof value === "string" ? value.replace(HIDDEN, escaped) : value));
+// Dark to bright, alike for most kinds of colour blindness (eight samples of viridis).
+const RAMP = ["440154", "46327e", "365c8d", "277f8e", "1fa187", "4ac16d", "a0da39", "fde725"].map((hex) => hex.match(/../g).map((part) => parseInt(part, 16)));
+const NUMBER = /^([-<>]?[\d.,]+(e[-+]\d+)?%?|-|-?inf|nan)?$/i;
 
 /** Returns a text without its middle if it is long: the end of a name tells it from its neighbours. */
 function short(text, most = 120) {
@@ -13,7 +16,14 @@ function short(text, most = 120) {
 
 /** Makes an element; children that are texts become text and never markup. */
 function element(tag, attributes, ...children) {
-  const made = document.createElement(tag);
+  return filled(document.createElement(tag), attributes, children);
+}
+
+function svg(tag, attributes, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   made.append(...children.filter((child) => child !== null));
   return made;
@@ -29,6 +39,14 @@ function note(text) {
   return element("p", { class: "note" }, text);
 }
 
+function swatch(paint) {
+  return element("span", { class: "swatch", style: `background: ${paint}` });
+}
+
+function figure(caption, ...children) {
+  return element("figure", {}, element("figcaption", {}, caption), ...children);
+}
+
 function list(texts) {
   return element("ul", { class: "remarks" }, ...texts.map((text) => element("li", {}, short(text, 1000))));
 }
@@ -38,14 +56,10 @@ function fold(title, ...children) {
   return element("details", {}, element("summary", {}, title), ...children);
 }
 
-/** A "?" that shows a hint when it is opened. */
-function help(text) {
-  return element("details", { class: "help" }, element("summary", { "aria-label": "what this shows" }, "?"), note(text));
-}
-
-/** A heading with a "?" beside it. */
+/** A heading, with a "?" beside it that shows a hint when it is opened. */
 function heading(tag, text, hint = "") {
-  return element("div", { class: "heading" }, element(tag, {}, text), hint ? help(hint) : null);
+  const help = element("details", { class: "help" }, element("summary", { "aria-label": "what this shows" }, "?"), note(hint));
+  return element("div", { class: "heading" }, element(tag, {}, text), hint ? help : null);
 }
 
 /** A name that breaks at its dots before it breaks anywhere else. */
@@ -54,13 +68,12 @@ function nameOf(text, most = 200) {
   return element("span", { class: "name", title: short(text, 1000) }, ...parts.flatMap((part) => [part, element("wbr", {})]));
 }
 
-const NUMBER = /^([-<>]?[\d.,]+(e[-+]\d+)?%?|-|-?inf|nan)?$/i;
-
 /** Makes a table; names stand in the first column, and columns of numbers at the right. */
 function table({ head, rows }) {
   const numeric = head.map((_, at) => rows.every((cells) => NUMBER.test(cells[at])));
   const content = (cell, at) => (typeof cell !== "string" ? cell : at ? short(cell, 300) : nameOf(cell));
-  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, at) => element(tag, { class: [numeric[at] ? "number" : "", /^-?(nan|inf)$/i.test(cell) ? "problem" : ""].join(" ") }, content(cell, at))));
+  const kind = (cell, at) => [numeric[at] ? "number" : "", /^-?(nan|inf)$/i.test(cell) ? "problem" : ""].join(" ");
+  const row = (tag, cells) => element("tr", {}, ...cells.map((cell, at) => element(tag, { class: kind(cell, at) }, content(cell, at))));
   return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...rows.map((cells) => row("td", cells)))));
 }
 
@@ -73,8 +86,18 @@ function rgb(name) {
   return getComputedStyle(probe).color.match(/\d+/g).slice(0, 3).map(Number);
 }
 
-function colour(name) {
-  return `rgb(${rgb(name)})`;
+function colour(name, opacity = 1) {
+  return opacity === 1 ? `rgb(${rgb(name)})` : `rgba(${rgb(name)},${opacity})`;
+}
+
+/** Returns the colour of the map at a share from 0 to 1. */
+function ramp(share) {
+  const at = Math.max(0, Math.min(1, share)) * (RAMP.length - 1), low = Math.min(RAMP.length - 2, Math.floor(at));
+  return RAMP[low].map((value, i) => Math.round(value + (RAMP[low + 1][i] - value) * (at - low)));
+}
+
+function bytesOf(base64) {
+  return Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
 }
 
 /** Non-finite numbers travel as their names. */
@@ -89,15 +112,4 @@ function shown(value, digits = 3) {
   if (!Number.isFinite(v)) return String(v).replace("inity", "");
   const size = Math.abs(v);
   return v !== 0 && (size >= 1e5 || size < 1e-3) ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
-}
-
-function figure(caption, ...children) {
-  return element("figure", {}, element("figcaption", {}, caption), ...children);
-}
-
-function svg(tag, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
 }
