@@ -110,4 +110,6 @@ def plots(page: Any, inside: str = "main") -> int:
 
 def place(page: Any, step: float, kind: str = "gradient") -> float:
     """Return where a step stands in the map, as a share of its width."""
-    return float(page.evaluate("([kind, step]) => current.maps[kind].axis.share(step)", [kind, step]))
+    return float(
+        page.evaluate("([kind, step]) => current.maps[kind].axis.share(step)", [kind, step])
+    )

@@ -54,14 +54,20 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
     return [name for name in canonical if name in found]
 
 
-def shortened(name: str, most: int) -> str:
-    """Return a name in at most so many characters: parts between dots go, the inner ones first.
+def shortened(names: Sequence[str], most: int) -> list[str]:
+    """Return names in at most so many characters, without parts between dots: so that they stay apart, if possible."""
+    # Sometimes the beginning tells names apart, sometimes the inner parts do.
+    tries = [[_without(name, most, inner=inner) for name in names] for inner in (True, False)]
+    return max(tries, key=lambda texts: len({*texts}))
 
-    Numbers stay as long as they fit, because they tell layers apart.
-    """
+
+def _without(name: str, most: int, *, inner: bool) -> str:
+    """Leave out parts from the first one on, or from the first inner one on. Numbers stay, as they tell layers apart."""
     parts = name.split(".")
-    order = (*range(1, len(parts) - 1), 0) if len(parts) > 1 else ()
-    for place in order if len(name) > most else ():
+    order = [*range(1, len(parts) - 1), 0] if inner else [*range(len(parts) - 1)]
+    if len(parts) == 1 or len(name) <= most:
+        return cut_inside(name, most)
+    for place in order:
         if not parts[place].isdigit():
             parts[place] = "…"
         if len(short := re.sub(r"…(\.…)+", "…", ".".join(parts))) <= most:

@@ -25,7 +25,7 @@ _MATRICES, _CURVES, _WEIGHTS = 12, 8, 20
 _POINTS = 500
 
 
-def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dict[str, Any]:
+def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str, Any]:
     """Return a curve as it travels in the page, the worst of every few values if there are many.
 
     Args:

@@ -223,15 +223,32 @@ def _event(event: Event, report: Report) -> str:
 def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
     """Yield a table with its names shortened to the width of the terminal."""
     shown = table._replace(rows=table.rows[:most], curves=table.curves[:most])
-    too_long = max(0, max(map(len, shown.lines(columns))) - columns)
-    room = max((len(row[0]) for row in shown.rows), default=0) - too_long
-    rows = [[shortened(row[0], max(_NAME_LEAST, room)), *row[1:]] for row in shown.rows]
+    names = [row[0] for row in shown.rows]
+    longest = max(map(len, names), default=0)
+    if shown.curves and _excess(shown, columns) > max(0, longest - _NAME_LEAST):
+        # Numbers say more than a curve that leaves no place for the names.
+        shown = shown._replace(
+            head=[table.head[0], *table.head[2:]],
+            rows=[[row[0], *row[2:]] for row in shown.rows],
+            right=frozenset(place - 1 for place in table.right),
+            curves=(),
+        )
+    short = shortened(names, max(_NAME_LEAST, longest - _excess(shown, columns)))
+    rows = [[name, *row[1:]] for name, row in zip(short, shown.rows, strict=True)]
     title, *lines = shown._replace(rows=rows).lines(columns)
     yield Line(title, "head")
-    styles: list[Style] = ["faint", *(level or "plain" for level in table.levels[:most])]
-    yield from map(Line, lines, [*styles, *["plain"] * len(lines)])
+    levels = [*table.levels, *[""] * len(rows)]
+    yield from (Line(line, "faint") for line in lines[:1])
+    yield from (
+        Line(line, level or "plain") for line, level in zip(lines[1:], levels, strict=False)
+    )
     if len(rows) < len(table.rows):
         yield Line(f"  ... and {len(table.rows) - len(rows):,} more", "faint")
+
+
+def _excess(table: Table, columns: int) -> int:
+    """Return by how much the longest line of a table is longer than the terminal."""
+    return max(0, max(map(len, table.lines(columns))) - columns)
 
 
 def _wholes(report: Report) -> Iterator[Line]:

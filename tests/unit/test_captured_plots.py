@@ -105,7 +105,12 @@ def test_the_guide_computes_a_grad_cam(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cam.yaml").write_text(rules.replace("layer4", "conv2"), encoding="utf-8")
     model = Net()
-    known = {"gradsurgeon": gradsurgeon, "model": model, "image": IMAGES[:1], "category": 1}
+    known: dict[str, Any] = {
+        "gradsurgeon": gradsurgeon,
+        "model": model,
+        "image": IMAGES[:1],
+        "category": 1,
+    }
     exec(code.replace("layer4", "conv2"), known)
     torch.testing.assert_close(known["heat"].float(), by_hand(model, 1)[0])
 

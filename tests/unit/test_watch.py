@@ -380,16 +380,18 @@ class TestSize:
         assert any(line == "rules (12)" for line in lines)
         assert lines[-1] == "q quits"
 
-    @pytest.mark.parametrize(("columns", "spark"), [(80, 8), (64, 8)])
+    @pytest.mark.parametrize("columns", [80, 64])
     def test_names_lose_their_middle_at_dots_and_keep_their_numbers(
-        self, full: Snapshot, columns: int, spark: int
+        self, full: Snapshot, columns: int
     ) -> None:
         lines = [line.text for line in screen(full, columns)]
         rows = [line for line in lines if "weight  " in line]
         assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            name = r"(model\.)?…\.\d+\.…\.(q_proj\.)?weight"
-            assert re.match(rf"  {name}  +[▁▂▃▄▅▆▇█]{{{spark},}}  ", row), row
+            curve = r"[▁▂▃▄▅▆▇█]{8,}  +" if columns == 80 else ""
+            assert re.match(rf"  model\.….\d+\.…\.(q_proj\.)?weight  +{curve}\d", row), row
+            # No number is cut.
+            assert row.endswith("  -")
 
 
 @pytest.mark.parametrize(
@@ -399,13 +401,18 @@ class TestSize:
         (46, "model.….layers.12.self_attn.q_proj.weight"),
         (34, "model.….12.self_attn.q_proj.weight"),
         (26, "model.….12.….q_proj.weight"),
-        (19, "model.….12.….weight"),
+        (25, "model.….12.….weight"),
         (18, "….12.….weight"),
         (10, "model…ight"),
     ],
 )
 def test_a_name_is_shortened_between_dots(most: int, short: str) -> None:
-    assert shortened("model.decoder.layers.12.self_attn.q_proj.weight", most) == short
+    name = "model.decoder.layers.12.self_attn.q_proj.weight"
+    assert shortened([name], most) == [short]
+    # The whole name fits nowhere, and what tells it from its neighbour stays.
+    neighbour = name.replace("q_proj", "k_proj")
+    if 25 <= most < len(name):
+        assert "q_proj" in shortened([name, neighbour], most)[0]
 
 
 def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
