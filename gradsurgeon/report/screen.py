@@ -237,11 +237,9 @@ def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
     rows = [[name, *row[1:]] for name, row in zip(short, shown.rows, strict=True)]
     title, *lines = shown._replace(rows=rows).lines(columns)
     yield Line(title, "head")
-    levels = [*table.levels, *[""] * len(rows)]
-    yield from (Line(line, "faint") for line in lines[:1])
-    yield from (
-        Line(line, level or "plain") for line, level in zip(lines[1:], levels, strict=False)
-    )
+    styles: list[Style] = ["faint", *(level or "plain" for level in table.levels)]
+    styles += ["plain"] * len(lines)
+    yield from (Line(line, style) for line, style in zip(lines, styles, strict=False))
     if len(rows) < len(table.rows):
         yield Line(f"  ... and {len(table.rows) - len(rows):,} more", "faint")
 
