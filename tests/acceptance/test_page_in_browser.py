@@ -266,3 +266,30 @@ def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None
     chosen = page.locator(".curves li.on")
     assert chosen.count() == 1
     assert chosen.inner_text().split()[0] in ("block.2.weight", "block.2.bias")
+
+
+def test_of_many_curves_the_worst_stand_out_until_the_mouse_is_at_another(
+    page: Any, tmp_path: Path
+) -> None:
+    def tones() -> list[bool]:
+        found: list[str] = page.evaluate(
+            """() => {
+              const [chart] = [...current.axes[0].views].filter((view) => view.box.closest(".curves"));
+              return chart.lines.map((_, index) => chart.plot.series[index + 1].stroke(chart.plot, index + 1));
+            }"""
+        )
+        return [tone.startswith("rgb(") for tone in found]
+
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    # The norm of all, and the two worst of nine.
+    assert tones() == [True] * 3 + [False] * 7
+    page.locator(".curves li").nth(6).hover()
+    assert tones() == [True] * 3 + [False] * 3 + [True] + [False] * 3
+    page.mouse.move(5, 5)
+    assert tones() == [True] * 3 + [False] * 7
+    # Of two that the reader has chosen none is quiet.
+    for _ in range(2):
+        page.locator(".rows button", has_text="weight").and_(
+            page.locator("[aria-pressed=false]")
+        ).first.click()
+    assert tones() == [True] * 3
