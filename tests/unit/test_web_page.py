@@ -112,14 +112,17 @@ def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Pa
 
 @pytest.mark.parametrize("times", [1, 3_000])
 def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
-    steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, None, 2.0]
+    steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, 2.0, -math.inf]
     found = line("w", [*steps, *range(4, 4 + times)], [*values, *[0.5] * times])
     if times == 1:
-        assert (found["steps"], found["values"]) == ([0, 1, 2, 3, 4], [5.0, "NaN", None, 2.0, 0.5])
+        assert (found["steps"], found["values"]) == (
+            [0, 1, 2, 3, 4],
+            [5.0, "NaN", None, "-Infinity", 0.5],
+        )
     else:
         # Of three steps one travels.
         assert found["steps"][:2] == [1, 3]
-        assert found["values"][:2] == ["NaN", 2.0]
+        assert found["values"][:2] == ["NaN", "-Infinity"]
         assert len(found["steps"]) == 1_002
 
 

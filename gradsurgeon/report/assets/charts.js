@@ -72,10 +72,10 @@ function tickText(at) {
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
 class Chart {
   constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
-    Object.assign(this, { axis, lines, log, height, marks });
+    Object.assign(this, { axis, log, height, marks, lines: lines.map((line, at) => ({ colour: `curve-${at % 10}`, ...line })) });
     this.box = element("div", { class: "plot" });
     this.step = element("span", {});
-    this.entries = lines.map((line, index) => this.entry(line, index, title));
+    this.entries = this.lines.map((line, index) => this.entry(line, index, title));
     const scale = [unit, log ? "log scale" : ""].filter(Boolean).join(", ");
     this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, scale), this.step), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
@@ -89,18 +89,14 @@ class Chart {
     }
   }
 
-  name(index) {
-    return this.lines[index].colour || `curve-${index % 10}`;
-  }
-
   /** Returns the colour of a curve: of many curves, most are quiet until the mouse is at them. */
   tone(index) {
-    return colour(this.name(index), this.lines[index].quiet && this.focused !== index + 1 ? QUIET : 1);
+    return colour(this.lines[index].colour, this.lines[index].quiet && this.focused !== index + 1 ? QUIET : 1);
   }
 
   entry(line, index, title) {
     const alone = this.lines.length === 1, focus = (at) => () => this.plot.setSeries(at, { focus: true });
-    const made = element("li", {}, alone ? null : swatch(`var(--${this.name(index)})`), alone && line.label === title ? null : nameOf(line.label, 80), element("span", { class: "value" }));
+    const made = element("li", {}, alone ? null : swatch(`var(--${line.colour})`), alone && line.label === title ? null : nameOf(line.label, 80), element("span", { class: "value" }));
     made.addEventListener("mouseenter", focus(index + 1));
     made.addEventListener("mouseleave", focus(null));
     return made;

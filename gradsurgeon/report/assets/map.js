@@ -179,10 +179,6 @@ class HeatMap {
     this.canvas.getContext("2d").putImageData(image, 0, 0);
   }
 
-  remove() {
-    this.axis.views.delete(this);
-  }
-
   cross(step) {
     this.line.hidden = step === null || !this.axis.sees(step);
     this.line.style.left = `${100 * this.axis.share(step)}%`;

@@ -5,7 +5,7 @@ const main = document.getElementById("main"), root = document.documentElement;
 const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300, LOUD = 2;
-const REMEMBERED = "gradsurgeon " + location.pathname, UNTOUCHED = 10000;
+const UNTOUCHED = 10000;
 const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
 const NO_LOSS = 'The loss is drawn here if the script calls gradsurgeon.tag(loss, "loss") and a norm-log rule records it (tensors: "loss", tensor: value, stats: [mean]).';
 // The width of what stands left of every plot and map, so that all of them share one x axis.
@@ -162,7 +162,7 @@ function beside(axis) {
 
 /** Shows one run, and all of them beside one another if there are several. */
 async function show(index, state = {}) {
-  for (const axis of current.axes) for (const view of [...axis.views]) view.remove();
+  for (const axis of current.axes) for (const view of [...axis.views]) view.remove?.();
   const run = data.runs[index], axis = new Steps(run.span, Math.max(0.5, ...run.kinds.map((kind) => halfOf(kind.map))));
   current = { index, axes: [axis], maps: {} };
   main.replaceChildren();
@@ -213,27 +213,17 @@ function live(seconds, state) {
   const timer = setInterval(() => {
     if (Date.now() - begun < 1000 * seconds || Date.now() - touched < UNTOUCHED || !getSelection().isCollapsed) return;
     clearInterval(timer);
-    // Where nothing can be stored, the page begins from its top.
-    try { sessionStorage.setItem(REMEMBERED, JSON.stringify(state())); } catch {}
+    history.replaceState(state(), "");
     location.reload();
   }, 250);
   const stop = button("stop", () => { clearInterval(timer); text.textContent = `${written}, stopped`; stop.remove(); });
   document.getElementById("live").append(text, stop);
 }
 
-/** Returns what the reader had chosen before the page reloaded itself, once. */
-function recall() {
-  try {
-    const text = sessionStorage.getItem(REMEMBERED);
-    sessionStorage.removeItem(REMEMBERED);
-    return JSON.parse(text) || {};
-  } catch {
-    return {};
-  }
-}
-
 async function begin() {
-  const state = recall(), theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips) : 1500);
+  // What the reader had chosen before the page reloaded itself.
+  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips) : 1500);
+  history.replaceState(null, "");
   document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
   const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);
   let resizing = 0;
