@@ -50,12 +50,12 @@ class Snapshot(NamedTuple):
 
     Attributes:
         report: of the newest rows.
-        pace: steps per second in the last seconds of watching, `None` if unknown.
+        pace: steps per second in the last seconds of watching, as text; empty if unknown.
         elapsed: how long the run has gone on, or went on until its last record; empty if unknown.
     """
 
     report: Report
-    pace: float | None
+    pace: str
     elapsed: str
 
     @property
@@ -86,18 +86,18 @@ class LiveRun:
             width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
             rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
             report = from_run(run, newest=rows)
-            snapshot = Snapshot(report, None, _elapsed(run))
+            snapshot = Snapshot(report, "", _elapsed(run))
         if snapshot.is_running and report.steps:
             return snapshot._replace(pace=self._pace(report.steps[1]))
         return snapshot
 
-    def _pace(self, step: int) -> float | None:
+    def _pace(self, step: int) -> str:
         now = self._clock()
         self._steps.append((now, step))
         while now - self._steps[0][0] > _PACE_SECONDS and now - self._steps[1][0] >= _PACE_SECONDS:
             self._steps.popleft()
         begin, first = self._steps[0]
-        return (step - first) / (now - begin) if now > begin else None
+        return f"{(step - first) / (now - begin):.3g} steps/s" if now > begin else ""
 
 
 def _elapsed(run: Run) -> str:
@@ -131,13 +131,17 @@ def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str 
         [Line(hint, "faint")] * bool(hint),
     ]
     lines = _fitted(list(filter(None, map(list, sections))), rows)
-    return [Line(cut(line.text, columns), line.style) for line in lines]
+    cut = columns - 1
+    return [
+        line if len(line.text) <= columns else line._replace(text=line.text[:cut] + "…")
+        for line in lines
+    ]
 
 
 def status_line(snapshot: Snapshot) -> str:
     """Return the run in one line, for output that is no terminal."""
     report = snapshot.report
-    parts = [_step(snapshot), _pace(snapshot)]
+    parts = [_step(snapshot), snapshot.pace]
     wholes, number = report.history.gradients[:1], len(report.params)
     parts += [f"{whole_name(whole, number)} {whole.values[-1]:.3g}" for whole in wholes]
     parts.append(count(by_kind(report.events).total(), "event"))
@@ -150,10 +154,6 @@ def ending(snapshot: Snapshot) -> str:
     """Return why there is nothing more to watch."""
     ended = snapshot.report.ended
     return "" if ended is None else "\n".join(ended.lines(snapshot.report.events))
-
-
-def cut(text: str, columns: int) -> str:
-    return text if len(text) <= columns else text[: max(0, columns - 1)] + "…"
 
 
 def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
@@ -178,7 +178,7 @@ def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
 
 def _head(snapshot: Snapshot, columns: int) -> Iterator[Line]:
     report = snapshot.report
-    rest = ", ".join(filter(None, (_step(snapshot), _pace(snapshot), snapshot.elapsed)))
+    rest = ", ".join(filter(None, (_step(snapshot), snapshot.pace, snapshot.elapsed)))
     room = max(_NAME_LEAST, columns - len(rest) - 2)
     yield Line(f"{cut_inside(printable(report.title), room)}: {rest}", "head")
     if report.ended is not None:
@@ -191,10 +191,6 @@ def _step(snapshot: Snapshot) -> str:
     if snapshot.report.steps is not None:
         return f"step {snapshot.report.steps[1]}"
     return "no step yet" if snapshot.is_running else "no step was recorded"
-
-
-def _pace(snapshot: Snapshot) -> str:
-    return "" if snapshot.pace is None else f"{snapshot.pace:.3g} steps/s"
 
 
 def _events(report: Report) -> Iterator[Line]:
