@@ -16,6 +16,7 @@ ALREADY = {
     "input": "when the model was called",
     "weight": "before the step began",
     "buffer": "before the step began",
+    "loss input": "when the loss was computed",
 }
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]

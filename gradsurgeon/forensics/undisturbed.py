@@ -7,14 +7,15 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.forensics.kept_step import HostRandom, KeptCall, torch_random
+from gradsurgeon.forensics.kept_step import KeptCall
+from gradsurgeon.forensics.random_state import RandomState
 
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -29,50 +30,38 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
     Yields:
         A list that names the objects that could not be restored, once the context has ended.
     """
-    before, host = torch_random(call.random), HostRandom.now()
+    states = RandomState.now(call.random.torch)
     left: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
-        for name, inner in module.named_modules(prefix=call.prefix.removesuffix(".")):
-            stack.enter_context(_attributes(name, inner, left))
-        stack.callback(host.set)
-        stack.callback(_set_random, before)
-        _set_random(call.random)
-        call.host.set()
-        yield left
-
-
-@contextmanager
-def _attributes(name: str, module: nn.Module, left: list[str]) -> Iterator[None]:
-    """Restore the attributes of a module that a forward pass may change."""
-    table = vars(module)
-    before = {key: value for key, value in table.items() if key not in _OF_TORCH}
-    with ExitStack() as stack:
-        for key, value in before.items():
-            stack.enter_context(_contents(f"{name}.{key}" if name else key, [value], left))
-        try:
-            yield
-        finally:
-            for key in table.keys() - before.keys() - _OF_TORCH:
-                del table[key]
-            table.update(before)
-
-
-@contextmanager
-def _contents(name: str, values: Iterable[Any], left: list[str]) -> Iterator[None]:
-    """Restore containers, arrays and generators, each by itself; add to ``left`` those that cannot be restored."""
-    kept = list(_restoring(values, _DEEPEST))
+    held = [("the arguments of the call", one) for one in (call.args, call.kwargs)]
+    kept: list[tuple[str, Callable[[], object]]] = []
+    for name, inner in module.named_modules(prefix=call.prefix.removesuffix(".")):
+        table = vars(inner)
+        before = {key: value for key, value in table.items() if key not in _OF_TORCH}
+        kept.append((name, partial(_reset, table, before)))
+        held += [(f"{name}.{key}" if name else key, value) for key, value in before.items()]
+    for name, value in held:
+        kept += [(name, put_back) for put_back in _restoring([value], _DEEPEST)]
     try:
-        yield
+        call.random.set()
+        yield left
     finally:
-        for put_back in kept:
+        states.set()
+        # Each by itself: one that cannot be written stops no other.
+        for name, put_back in kept:
             try:
                 put_back()
             except Exception as error:  # noqa: BLE001 # a class of the script may raise anything
                 left.append(f"{name} ({type(error).__name__}: {error})")
 
 
+def _reset(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for key in table.keys() - before.keys() - _OF_TORCH:
+        del table[key]
+    table.update(before)
+
+
 def _restoring(values: Iterable[Any], deep: int) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore containers, arrays and generators."""
     for value in values:
         # A class of the script may refuse to be copied or iterated.
         with suppress(Exception):
@@ -123,15 +112,6 @@ def _parts(container: Any) -> list[int]:
     return sorted(found) if isinstance(container, set) else found
 
 
-def _set_random(states: Mapping[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            device = torch.device(name)
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
 @contextmanager
 def exchanged(
     root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
@@ -150,7 +130,7 @@ def exchanged(
         tables += [flat] if isinstance(flat, list) else []
         for table in tables:
             for key, value in enumerate(table) if isinstance(table, list) else table.items():
-                if value is not None and id(value) in new:
+                if id(value) in new:
                     kept.append((table, key, value))
     for table, key, value in kept:
         table[key] = new[id(value)]

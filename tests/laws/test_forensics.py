@@ -609,11 +609,11 @@ def test_a_kernel_that_is_wrong_in_one_implementation() -> None:
 
 
 def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsurgeon.forensics import kept_calls
+    from gradsurgeon.forensics import kept_step
 
     torch.manual_seed(0)
     # The states of the random numbers are most of a call: one fits.
-    monkeypatch.setattr(kept_calls, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(kept_step, "MAX_BYTES", 40_000)
     diagnosis = diagnosed(Net(torch.log), *map(batch, range(4)))
     assert diagnosis.certainty == "partial"
     assert "3 of the calls of this step were not kept" in diagnosis.reasons[0]

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon.forensics.kept_step import Fingerprint, HostRandom
+from gradsurgeon.forensics.kept_step import Fingerprint
+from gradsurgeon.forensics.random_state import RandomState
 
 INF, NAN = float("inf"), float("nan")
 
@@ -731,7 +732,7 @@ def test_random_numbers_of_python_and_numpy_are_those_of_the_step(
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 # what scripts draw from
     model = Drops(chance, finite=finite)
-    before = HostRandom.now()
+    before = RandomState.now()
     diagnosis = diagnosed(model, batch(), loss=lambda out: mean(out["out"]))
     after = chance()
     before.set()
@@ -840,7 +841,7 @@ def test_the_state_of_numpy_is_never_an_earlier_one() -> None:
     np.random.seed(0)  # noqa: NPY002 # what scripts draw from
     states = []
     for _ in range(4):
-        states.append(HostRandom.now())
+        states.append(RandomState.now())
         np.random.normal()  # noqa: NPY002 # every other one waits from the draw before
     after = np.random.normal()  # noqa: NPY002 # the fifth
     for number, state in enumerate(states):
