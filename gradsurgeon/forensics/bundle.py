@@ -87,7 +87,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         (made / _FACE).write_text(json.dumps(face, indent=1), encoding="utf-8")
         torch.save(document, made / STEP)
         try:
-            _bounded_load.check(made / STEP, _MOST_BYTES)
+            with _bounded_load.checked(made / STEP, _MOST_BYTES):
+                pass
         except _bounded_load.RefusedError as error:
             raise NotWrittenError(f"no replay would read it: {error}") from error
         # `mkdtemp` lets nobody else read.

@@ -81,9 +81,9 @@ class KeptCalls:
             hooked, hook = (model if compiled else module), _Hook(self, name, module)
             # It comes before hooks of the script, which a replay runs as well.
             before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-            self._handles += before, hooked.register_forward_hook(hook.after, always_call=True)
-        for handle in self._handles:
-            _torch.leave_behind(handle)
+            for handle in (before, hooked.register_forward_hook(hook.after, always_call=True)):
+                _torch.leave_behind(handle)
+                self._handles.append(handle)
         self._forget()
 
     def detach(self) -> None:
