@@ -121,14 +121,19 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         written = [] if schema is None else _written(schema, args, named)
         for tensor in written:
             self.memory.protect(tensor)
-        before = {id(tensor): self._before(tensor) for tensor in written}
+        # An operation is judged by what it was given, and not by what it has left.
+        copies = {id(t): copy for t in written if (copy := self._before(t)) is not None}
+        originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
+        given = (args, named)
+        if copies:
+            given = tree_map(lambda value: copies.get(id(value), value), given)
         out = func(*args, **named)
         if schema is not None and _is_view(schema):
             return out
         outputs = tensors_of(out)
         self.memory.made(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
-        self._follow(_as_given(func, args, named, before), outputs, written)
+        self._follow(Call(func, *given, originals), outputs, written)
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -285,21 +290,3 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             found += tensors_of(given)
     return found
-
-
-def _as_given(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Mapping[int, Tensor | None]
-) -> Call:
-    """Return a call with the earlier content of tensors that were written over."""
-    if not before:
-        return Call(func, args, kwargs)
-    written: dict[int, Tensor] = {}
-
-    def earlier(value: Any) -> Any:
-        copy = before.get(id(value)) if isinstance(value, Tensor) else None
-        if copy is None:
-            return value
-        written[id(copy)] = value
-        return copy
-
-    return Call(func, tree_map(earlier, args), tree_map(earlier, kwargs), written)
