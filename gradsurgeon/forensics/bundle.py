@@ -30,7 +30,7 @@ from gradsurgeon.forensics.kept_step import (
     KeptLoss,
     KeptStep,
 )
-from gradsurgeon.forensics.random_state import RandomState
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import named_modules
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode

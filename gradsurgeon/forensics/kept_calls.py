@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, KeptStep
-from gradsurgeon.forensics.random_state import RandomState
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsurgeon import _torch
 from gradsurgeon.distributed.fully_shard import Cast
-from gradsurgeon.forensics.random_state import RandomState
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.structure import Path, tensors_in
 

@@ -1,4 +1,4 @@
-"""One operation of a replay, as a report shows it: arguments, numbers, and the line that called it."""
+"""One operation of a replay, as a report shows it: arguments, numbers, and the module and line that called it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Line, TensorFacts
+from gradsurgeon.planning import named_modules
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
+# The name of a module, and its class.
+Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
@@ -148,6 +153,60 @@ def where_is(values: Tensor, kind: Kind) -> Tensor:
     if kind == "NaN":
         return values.isnan()
     return values.isposinf() if kind == "Inf" else values.isneginf()
+
+
+@dataclass(slots=True, eq=False)
+class ModuleCalls:
+    """The calls of modules while a call of the model is replayed.
+
+    Attributes:
+        running: the modules that run, outermost first, each with the number of the first node that it builds.
+        done: the calls that are over, inner calls first, each with the first number and the end of its nodes.
+    """
+
+    running: list[tuple[Place, int]] = field(default_factory=list)
+    done: list[tuple[Place, int, int]] = field(default_factory=list)
+
+    @contextmanager
+    def watched(self, root: nn.Module, came_out: Callable[[str, Any], None]) -> Iterator[None]:
+        """Follow the calls of all modules; ``came_out`` gets the name of a module and its output."""
+        names: dict[int, str] = {}
+        for name, module in named_modules(root).items():
+            names.setdefault(id(module), name)
+
+        def before(module: nn.Module, args: Any) -> None:
+            del args
+            if id(module) in names:
+                place = names[id(module)], type(module).__name__
+                self.running.append((place, _next_node()))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            del args
+            if id(module) in names:
+                self.done.append((*self.running.pop(), _next_node()))
+                came_out(names[id(module)], output)
+
+        handles = (
+            register_module_forward_pre_hook(before),
+            register_module_forward_hook(after, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def place(self, node: Any) -> Place:
+        """Return the module that runs, or the module that built the running node, if any."""
+        if self.running:
+            return self.running[-1][0]
+        number = -1 if node is None else node._sequence_nr()  # noqa: SLF001 # no public name
+        found = (place for place, first, end in self.done if first <= number < end)
+        return next(found, ("", ""))
+
+
+def _next_node() -> int:
+    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 # numbers nodes
 
 
 def lines_here() -> tuple[Line, ...]:

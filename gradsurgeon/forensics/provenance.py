@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -25,10 +25,10 @@ from gradsurgeon.diagnosis import Cause
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.debugging import stand_at
 from gradsurgeon.forensics.memory import Memory
-from gradsurgeon.forensics.module_calls import ModuleCalls
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
+    ModuleCalls,
     elements,
     ends,
     facts,
@@ -147,9 +147,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 self.memory.forget(output)
                 magnitudes.append(max(abs(low), abs(high)))
             else:
-                birth = cache(
-                    lambda output=output, number=number: self._birth(call, output, number)
-                )
+                birth = cache(partial(self._birth, call, output, number))
                 sources = {
                     kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)
                 }

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from gradsurgeon.distributed.fully_shard import casts
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
-from gradsurgeon.forensics.module_calls import ModuleCalls
-from gradsurgeon.forensics.operations import nonfinite_kind
+from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import Source
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
@@ -70,7 +69,8 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     if module is None or call.iterators:
         return found
     try:
-        with _one_at_a_time, undisturbed(module, call) as found.left, warnings.catch_warnings():
+        given = undisturbed(module, call.prefix, (call.args, call.kwargs), call.random)
+        with _one_at_a_time, given as found.left, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _run(module, found, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything

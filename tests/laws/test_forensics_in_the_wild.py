@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon.forensics.kept_step import Fingerprint
-from gradsurgeon.forensics.random_state import RandomState
+from gradsurgeon.forensics.undisturbed import RandomState
 
 INF, NAN = float("inf"), float("nan")
 
