@@ -267,6 +267,11 @@ def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
 
     diagnosis = diagnosed(Logs(), batch(), loss=lambda out: (out.exp() * 0).sum() / (out * 0).sum())
     assert diagnosis.certainty == "partial"
+    # The loss uses the infinities as they are meant, and divides 0 by 0 by itself.
+    diagnosis = diagnosed(
+        Logs(), batch(), loss=lambda out: out.exp().sum() * 0 / (out.exp().sum() * 0)
+    )
+    assert brief(diagnosis)[1:5] == ("NaN", "forward", "", "aten.div")
 
 
 # The run is undisturbed.
