@@ -64,28 +64,18 @@ def load(path: Path, most_bytes: int) -> Any:
         OSError: the file cannot be read.
         RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
     """
-    with _checked(path, most_bytes) as file:
+    with checked(path, most_bytes) as file:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def check(path: Path, most_bytes: int) -> None:
-    """Refuse a file that `load` would refuse, and load nothing.
-
-    Raises:
-        OSError: the file cannot be read.
-        RefusedError: as for `load`.
-    """
-    with _checked(path, most_bytes):
-        pass
-
-
 @contextmanager
-def _checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+def checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+    """Open a file, and refuse it as `load` does; nothing is loaded."""
     # A pipe would block without a flag.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         try:
-            _check(file, most_bytes)
+            _check(file, os.fstat(file.fileno()), most_bytes)
             file.seek(0)
             yield file
         except (OSError, RefusedError):
@@ -95,16 +85,16 @@ def _checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
             raise RefusedError("it is damaged, no whole file of `torch.save`") from error
 
 
-def _check(file: BinaryIO, most_bytes: int) -> None:
-    status = os.fstat(file.fileno())
+def _check(file: BinaryIO, status: os.stat_result, most_bytes: int) -> None:
+    size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         raise RefusedError("it is no file")
-    if status.st_size > most_bytes:
-        raise RefusedError(f"it has {status.st_size:,} bytes, and at most {most_bytes:,} are read")
+    if size > most_bytes:
+        raise RefusedError(f"it has {size:,} bytes, and at most {most_bytes:,} are read")
     with zipfile.ZipFile(_Sparing(file)) as archive:
-        raw, sizes = _members(archive, status.st_size)
+        raw, sizes = _members(archive, size)
     _count_opcodes(raw)
-    _measure(_DryRun(raw, sizes, _SHARED * status.st_size + _MORE).load())
+    _measure(_DryRun(raw, sizes, _SHARED * size + _MORE).load())
 
 
 class _Sparing:
@@ -127,34 +117,29 @@ class _Sparing:
 def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]]:
     """Return the pickle, and the bytes of each storage by its key."""
     members = archive.infolist()
-    if len(members) > MOST_MEMBERS:
-        raise RefusedError(
-            f"it has {len(members):,} members, and at most {MOST_MEMBERS:,} are read"
-        )
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-            raise RefusedError("it has compressed members, which `torch.save` never writes")
-    root = members[0].filename.partition("/")[0] if members else ""
-    names = {member.filename for member in members}
+    if (number := len(members)) > MOST_MEMBERS:
+        raise RefusedError(f"it has {number:,} members, and at most {MOST_MEMBERS:,} are read")
+    if any(
+        m.compress_type != zipfile.ZIP_STORED or m.compress_size != m.file_size for m in members
+    ):
+        raise RefusedError("it has compressed members, which `torch.save` never writes")
+    sizes = {member.filename: member.file_size for member in members}
+    root = next(iter(sizes), "").partition("/")[0]
+    pickled, data = f"{root}/data.pkl", f"{root}/data/"
     # `torch.load` must find the members that are checked here, and no others. It ignores case.
     is_plain = (
-        len({name.lower() for name in names}) == len(members)
-        and all(name.startswith(f"{root}/") for name in names)
+        len({name.lower() for name in sizes}) == number
+        and all(name.startswith(f"{root}/") for name in sizes)
         and min((member.header_offset for member in members), default=1) == 0
-        and sum(member.file_size for member in members) <= size
+        and sum(sizes.values()) <= size
         and not archive.comment
     )
-    if not is_plain or f"{root}/data.pkl" not in names:
+    if not is_plain or pickled not in sizes:
         raise RefusedError("its members are not as `torch.save` writes them")
-    start = f"{root}/data/"
-    sizes = {
-        member.filename.removeprefix(start): member.file_size
-        for member in members
-        if member.filename.startswith(start)
-    }
-    if archive.getinfo(f"{root}/data.pkl").file_size > _MOST_READ_AT_ONCE:
+    if sizes[pickled] > _MOST_READ_AT_ONCE:
         raise RefusedError("its pickle is too long")
-    return archive.read(f"{root}/data.pkl"), sizes
+    tensors = {name.removeprefix(data): sizes[name] for name in sizes if name.startswith(data)}
+    return archive.read(pickled), tensors
 
 
 def _count_opcodes(raw: bytes) -> None:
@@ -169,13 +154,13 @@ def _count_opcodes(raw: bytes) -> None:
             raise RefusedError("its pickle names a place that is too far away")
         kind = name.partition("_")[0].rstrip("123")
         counts[kind] += 1
-        if number >= _MOST_OPCODES or counts[kind] > _MOST_OF_KIND.get(kind, number + 1):
+        if number >= _MOST_OPCODES or counts[kind] > _MOST_OF_KIND.get(kind, _MOST_OPCODES):
             raise RefusedError("its pickle has too many values")
 
 
 class _Storage(NamedTuple):
     numel: int
-    itemsize: int
+    dtype: torch.dtype
 
 
 class _DryRun(pickle.Unpickler):
@@ -189,8 +174,8 @@ class _DryRun(pickle.Unpickler):
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): tuple,
             ("torch.storage", "UntypedStorage"): torch.uint8,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor_of_storage,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor,
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -204,32 +189,24 @@ class _DryRun(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, numel = pid
-        if (
-            kind != "storage"
-            or type(numel) is not int
-            or self._sizes[key] != numel * dtype.itemsize
-        ):
+        is_storage = kind == "storage" and type(numel) is int
+        if not is_storage or self._sizes[key] != numel * dtype.itemsize:
             raise RefusedError("a storage has not the size that is told of it")
-        return _Storage(numel, dtype.itemsize)
+        return _Storage(numel, dtype)
 
-    def _tensor(self, storage: Any, *form: Any) -> None:
-        self._tensor_in(storage.numel, storage.itemsize, *form)
+    def _tensor_of_storage(self, storage: Any, *form: Any) -> None:
+        self._tensor(storage, *form, storage.dtype)
 
-    def _tensor_of(self, storage: Any, *form: Any) -> None:
-        *rest, dtype = form
-        room = storage.numel * storage.itemsize // dtype.itemsize
-        self._tensor_in(room, dtype.itemsize, *rest)
-
-    def _tensor_in(self, room: int, itemsize: int, *form: Any) -> None:
-        offset, size, stride, grad, _ = form
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> None:
+        grad, _, dtype = rest
         numbers = (offset, *size, *stride)
         if any(type(n) is not int or n < 0 for n in numbers) or type(grad) is not bool:
             raise RefusedError("a tensor has sizes that are none")
-        numel = prod(size)
+        numel, room = prod(size), storage.numel * storage.dtype.itemsize // dtype.itemsize
         reach = sum((n - 1) * by for n, by in zip(size, stride, strict=True))
         if numel and offset + reach >= room:
             raise RefusedError("a tensor reaches beyond its storage")
-        self._left -= numel * itemsize
+        self._left -= numel * dtype.itemsize
         if self._left < 0:
             raise RefusedError("its tensors have more elements than its size allows")
 

@@ -16,6 +16,17 @@ ALREADY = {
     "input": "when the model was called",
     "weight": "before the step began",
     "buffer": "before the step began",
+    "loss input": "when the loss was computed",
+}
+# The headline if no operation is blamed, by ``where``.
+_HEADLINES = {
+    "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
+    "literal": "{what} was written by the script itself",
+    "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
+    "loss input": "{bare} was not finite {already} ({what}), and no known operation has made it",
+    "input": "the input{name}{of} was not finite {already} ({what})",
+    "weight": "the weight{name} was not finite {already} ({what})",
+    "buffer": "the buffer{name} was not finite {already} ({what})",
 }
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
@@ -189,7 +200,13 @@ class Diagnosis:
         yield from (f"  in   {facts}" for facts in self.inputs)
         if self.output is not None:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
-        yield from (f"  {printable(fact)}" for fact in self._of_the_loss())
+        if self.loss_nodes:
+            yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
+        if self.loss is not None and self.where == "output gradient":
+            moment = "backward" if math.isfinite(self.loss) else "forward"
+            yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
+        if self.scale is not None:
+            yield f"  the loss was scaled by {self.scale:g}"
         if self.cause is not None:
             yield f"  cause: {self.cause.fault}"
             yield from (f"    {printable(evidence)}" for evidence in self.cause.evidence)
@@ -198,45 +215,29 @@ class Diagnosis:
             yield "  largest magnitudes before it, the last one last:"
             shown = [(printable(label), value) for label, value in self.history]
             width = max(len(label) for label, _ in shown)
-            yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
-
-    def _of_the_loss(self) -> Iterator[str]:
-        """Yield sentences on the loss."""
-        if self.loss_nodes:
-            yield f"operations of the loss: {', '.join(self.loss_nodes)}"
-        if self.loss is not None and self.where == "output gradient":
-            moment = "backward" if math.isfinite(self.loss) else "forward"
-            yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
-        if self.scale is not None:
-            yield f"the loss was scaled by {self.scale:g}"
+            yield from (f"    {label:{width}}  {value:.3g}" for label, value in shown)
 
     @property
     def headline(self) -> str:
         """Where the number became non-finite, in one line."""
-        batch = (
-            f", micro-batch {self.micro_batch} of {self.micro_batches}"
-            if self.micro_batches > 1
-            else ""
-        )
+        name, of = printable(self.name), f" of {self.place}" if self.module else ""
         if self.operation:
-            module = f" of {self.place}" if self.module else " outside of every module"
             node = f" ({self.node})" if self.node not in ("", self.operation) else ""
-            return (
-                f"{self.what} born in the {self.where} pass{module}: {self.operation}{node}{batch}"
+            outside = " outside of every module"
+            told = (
+                f"{self.what} born in the {self.where} pass{of or outside}: {self.operation}{node}"
             )
-        named = f" {printable(self.name)}" if self.name else ""
-        if self.where == "output gradient":
-            return f"{self.what} came back to the output{named} of the model: born outside of it, in the loss{batch}"
-        if self.where == "literal":
-            return f"{self.what} was written by the script itself{batch}"
-        if self.where == "unknown":
-            return f"{self.what} appeared among the inputs of{named}, and no operation shows where from{batch}"
-        if self.where == "loss input":
-            return f"{named.strip()} was not finite when the loss was computed ({self.what}), and no known operation has made it{batch}"
-        of = f" of {self.place}" if self.where == "input" and self.module else ""
-        return (
-            f"the {self.where}{named}{of} was not finite {ALREADY[self.where]} ({self.what}){batch}"
-        )
+        else:
+            told = _HEADLINES[self.where].format(
+                what=self.what,
+                bare=name,
+                name=f" {name}" if name else "",
+                of=of,
+                already=ALREADY.get(self.where, ""),
+            )
+        if self.micro_batches > 1:
+            told += f", micro-batch {self.micro_batch} of {self.micro_batches}"
+        return told
 
     @property
     def place(self) -> str:

@@ -1,7 +1,6 @@
 """Finds the operation that made a NaN or Inf: the failed step is kept, run again under probes, and judged."""
 
-from gradsurgeon.forensics.bundle_reading import check, read
-from gradsurgeon.forensics.bundle_writing import with_bundle
+from gradsurgeon.forensics.bundle import check, read, with_bundle
 from gradsurgeon.forensics.diagnose import diagnose
 
 __all__ = ["check", "diagnose", "read", "with_bundle"]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import ALREADY, Cause, Fault
-from gradsurgeon.forensics.operations import elements, facts, is_real, nonfinite_kind, tensors_of
+from gradsurgeon.diagnosis import Cause, Fault
+from gradsurgeon.forensics.operations import (
+    Call,
+    elements,
+    facts,
+    is_real,
+    nonfinite_kind,
+    tensors_of,
+)
 from gradsurgeon.forensics.remedies import remedy
-from gradsurgeon.forensics.sources import Birth, Call, Source
 
 # An error of the machine need not happen each time.
 _REPEATS = 3
 # Only larger numbers are a sign of an overflow of float64.
 _HUGE = 1e150
 _LESSER = (torch.float16, torch.bfloat16, torch.float32)
+# Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
+_GROWN = 1e3
 
 _ADVICE = {
     "overflow": "the values are too large for the format: find out why they grow (the magnitudes before it), run this "
@@ -35,42 +43,6 @@ _ADVICE = {
     "race, and run a memory test of the machine before you trust its results",
     "unknown": "the operation cannot be repeated in another format: look at its inputs",
 }
-_LOOK_AT_LOSS = (
-    "compute the loss inside the forward pass of a module that holds the model, and the next diagnosis names the "
-    "operation; until then look at the divisions, roots, powers and logarithms among its operations"
-)
-_UPDATED = (
-    "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
-    "the script did since (a checkpoint, a copy)"
-)
-# Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
-_GROWN = 1e3
-
-
-def cause_of(source: Source, step: int = 0) -> Cause:
-    """Return the cause for a source of non-finite numbers.
-
-    Args:
-        source: the operation, or the tensor that was non-finite before.
-        step: how many updates came before.
-    """
-    if isinstance(source, Birth):
-        return source.cause
-    where = {
-        "output gradient": "the gradient that came back to the model was non-finite already",
-        "literal": "the script itself wrote the number",
-        "loss input": f"{source.name} was not finite when the loss was computed",
-        "unknown": "no operation that PyTorch shows made it: something else wrote into its memory",
-    }
-    text = where.get(
-        source.what,
-        f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
-    )
-    if source.what == "output gradient":
-        return Cause("unknown", (text,), _LOOK_AT_LOSS)
-    if source.what == "weight" and step and not source.intended:
-        return cause("bad input", text, _UPDATED)
-    return cause("unknown" if source.what == "unknown" else "bad input", text)
 
 
 def cause(fault: Fault, *evidence: str) -> Cause:
@@ -97,18 +69,136 @@ def cause_of_call(
         history: the largest magnitudes of the operations before.
         lost: the sentence on a constant among the inputs that the format rounded to zero.
     """
-    with torch.no_grad():
-        try:
-            found = _repeat(call, number)
-        except Exception as error:  # noqa: BLE001 # any operation may raise anything
-            text = f"repeating the operation raised {type(error).__name__}: {error}"
-            found = cause("unknown", text)
+    devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cuda"
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind),
+        ):
+            found = _judged(call, number)
+    except Exception as error:  # noqa: BLE001 # any operation may raise anything
+        found = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
     if found.fault == "mathematics" and lost:
         return cause("underflow", *found.evidence, lost)
     if found.fault == "overflow" and (grown := _growth(history)):
         found = replace(found, evidence=(*found.evidence, grown))
-    advice = remedy(found.fault, call.name, node)
-    return replace(found, advice=advice) if advice else found
+    return replace(found, advice=remedy(found.fault, call.name, node) or found.advice)
+
+
+def _judged(call: Call, number: int) -> Cause:
+    results = [_result(call, number) for _ in range(_REPEATS)]
+    finite = [nonfinite_kind(result) for result in results].count("")
+    if finite:
+        text = f"repeated on the same numbers, the result is finite {finite} of {_REPEATS} times"
+        return cause("transient", text)
+    wide, beside, smaller = (
+        _attempt(call, number, dtype=torch.float64, factor=f) for f in (1.0, 1 - 1e-6, 1e-3)
+    )
+    if wide is None:
+        return cause("unknown", "the operation is not there in float64")
+    if kind := nonfinite_kind(wide):
+        text = f"in float64 the result is {facts(wide).kind} as well"
+        # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
+        pole = _is_finite(beside) and _largest(beside) < _HUGE
+        if kind == "Inf" and not pole and _is_finite(smaller):
+            return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+        return cause("mathematics", text)
+    return _of_format(call, number, results[0].dtype, _largest(wide))
+
+
+def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
+    """Return the cause for an operation whose result is finite in float64."""
+    limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    told = f"in float64 the result is finite, up to {largest:.4g}"
+    if largest > limit:
+        return cause("overflow", f"{told}; {name} holds numbers up to {limit:.4g}")
+    fits = f"{name} (up to {limit:.4g})"
+    within = f"{told}: inside the operation a number was too large for {fits}"
+    if large := _too_large_inside(call, number, limit):
+        return cause("overflow", within, large)
+    other = _by_another_kernel(call, number)
+    if _is_finite(other):
+        another = (
+            f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}"
+        )
+        return cause("kernel", f"{told}, which fits into {fits}", another)
+    if dtype == torch.float64:
+        return cause("unknown", "there is no wider format to repeat it in")
+    return cause("overflow", within)
+
+
+def _too_large_inside(call: Call, number: int, limit: float) -> str:
+    """Return a sentence on inputs whose squares, or their sum, are too large for a format, if smaller inputs are fine."""
+    given = [elements(t) for t in call.tensors if is_real(t) and t.numel()]
+    largest = max(map(_largest, given), default=0.0)
+    squares = largest * largest * max((max(t.shape, default=1) for t in given), default=1)
+    if not squares > limit or not _is_finite(_attempt(call, number, factor=1 / largest)):
+        return ""
+    return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
+
+
+def _by_another_kernel(call: Call, number: int) -> Tensor | None:
+    """Return the result of another implementation in the same dtype, if there is one."""
+    from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
+
+    other = None
+    if (written := decomposition_table.get(call.func)) is not None:
+        other = _attempt(call, number, func=written)
+    if other is None and any(tensor.device.type != "cpu" for tensor in call.tensors):
+        other = _attempt(call, number, device=torch.device("cpu"))
+    return other
+
+
+def _attempt(call: Call, number: int, **options: Any) -> Tensor | None:
+    """Return `_result`, ``None`` if there is no such implementation."""
+    try:
+        result = _result(call, number, **options)
+    except Exception:  # noqa: BLE001 # it does not accept these arguments
+        return None
+    return result if options.get("dtype") in (None, result.dtype) and is_real(result) else None
+
+
+def _result(
+    call: Call,
+    number: int,
+    *,
+    dtype: torch.dtype | None = None,
+    factor: float = 1.0,
+    func: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Repeat an operation on copies of its arguments.
+
+    Args:
+        call: the operation.
+        number: which of its results to return.
+        dtype: the dtype of floating point arguments instead of a narrower one.
+        factor: the factor of these arguments.
+        func: another function instead of the operation.
+        device: another device.
+    """
+
+    def fresh(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            part = _dist.local(value.detach())
+            part = part.to(device, dtype if part.dtype in _LESSER else None, copy=True)
+            return part.mul_(factor) if factor != 1.0 and is_real(part) else part
+        if isinstance(value, torch.device):
+            return device or value
+        # Some operations take the dtype of the result as an argument.
+        return dtype or value if isinstance(value, torch.dtype) and value in _LESSER else value
+
+    args, kwargs = tree_map(fresh, (call.args, call.kwargs))
+    return tensors_of((func or call.func)(*args, **kwargs))[number]
+
+
+def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:
+    return result is not None and not nonfinite_kind(result)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(elements(tensor).abs().max())
 
 
 def _growth(history: Sequence[tuple[str, float]]) -> str:
@@ -117,151 +207,8 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     if not known:
         return ""
     (first, low), (last, high) = min(known, key=lambda one: one[1]), known[-1]
-    if high < _GROWN * low or high < _GROWN:
+    if high < _GROWN * max(low, 1.0):
         return ""
     return (
         f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before"
     )
-
-
-def _on_host(call: Call) -> Call:
-    def on_host(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.cpu()
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    return replace(call, args=tree_map(on_host, call.args), kwargs=tree_map(on_host, call.kwargs))
-
-
-def _repeat(call: Call, number: int) -> Cause:
-    devices = {t.device for t in tensors_of(call.args, call.kwargs) if t.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cpu"
-    with (
-        torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind)
-        if devices
-        else torch.random.fork_rng([])
-    ):
-        first = _repeated(call, number)
-        again = [
-            nonfinite_kind(first),
-            *(nonfinite_kind(_repeated(call, number)) for _ in range(_REPEATS - 1)),
-        ]
-        wide, beside, smaller = (
-            _attempt(call, number, torch.float64, factor=f) for f in (1.0, 1 - 1e-6, 1e-3)
-        )
-    if not all(again):
-        times = f"finite {again.count('')} of {_REPEATS} times"
-        return cause("transient", f"repeated on the same numbers, the result is {times}")
-    if wide is None:
-        return cause("unknown", "the operation is not there in float64")
-    if kind := nonfinite_kind(wide):
-        text = f"in float64 the result is {facts(wide).kind} as well"
-        # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
-        pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
-        if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
-            return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
-        return cause("mathematics", text)
-    return _of_format(call, number, first.dtype, _largest(wide))
-
-
-def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
-    """Return the cause for an operation whose result is finite in float64."""
-    limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-    wide, fits = f"up to {largest:.4g}", f"up to {limit:.4g}"
-    if largest > limit:
-        text = f"in float64 the result is finite, {wide}; {name} holds numbers {fits}"
-        return cause("overflow", text)
-    within = f"in float64 the result is finite, {wide}: inside the operation a number was too large for {name} ({fits})"
-    if large := _too_large_inside(call, number, limit):
-        return cause("overflow", within, large)
-    other = _by_another_kernel(call, number)
-    if other is not None and not nonfinite_kind(other):
-        return cause(
-            "kernel",
-            f"in float64 the result is finite, {wide}, which fits into {name} ({fits})",
-            f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}",
-        )
-    if dtype == torch.float64:
-        return cause("unknown", "there is no wider format to repeat it in")
-    return cause("overflow", within)
-
-
-def _too_large_inside(call: Call, number: int, limit: float) -> str:
-    """Return a sentence on inputs whose squares, or their sum, are too large for a format, if smaller inputs are fine."""
-    given = [elements(t) for t in tensors_of(call.args, call.kwargs) if is_real(t) and t.numel()]
-    largest = max((float(values.abs().max()) for values in given), default=0.0)
-    terms = max((max(values.shape, default=1) for values in given), default=1)
-    if not largest * largest * terms > limit:
-        return ""
-    smaller = _attempt(call, number, None, factor=1 / largest)
-    if smaller is None or nonfinite_kind(smaller):
-        return ""
-    return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {largest * largest * terms:.4g}"
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(elements(tensor).abs().max())
-
-
-def _repeated(call: Call, number: int) -> Tensor:
-    args, kwargs = _fresh(call, None)
-    outputs = tensors_of(call.func(*args, **kwargs))
-    return outputs[number]
-
-
-def _attempt(
-    call: Call, number: int, dtype: torch.dtype | None, *, factor: float = 1.0
-) -> Tensor | None:
-    """Return the result in another dtype, for inputs scaled by a factor."""
-    args, kwargs = _fresh(call, dtype)
-    if factor != 1.0:
-        for tensor in tensors_of(args, kwargs):
-            if is_real(tensor):
-                tensor.mul_(factor)
-    try:
-        outputs = tensors_of(call.func(*args, **kwargs))
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
-    return outputs[number] if dtype in (None, outputs[number].dtype) else None
-
-
-def _fresh(call: Call, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Return copies of the arguments of an operation, with floating-point tensors in a dtype."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            part = _dist.local(value.detach())
-            wide = dtype is not None and part.dtype in _LESSER
-            return part.to(dtype) if wide else part.clone()
-        # Some operations take the dtype of the result as an argument.
-        return (
-            dtype
-            if dtype is not None and value in _LESSER and isinstance(value, torch.dtype)
-            else value
-        )
-
-    return tree_map(copied, call.args), tree_map(copied, call.kwargs)
-
-
-def _by_another_kernel(call: Call, number: int) -> Tensor | None:
-    """Return the result of another implementation in the same dtype, if there is one."""
-    from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
-
-    written = decomposition_table.get(call.func)
-    args, kwargs = _fresh(call, None)
-    tensors = tensors_of(args, kwargs)
-    if written is not None:
-        try:
-            outputs = tensors_of(written(*args, **kwargs))
-        except Exception:  # noqa: BLE001 # it does not accept these arguments
-            outputs = []
-        if number < len(outputs) and is_real(outputs[number]):
-            return outputs[number]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        moved = _on_host(call)
-        try:
-            result = call.func(*moved.args, **moved.kwargs)
-        except Exception:  # noqa: BLE001 # the host has none
-            return None
-        return tensors_of(result)[number]
-    return None

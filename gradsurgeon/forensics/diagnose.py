@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
-from gradsurgeon.forensics.cause import cause_of
-from gradsurgeon.forensics.kept_calls import MAX_BYTES
-from gradsurgeon.forensics.kept_step import FailedStep, KeptCall
-from gradsurgeon.forensics.loss import birth_in
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep
+from gradsurgeon.forensics.loss import source_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
-from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
-from gradsurgeon.tensors.structure import tensors_in
+from gradsurgeon.forensics.sources import Source
 
 _NO_CALL = (
     "no call of the model was kept: the script calls parts of the model by itself, or the model is compiled: then apply "
@@ -77,6 +74,10 @@ _INFINITE = (
 )
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 _WRITTEN = "an input was written to after the call"
+_UPDATED_WEIGHT = (
+    "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
+    "the script did since (a checkpoint, a copy)"
+)
 
 
 def diagnose(
@@ -89,58 +90,52 @@ def diagnose(
         doubts: reasons that make any result less certain.
         debugger: open `pdb` at the operation.
     """
-    blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
-    cut: tuple[str, ...] = ()
-    if failed.problem:
-        cut = (f"a call of the model could not be kept: {failed.problem}",)
-    elif failed.dropped:
-        cut = (_TOO_LARGE.format(failed.dropped),)
-    if not failed.calls:
-        return replace(blank, reasons=cut or (_NO_CALL,))
-    modules = [module for call in failed.calls if (module := call.module()) is not None]
-    if not failed.together and any(map(fully_shard.casts, modules)):
+    blank, kept = Diagnosis("not reproduced", (), failed.step, failed.rank), failed.kept
+    reasons: list[str] = []
+    if kept.problem:
+        reasons = [f"a call of the model could not be kept: {kept.problem}"]
+    elif kept.dropped:
+        reasons = [_TOO_LARGE.format(kept.dropped)]
+    if not kept.calls:
+        return replace(blank, reasons=tuple(reasons) or (_NO_CALL,))
+    if not failed.together and any(map(fully_shard.casts, failed.called.values())):
         return replace(blank, reasons=(_ALONE,))
-    if any(_dist.is_divided(param) for module in modules for param in module.parameters()):
+    params = (param for module in failed.called.values() for param in module.parameters())
+    if any(map(_dist.is_divided, params)):
         return replace(blank, reasons=(_DIVIDED,))
-    reasons = [*cut, *doubts]
-    blamed = _search(failed, reasons)
-    if blamed is None:
+    reasons += doubts
+    if (blamed := _search(failed, reasons)) is None:
         finite = _FINITE_HERE if failed.together else _FINITE
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
     replayed, source = blamed
-    if debugger and isinstance(source, Birth):
+    if debugger and source.is_operation:
         replay(replayed.call, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
-    return _told(replayed.call, source, replace(blank, reasons=tuple(reasons)), failed)
+    return _told(replayed, source, failed, tuple(reasons))
 
 
 def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
     """Replay calls until one is to blame; add to ``reasons`` why others show nothing."""
     outside: tuple[Replayed, Source] | None = None
-    for call in failed.calls:
+    for call in failed.kept.calls:
         replayed = replay(call)
         reasons += [_LEFT.format(_shortened(what)) for what in replayed.left]
-        if (problem := _problem(replayed, failed)) is not None:
-            reasons.append(problem)
+        if call.iterators:
+            reasons.append(_ITERATOR.format(", ".join(call.iterators)))
+        elif (error := replayed.error) is not None:
+            why = f"{type(error).__name__}: {_shortened(str(error))}"
+            reasons.append(f"the replay raised {why}")
+        elif "other" in replayed.compared and not failed.kept.updated:
+            reasons.append(_DIFFERENT)
         elif (source := _to_blame(replayed, failed)) is None:
-            if replayed.sources and failed.bad:
+            if replayed.gradients and failed.bad:
                 reasons.append(_OTHERS)
-        elif not _is_from_outside(source):
+        elif not source.is_outside:
             return replayed, source
         elif outside is None:
             # Another call may have sent the gradient back.
             outside = replayed, source
     return outside
-
-
-def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
-    """Return why a replay shows nothing about the call, ``None`` if it does."""
-    if replayed.call.iterators:
-        return _ITERATOR.format(", ".join(replayed.call.iterators))
-    error = replayed.error
-    if error is not None:
-        return f"the replay raised {type(error).__name__}: {_shortened(str(error))}"
-    return None if failed.updated or all(replayed.differs.values()) else _DIFFERENT
 
 
 def _shortened(text: str) -> str:
@@ -152,55 +147,46 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
     """Return the earliest source of the non-finite gradients, or of the tensors of watched modules."""
     blamed = [
         source
-        for name, source in replayed.sources.items()
+        for name, source in replayed.gradients.items()
         # The gradient of an input goes back to another call.
-        if (not failed.bad or name in failed.bad or name.startswith(INPUT))
-        and not is_intended(source)
+        if not failed.bad or name in failed.bad or name.startswith(INPUT)
     ]
-    if any(map(_is_from_outside, blamed)):
+    if any(source.is_outside for source in blamed):
         # A non-finite output may have made the loss non-finite, and so the gradient that came back.
+        loss = failed.kept.losses.get(replayed.call.number)
+        made = None if loss is None else source_in(loss)
+        # The script may have meant an infinity of which the loss made NaN.
+        by_loss = made is not None and made.is_operation and made.repeated
         blamed += [
             source
             for path, (kind, source) in replayed.outputs.items()
-            if path in replayed.grads
-            and not is_intended(source)
-            and (kind == "NaN" or not _made_by_loss(replayed.call, failed))
+            if path in replayed.returned and (kind == "NaN" or not by_loss)
         ]
+    blamed = [source for source in blamed if not source.intended]
     if not blamed:
         # A trap on modules can trip without a non-finite gradient.
         blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
     return min(blamed, key=lambda source: source.when, default=None)
 
 
-def _is_from_outside(source: Source) -> bool:
-    return isinstance(source, Origin) and source.what == "output gradient"
-
-
-def _made_by_loss(call: KeptCall, failed: FailedStep) -> bool:
-    """Tell whether a loss outside of the model made NaN of an infinity that the script may have meant."""
-    loss = failed.losses.get(call.number)
-    birth = None if loss is None else birth_in(loss)
-    return isinstance(birth, Birth) and birth.repeated
-
-
 def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
-    call = replayed.call
-    if replayed.differs:
-        yield _UPDATED if failed.updated else _CLOSE
-    elif not (replayed.is_compared or _has_moved_alike(replayed, failed)):
+    call, told = replayed.call, source.told
+    if replayed.compared & {"near", "other"}:
+        yield _UPDATED if failed.kept.updated else _CLOSE
+    elif not ("equal" in replayed.compared or _has_moved_alike(replayed, failed)):
         yield _NOTHING_FINITE
-    written = {path: _torch.writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
-    if call.written and written != call.written:
+    if call.is_input_written:
         yield _WRITTEN
-    if _is_from_outside(source):
+    if source.is_outside:
         yield _OUTSIDE
-    if isinstance(source, Origin) and source.what == "unknown":
+    if told.where == "unknown":
         yield _UNSEEN
-    if isinstance(source, Birth) and source.rival:
+    if source.rival:
         yield f"{source.rival} made an infinity at the same elements, and may be the cause instead"
     infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
     # Nobody means a number that is too large for its format.
-    if replayed.grads and infinite and cause_of(source).fault != "overflow":
+    is_overflow = told.cause is not None and told.cause.fault == "overflow"
+    if replayed.returned and infinite and not is_overflow:
         yield _INFINITE
     if call.compiled:
         yield _COMPILED
@@ -210,13 +196,10 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether the replay changed a buffer to the same finite numbers as the call."""
-    call, module = replayed.call, replayed.call.module()
-    if module is None:
-        return False
-    later = failed.calls[failed.calls.index(call) + 1 :]
-    following = next((one for one in later if one.name == call.name), None)
-    then = {**dict(module.named_buffers()), **call.weights}
-    then |= {} if following is None else dict(following.buffers.items())
+    call, calls = replayed.call, failed.kept.calls
+    later = calls[calls.index(call) + 1 :]
+    following = next((one.buffers for one in later if one.name == call.name), {})
+    then = {**dict(failed.called[call.name].named_buffers()), **call.weights, **following}
     for name, (before, after) in replayed.moved.items():
         # A counter of calls would be equal after any call.
         if after.is_floating_point() and after.shape == before.shape == then[name].shape:
@@ -226,45 +209,35 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     return False
 
 
-def _told(call: KeptCall, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
+def _told(
+    replayed: Replayed, source: Source, failed: FailedStep, reasons: tuple[str, ...]
+) -> Diagnosis:
     """Return a diagnosis that blames a source."""
-    loss = failed.losses.get(call.number) if _is_from_outside(source) else None
-    if loss is not None and (told := birth_in(loss)) is not None:
-        source = told
-    diagnosis = replace(
-        blank,
-        certainty="partial" if blank.reasons else "reproduced",
+    call = replayed.call
+    loss = failed.kept.losses.get(call.number) if source.is_outside else None
+    told = ((loss and source_in(loss)) or source).told
+    module, module_type, name, cause = told.module, told.module_type, told.name, told.cause
+    if module and call.prefix:
+        module = call.name if module == "." else call.prefix + module
+    if told.where == "input":
+        module, module_type = call.name, type(call.module()).__name__
+    if told.where in ("weight", "buffer"):
+        name = call.prefix + name
+    if told.where == "weight" and failed.step and not source.intended and cause is not None:
+        cause = replace(cause, evidence=(*cause.evidence, _UPDATED_WEIGHT))
+    return replace(
+        told,
+        certainty="partial" if reasons else "reproduced",
+        reasons=reasons,
+        step=failed.step,
+        rank=failed.rank,
         micro_batch=call.number,
-        micro_batches=failed.passes,
+        micro_batches=failed.kept.passes,
+        module=module,
+        module_type=module_type,
+        name=name,
+        cause=cause,
         scale=None if failed.scale is None else float(failed.scale),
-        cause=cause_of(source, failed.step),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
-        lines=source.lines,
-    )
-    if isinstance(source, Birth):
-        module = source.module
-        if module and call.prefix:
-            module = call.name if module == "." else call.prefix + module
-        return replace(
-            diagnosis,
-            what=source.kind,
-            where=source.direction,
-            module=module,
-            module_type=source.module_type,
-            operation=source.operation,
-            node=source.node,
-            inputs=source.inputs,
-            output=source.output,
-            history=source.history,
-        )
-    called = call.module()
-    if source.what == "input" and called is not None:
-        diagnosis = replace(diagnosis, module=call.name, module_type=type(called).__name__)
-    return replace(
-        diagnosis,
-        what="" if source.facts is None else source.facts.kind,
-        where=source.what,
-        name=call.prefix + source.name if source.what in ("weight", "buffer") else source.name,
-        output=source.facts,
     )

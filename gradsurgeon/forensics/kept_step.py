@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +11,17 @@ from torch import Tensor, nn
 
 from gradsurgeon import _torch
 from gradsurgeon.distributed.fully_shard import Cast
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
-from gradsurgeon.tensors.structure import Path
+from gradsurgeon.tensors.structure import Path, tensors_in
 
+# The bounds on one step: beyond them the oldest calls are dropped first.
+MAX_BYTES = 256 * 2**20
+MOST_CALLS = 256
 # A graph with more nodes is another part of the model, not a loss.
 _MOST_NODES = 64
 # The elements by which two tensors are compared, and the largest tensor that is compared whole.
 _SAMPLE, _SMALL = 256, 1024
-_MT19937_BYTES = 4 * 625
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,58 +56,6 @@ class Fingerprint:
         return _torch.writes(self.sample) != self.version
 
 
-def torch_random(devices: Iterable[str]) -> dict[str, Tensor]:
-    """Return the random state of torch by device, ``cpu`` included."""
-    states = {"cpu": torch.get_rng_state()}
-    for device in {*devices} - {"cpu"}:
-        states[device] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-@dataclass(frozen=True, slots=True)
-class HostRandom:
-    """Random state of Python, and of numpy if the script uses numpy."""
-
-    python: tuple[Any, ...] | None = None
-    numpy: Mapping[str, Any] | None = None
-
-    @classmethod
-    def now(cls) -> HostRandom:
-        return cls(random.getstate(), _state_of_numpy())
-
-    @property
-    def nbytes(self) -> int:
-        python = 0 if self.python is None else 36 * len(self.python[1])
-        return python + (0 if self.numpy is None else _MT19937_BYTES)
-
-    def set(self) -> None:
-        if self.python is not None:
-            random.setstate(self.python)
-        if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
-            numpy.set_state(self.numpy)
-
-
-# The last state of numpy, with the memory that it was read from.
-_read: tuple[bytes, Mapping[str, Any]] | None = None
-
-
-def _state_of_numpy() -> Mapping[str, Any] | None:
-    """Return the random state of numpy. Reading it takes long, so it is read again only if it has changed."""
-    global _read  # noqa: PLW0603 # numpy has one state, too
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return None
-    generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-    if generator is None or type(generator).__name__ != "MT19937":
-        state: Mapping[str, Any] = numpy.get_state(legacy=False)
-        return state
-    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    # numpy keeps a second normal number elsewhere, and drawing that changes nothing here.
-    if _read is None or _read[0] != memory or _read[1]["has_gauss"]:
-        _read = memory, numpy.get_state(legacy=False)
-    return _read[1]
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptCall:
     """One call of a model in training.
@@ -117,8 +65,8 @@ class KeptCall:
         name: its name in the model of the session.
         args: positional arguments: tensors by reference, in copies of the script's containers.
         kwargs: keyword arguments, likewise.
-        written: how often each tensor among the arguments had been written to.
-        random: random state of torch by device, ``cpu`` included.
+        written: how often each tensor among the arguments had been written to; empty if unknown.
+        random: the random state before the call.
         buffers: copies of the buffers that the call changes, from before it, by name in ``module``.
         autocast: by kind of device, whether autocast was on, and its dtype.
         outputs: the outputs, by path.
@@ -129,7 +77,6 @@ class KeptCall:
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
         training: by name, whether each module was in training, if that may have changed.
         compiled: whether compiled code ran.
-        host: random state of Python and numpy.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
@@ -139,7 +86,7 @@ class KeptCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: dict[Path, int]
-    random: dict[str, Tensor]
+    random: RandomState
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
@@ -150,7 +97,6 @@ class KeptCall:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
-    host: HostRandom = HostRandom()
     iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 
@@ -158,6 +104,13 @@ class KeptCall:
     def prefix(self) -> str:
         """The prefix of names inside the module: empty for the root."""
         return "" if self.name == "." else f"{self.name}."
+
+    @property
+    def is_input_written(self) -> bool:
+        """Whether the script has written into a tensor among the arguments since the call."""
+        given = tensors_in((self.args, self.kwargs))
+        now = {path: _torch.writes(tensor) for path, tensor in given}
+        return bool(self.written) and self.written != now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,13 +130,48 @@ class KeptLoss:
     def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
         """Return the part of a graph that was made after the node with a number."""
         nodes = graph.nodes_after(after, _MOST_NODES)
-        size = 0
-        for node in nodes:
-            for kept in node.saved.values():
-                # Some nodes keep several tensors in a tuple.
-                for tensor in kept if isinstance(kept, tuple) else (kept,):
-                    size += tensor.nbytes if isinstance(tensor, Tensor) else 0
-        return cls(graph.loss, nodes, size)
+        # Some nodes keep several tensors in a tuple.
+        saved = (tensor for node in nodes for _, tensor in tensors_in(node.saved))
+        return cls(graph.loss, nodes, sum(tensor.nbytes for tensor in saved))
+
+
+@dataclass(slots=True, eq=False)
+class KeptStep:
+    """The calls of a model that feed one update, and the losses that were computed from them.
+
+    Attributes:
+        calls: the calls, oldest first.
+        losses: by backward pass, from 1, the loss outside of the model.
+        dropped: how many calls were not kept.
+        problem: why not, if their size was not the reason.
+        passes: number of backward passes through the calls.
+        updated: whether an update came after the calls, and another one may.
+    """
+
+    calls: list[KeptCall] = field(default_factory=list)
+    losses: dict[int, KeptLoss] = field(default_factory=dict)
+    dropped: int = 0
+    problem: str = ""
+    passes: int = 0
+    updated: bool = False
+
+    @property
+    def bytes(self) -> int:
+        losses = sum(loss.bytes for loss in self.losses.values())
+        return sum(call.bytes for call in self.calls) + losses
+
+    def keep_loss(self, graph: BackwardGraph) -> None:
+        """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
+        loss = KeptLoss.of(graph, max(call.last_node for call in self.calls))
+        if self.bytes + loss.bytes <= MAX_BYTES:
+            self.losses[self.passes + 1] = loss
+
+    def shorten(self) -> None:
+        if self.losses and self.bytes > MAX_BYTES:
+            self.losses.clear()
+        while len(self.calls) > MOST_CALLS or (self.calls and self.bytes > MAX_BYTES):
+            self.calls.pop(0)
+            self.dropped += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,31 +179,27 @@ class FailedStep:
     """A step that a trap has stopped, with everything that a diagnosis needs.
 
     Attributes:
-        calls: the kept calls of the model that fed the step.
-        dropped: how many calls were not kept.
-        problem: why not, if their size was not the reason.
-        passes: number of backward passes in the step.
+        kept: the calls of the model that fed the step.
         step: its number.
         rank: the rank of this process.
         scale: the factor of a `GradScaler`.
         modules: the modules with non-finite tensors, if a trap watches modules.
-        rested: rules that edit tensors of modules, and do not act in a replay.
-        losses: by backward pass, from 1, the loss outside of the model.
         bad: the watched parameters with non-finite gradients at the update.
+        rested: rules that edit tensors of modules, and do not act in a replay.
         together: whether all ranks run the step again at the same time, with whole parameters.
-        updated: whether another optimizer has updated weights since the calls.
     """
 
-    calls: Sequence[KeptCall]
-    dropped: int
-    passes: int
+    kept: KeptStep
     step: int
     rank: int
     scale: Tensor | None = None
     modules: tuple[str, ...] = ()
-    rested: tuple[str, ...] = ()
-    losses: Mapping[int, KeptLoss] = field(default_factory=dict)
-    problem: str = ""
     bad: tuple[str, ...] = ()
+    rested: tuple[str, ...] = ()
     together: bool = False
-    updated: bool = False
+
+    @property
+    def called(self) -> dict[str, nn.Module]:
+        """The modules that were called and still live, by name."""
+        found = ((call.name, call.module()) for call in self.kept.calls)
+        return {name: module for name, module in found if module is not None}

@@ -1,25 +1,32 @@
-"""One operation of a replay, as a report shows it: inputs, outputs, and the line that called it."""
+"""One operation of a replay, as a report shows it: arguments, numbers, and the module and line that called it."""
 
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Line, TensorFacts
+from gradsurgeon.planning import named_modules
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
+# The name of a module, and its class.
+Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
@@ -28,19 +35,79 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n')
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation and its arguments, to be repeated.
+
+    Attributes:
+        func: the operation, as the dispatcher has it.
+        args: the positional arguments, with copies of tensors that the operation has written over.
+        kwargs: the keyword arguments, likewise.
+        written: by identity of such a copy, the tensor that was written over.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.func)
+
+    @property
+    def stem(self) -> str:
+        """The name without namespace and without the underscore of in-place operations."""
+        return self.name.rpartition(".")[2].rstrip("_")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(self.args, self.kwargs)
+
+    @property
+    def nonfinite_numbers(self) -> list[float]:
+        """The NaN and infinities among the arguments that are plain numbers."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [n for n in leaves if isinstance(n, float) and not math.isfinite(n)]
+
+    def passed(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that the script passed: it differs from a copy of one that was written over."""
+        return self.written.get(id(tensor), tensor)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors among the arguments, with their names in the schema."""
+        schema = getattr(self.func, "_schema", None)
+        names = [] if schema is None else [argument.name for argument in schema.arguments]
+        for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
+            if isinstance(value, Tensor):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                items = enumerate(value)
+                yield from ((f"{name}[{n}]", item) for n, item in items if isinstance(item, Tensor))
+
+
+def name_of(func: Any) -> str:
+    schema = getattr(func, "_schema", None)
+    return str(func if schema is None else schema.name).replace("::", ".")
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors among arguments or results of an operation."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     """Measure a tensor. Waits for its device."""
     values = elements(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape, numel = tuple(tensor.shape), values.numel()
-    if not is_real(values):
-        low, high = ends(values) if numel else (None, None)
-        return TensorFacts(name, shape, dtype, low, high, 0, 0, numel)
-    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-    finite = values[values.isfinite()] if nan or inf else values
+    nan, inf, minus_inf = (
+        int(where_is(values, kind).sum()) if is_real(values) else 0 for kind in KINDS
+    )
+    finite = values[values.isfinite()] if nan or inf or minus_inf else values
     low, high = ends(finite) if finite.numel() else (None, None)
-    minus_inf = int(values.isneginf().sum()) if inf else 0
-    return TensorFacts(name, shape, dtype, low, high, nan, inf, numel, minus_inf)
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return TensorFacts(
+        name, shape, dtype, low, high, nan, inf + minus_inf, values.numel(), minus_inf
+    )
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -65,15 +132,12 @@ def ends(values: Tensor) -> tuple[float, float]:
 
 def nonfinite_kind(tensor: Tensor) -> str:
     """Return ``NaN``, ``Inf`` or nothing, and NaN if there are both. Waits for the device."""
-    if not is_real(tensor) or tensor.is_meta:
-        return ""
-    values = elements(tensor)
-    if not values.numel():
+    if not is_real(tensor) or tensor.is_meta or not (values := elements(tensor)).numel():
         return ""
     low, high = ends(values)
-    if low != low or high != high:  # noqa: PLR0124 # NaN
+    if math.isnan(low) or math.isnan(high):
         return "NaN"
-    return "Inf" if low == -torch.inf or high == torch.inf else ""
+    return "Inf" if math.isinf(low) or math.isinf(high) else ""
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:
@@ -91,45 +155,71 @@ def where_is(values: Tensor, kind: Kind) -> Tensor:
     return values.isposinf() if kind == "Inf" else values.isneginf()
 
 
-def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results of an operation."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+@dataclass(slots=True, eq=False)
+class ModuleCalls:
+    """The calls of modules while a call of the model is replayed.
+
+    Attributes:
+        running: the modules that run, outermost first, each with the number of the first node that it builds.
+        done: the calls that are over, inner calls first, each with the first number and the end of its nodes.
+    """
+
+    running: list[tuple[Place, int]] = field(default_factory=list)
+    done: list[tuple[Place, int, int]] = field(default_factory=list)
+
+    @contextmanager
+    def watched(self, root: nn.Module, came_out: Callable[[str, Any], None]) -> Iterator[None]:
+        """Follow the calls of all modules; ``came_out`` gets the name of a module and its output."""
+        names: dict[int, str] = {}
+        for name, module in named_modules(root).items():
+            names.setdefault(id(module), name)
+
+        def before(module: nn.Module, args: Any) -> None:
+            del args
+            if id(module) in names:
+                place = names[id(module)], type(module).__name__
+                self.running.append((place, _next_node()))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            del args
+            if id(module) in names:
+                self.done.append((*self.running.pop(), _next_node()))
+                came_out(names[id(module)], output)
+
+        handles = (
+            register_module_forward_pre_hook(before),
+            register_module_forward_hook(after, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def place(self, node: Any) -> Place:
+        """Return the module that runs, or the module that built the running node, if any."""
+        if self.running:
+            return self.running[-1][0]
+        number = -1 if node is None else node._sequence_nr()  # noqa: SLF001 # no public name
+        found = (place for place, first, end in self.done if first <= number < end)
+        return next(found, ("", ""))
 
 
-def named_tensors(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors among the arguments of an operation, with their names in its schema."""
-    arguments = getattr(func, "_schema", None)
-    names = [argument.name for argument in arguments.arguments] if arguments is not None else []
-    given = [*zip(names, args, strict=False), *kwargs.items()]
-    for name, value in given:
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                if isinstance(item, Tensor):
-                    yield f"{name}[{number}]", item
+def _next_node() -> int:
+    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 # numbers nodes
 
 
 def lines_here() -> tuple[Line, ...]:
     """Return the lines of the script that led here, innermost last: see `_of_script`."""
     frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 # as `traceback` does it
-    return _of_script(
-        Line(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in frames
-    )
+    return _of_script(Line(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)
 
 
 def lines_of_node(node: Any) -> tuple[Line, ...]:
     """Return the lines that built a node of the graph: anomaly mode keeps them with the node."""
-    written = () if node is None else node.metadata.get("traceback_") or ()
-    found = []
-    for text in written:
-        if match := _FRAME.match(text):
-            line = int(match["line"])
-            source = linecache.getline(match["file"], line).strip()
-            found.append(Line(match["file"], line, match["function"], source))
-    return _of_script(found)
+    frames = map(_FRAME.match, node.metadata.get("traceback_") or ())
+    found = [(f["file"], int(f["line"]), f["function"]) for f in frames if f is not None]
+    return _of_script(Line(*one, linecache.getline(*one[:2]).strip()) for one in found)
 
 
 def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -141,12 +231,7 @@ def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
     for line in lines:
         if line.file == _REPLAY:
             inner.clear()
-        inner.append(line)
-    foreign = [
-        line for line in inner if not line.file.startswith((*_OURS, _TORCH, "<frozen", "<string"))
-    ]
-    if not foreign:
-        return ()
-    own = [line for line in foreign if not _INSTALLED.search(line.file)]
-    last = foreign[-1]
-    return (last,) if not own or own[-1] == last else (own[-1], last)
+        elif not line.file.startswith((*_OURS, _TORCH, "<frozen", "<string")):
+            inner.append(line)
+    own = [line for line in inner if not _INSTALLED.search(line.file)]
+    return tuple(dict.fromkeys((*own[-1:], *inner[-1:])))

@@ -11,22 +11,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Cause
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.debugging import stand_at
-from gradsurgeon.forensics.memory import LostConstants, Memory
+from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
+    Call,
     Kind,
+    ModuleCalls,
     elements,
     ends,
     facts,
@@ -34,25 +36,18 @@ from gradsurgeon.forensics.operations import (
     kinds_in,
     lines_here,
     lines_of_node,
-    named_tensors,
+    name_of,
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.sources import (
-    Birth,
-    Call,
-    Origin,
-    Source,
-    first_to_blame,
-    given,
-    is_intended,
-    may_mask,
-)
+from gradsurgeon.forensics.sources import BLANK, Source, first_to_blame, held, taken_from
 from gradsurgeon.planning.manifest import ROOT
 
+# The kinds of tensors that can be non-finite before the operations begin, or between them.
+Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
-_COPIES = ("clone", "_to_copy", "copy_", "detach", "contiguous")
+_COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # How many magnitudes before a birth are kept.
 _HISTORY = 20
@@ -66,34 +61,6 @@ _MASKED = ("softmax", "logsumexp", "logcumsumexp", "logaddexp", "attention")
 _LARGEST_COPY = 2**28
 
 
-@dataclass(slots=True, eq=False)
-class ModuleCalls:
-    """Which module runs, and which module built a node of the graph: nodes have ascending numbers."""
-
-    running: list[tuple[str, str]] = field(default_factory=list)
-    # First and last number of the nodes of each call, inner calls first.
-    spans: list[tuple[int, int, str, str]] = field(default_factory=list)
-    begun: list[int] = field(default_factory=list)
-
-    def enter(self, name: str, type_name: str) -> None:
-        self.running.append((name, type_name))
-        self.begun.append(_next_node())
-
-    def leave(self) -> None:
-        name, type_name = self.running.pop()
-        self.spans.append((self.begun.pop(), _next_node(), name, type_name))
-
-    def of_node(self, number: int) -> tuple[str, str]:
-        for first, end, name, type_name in self.spans:
-            if first <= number < end:
-                return name, type_name
-        return "", ""
-
-
-def _next_node() -> int:
-    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 # numbers nodes
-
-
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types there
     """Follows non-finite numbers through the operations that run under it, forward and backward."""
 
@@ -104,40 +71,36 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
-        self._lost = LostConstants()
         self._judged = 0
 
     def seed(
         self,
-        what: Literal["weight", "buffer", "input", "output gradient"],
+        what: Seed,
         name: str,
         tensor: Tensor,
-    ) -> Origin | None:
+    ) -> Source | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
-            kind = nonfinite_kind(tensor)
-            measured = facts(tensor, name) if kind else None
-        if not kind:
-            return None
-        mask = what in ("input", "buffer") or (what == "weight" and not tensor.requires_grad)
-        intended = kind == "Inf" and mask and name.rpartition(".")[2] not in _STATISTICS
-        origin = Origin(self._moment(), what, name, measured, intended=intended)
-        with _disable_current_modes():
-            self.memory.remember(tensor, {one: [origin] for one in kinds_in(tensor)})
-        return origin
+            if not (kind := nonfinite_kind(tensor)):
+                return None
+            mask = what in ("input", "buffer") or (what == "weight" and not tensor.requires_grad)
+            intended = kind == "Inf" and mask and name.rpartition(".")[2] not in _STATISTICS
+            source = held(self._moment(), what, name, facts(tensor, name), intended=intended)
+            self.memory.remember(tensor, {one: [source] for one in kinds_in(tensor)})
+        return source
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """Return the source of a non-finite tensor, ``None`` for a finite one, or below `vmap`."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
             return None
         with _disable_current_modes():
-            kind = nonfinite_kind(tensor)
-            if not kind:
+            if not (kinds := kinds_in(tensor)):
                 return None
-            known = self.memory.known(tensor, kinds_in(tensor)[0])
-            if not known and kind == "Inf" and not self.memory.is_made(tensor):
-                return Origin(self._when, "literal", "", facts(tensor), intended=True)
-            return first_to_blame(known) or Origin(self._when, "unknown", "", facts(tensor))
+            if known := first_to_blame(self.memory.sources(tensor, kinds[0])):
+                return known
+            meant = kinds[0] != "NaN" and not self.memory.is_made(tensor)
+            where = "literal" if meant else "unknown"
+            return held(self._when, where, "", facts(tensor), intended=meant)
 
     def __torch_dispatch__(
         self,
@@ -152,46 +115,50 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **named)
-            fresh = tensors_of(out)
-            self.memory.made(fresh, empty=True)
+            self.memory.made(tensors_of(out), empty=True)
             return out
-        written = _written(func, args, named)
+        schema = getattr(func, "_schema", None)
+        written = [] if schema is None else _written(schema, args, named)
         for tensor in written:
             self.memory.protect(tensor)
-        before = {id(tensor): self._before(tensor) for tensor in written}
+        # An operation is judged by what it was given, and not by what it has left.
+        copies = {id(t): copy for t in written if (copy := self._before(t)) is not None}
+        originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
+        given = (args, named)
+        if copies:
+            given = tree_map(lambda value: copies.get(id(value), value), given)
         out = func(*args, **named)
-        if _is_view(func):
+        if schema is not None and _is_view(schema):
             return out
-        call = _as_given(func, args, named, before)
         outputs = tensors_of(out)
         self.memory.made(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
-        measured = [
-            self._judge(call, output, number)
-            for number, output in enumerate(outputs)
-            if is_real(output) and not output.is_meta
-        ]
-        # The new content is in memory from here on.
-        self.memory.written(written)
-        self._lost.follow(call, outputs)
-        finite = [largest for largest in measured if largest is not None]
-        if finite and name.removeprefix("aten.") not in _COPIES:
-            module = self._place()[0]
-            label = name if module in ("", ROOT) else f"{module}: {name}"
-            self._history.append((label, max(finite)))
+        self._follow(Call(func, *given, originals), outputs, written)
         return out
 
-    def _judge(self, call: Call, output: Tensor, number: int) -> float | None:
-        """Return the largest magnitude of a finite result; note the sources of a non-finite one."""
-        values = elements(output)
-        if not values.numel():
-            return None
-        low, high = ends(values)
-        if math.isfinite(low) and math.isfinite(high):
-            self.memory.forget(output)
-            return max(abs(low), abs(high))
-        self.memory.remember(output, self._sources(call, output, number))
-        return None
+    def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Note the sources of the non-finite results of an operation, and the magnitude of finite results."""
+        magnitudes = []
+        for number, output in enumerate(outputs):
+            if not is_real(output) or output.is_meta or not (values := elements(output)).numel():
+                continue
+            low, high = ends(values)
+            if math.isfinite(low) and math.isfinite(high):
+                self.memory.forget(output)
+                magnitudes.append(max(abs(low), abs(high)))
+            else:
+                birth = cache(partial(self._birth, call, output, number))
+                sources = {
+                    kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)
+                }
+                self.memory.remember(output, sources)
+        # The new content is in memory from here on.
+        self.memory.written(written)
+        self.memory.follow_lost_constants(call, outputs)
+        if magnitudes and call.stem not in _COPIES:
+            module = self._modules.place(_torch.current_node())[0]
+            label = call.name if module in ("", ROOT) else f"{module}: {call.name}"
+            self._history.append((label, max(magnitudes)))
 
     def _before(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of a tensor that an operation is about to write into; zeros for memory not written to yet."""
@@ -201,110 +168,95 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         copy = tensor.detach().clone()
         return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
 
-    def _sources(self, call: Call, output: Tensor, number: int) -> dict[Kind, list[Source]]:
-        """Return the sources of a non-finite result by kind."""
-        birth = cache(lambda: self._birth(call, output, number))
-        return {kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)}
-
     def _of_kind(
-        self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Birth]
+        self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
     ) -> list[Source]:
-        nan, infinite, fresh = given(call, output, kind)
-        by_tensor = [self._known(call, tensor, "NaN") for tensor in nan]
-        found = [source for sources in by_tensor for source in sources]
+        """Return the sources of the NaN, Inf or -Inf in a result."""
+        taken, fresh = taken_from(call, output, kind)
+        infinite = [one for one in taken if one[1] != "NaN"]
+        known = [self._known(call, *one) for one in taken if kind != "NaN" or one[1] == "NaN"]
+        found = [source for sources in known for source in sources]
+        of_script = not all(known)
         if kind == "NaN":
             if infinite:
                 found.append(self._of_infinities(call, infinite, birth))
-            if fresh or not all(by_tensor):
+            if fresh or of_script:
                 found.append(birth())
-            return found
-        by_tensor = [self._known(call, *one) for one in infinite]
-        found += [source for sources in by_tensor for source in sources]
-        numbers = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
-        is_written = fresh and (numbers or not tensors_of(call.args, call.kwargs))
-        if is_written or not all(by_tensor):
+        elif of_script or (fresh and (call.nonfinite_numbers or not call.tensors)):
             # The script wrote or holds the number: a mask.
-            lines, measured = lines_here(), facts(output)
-            found.append(
-                Origin(self._moment(), "literal", call.name, measured, lines, intended=True)
-            )
+            when, lines = self._moment(), lines_here()
+            found.append(held(when, "literal", call.name, facts(output), lines, intended=True))
         elif fresh:
             found.append(birth())
         return found
 
     def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[Source]:
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
-        # An overwritten tensor is known by the tensor that was passed.
-        place = call.written.get(id(tensor), tensor)
-        found = self.memory.known(place, kind)
+        place = call.passed(tensor)
+        found = self.memory.sources(place, kind)
         if not found and self.memory.is_made(place):
-            found = [Origin(self._moment(), "unknown", call.name, facts(tensor))]
+            found = [held(self._moment(), "unknown", call.name, facts(tensor))]
         return found
 
     def _of_infinities(
-        self, call: Call, infinite: Sequence[tuple[Tensor, Kind]], birth: Callable[[], Birth]
+        self, call: Call, infinite: Sequence[tuple[Tensor, Kind]], birth: Callable[[], Source]
     ) -> Source:
         """Return the infinity to blame for a NaN, or the operation if all infinities were masks."""
-        found = [
-            (source, kind)
-            for tensor, kind in infinite
-            for source in self._known(call, tensor, kind)
-        ]
-        masks = [source for source, kind in found if may_mask(source, kind)]
+        found = [(source, kind) for t, kind in infinite for source in self._known(call, t, kind)]
+        masks = [source for source, kind in found if source.may_mask(kind)]
         # An infinite input may be a mask or a mistake: its use decides.
         faults = [
-            s
-            for s, kind in found
-            if not may_mask(s, kind)
-            and (not is_intended(s) or (isinstance(s, Origin) and s.what == "input"))
+            source
+            for source, kind in found
+            if not source.may_mask(kind) and (not source.intended or source.told.where == "input")
         ]
         hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
-        if not faults:
-            first = None if hides else min(masks, key=lambda source: source.when, default=None)
-            if first is None:
-                return birth()
+        blamed = faults or ([] if hides else masks)
+        if not blamed:
+            return birth()
+        first = min(blamed, key=lambda source: source.when)
+        if not first.is_operation:
             # A mask that makes a NaN was none, or was misused.
-            return replace(first, intended=False) if isinstance(first, Origin) else first
-        first = min(faults, key=lambda source: source.when)
-        if isinstance(first, Origin):
             return replace(first, intended=False)
-        rivals = [
-            s for s in masks if isinstance(s, Birth) and not s.constant and s.when != first.when
-        ]
-        return replace(first, rival=_named(rivals[0])) if rivals and not hides else first
+        rivals = [one for one in masks if one.is_operation and not one.constant]
+        rivals = [one for one in rivals if one.when != first.when]
+        if not (faults and rivals) or hides:
+            return first
+        told = rivals[0].told
+        at = f" at {told.lines[-1]}" if told.lines else ""
+        return replace(first, rival=f"{told.operation}{at}")
 
-    def _birth(self, call: Call, output: Tensor, number: int) -> Birth:
+    def _birth(self, call: Call, output: Tensor, number: int) -> Source:
         node = _torch.current_node()
-        module, module_type = self._place()
+        module, module_type = self._modules.place(node)
         backward = node is not None and not self._modules.running
         lines = lines_here() or (lines_of_node(node) if backward else ())
-        when, measured = self._moment(), facts(output)
-        inputs = dict(named_tensors(call.func, call.args, call.kwargs))
+        when, measured, inputs = self._moment(), facts(output), dict(call.named())
         if when == self._stop_at:
             stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
-        return Birth(
-            when=when,
-            kind=measured.kind or "NaN",
-            operation=call.name,
-            direction="backward" if backward else "forward",
+        told = replace(
+            BLANK,
+            what=measured.kind or "NaN",
+            where="backward" if backward else "forward",
             module=module,
             module_type=module_type,
+            operation=call.name,
             node=name,
             lines=lines,
             inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
             history=tuple(self._history),
             cause=self._cause(call, number, name if backward else ""),
-            constant=not backward and not any(tensor.requires_grad for tensor in inputs.values()),
         )
+        constant = not backward and not any(tensor.requires_grad for tensor in inputs.values())
+        return Source(when, told, constant=constant)
 
     def _cause(self, call: Call, number: int, node: str) -> Cause:
-        if any(math.isnan(n) for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)):
+        if any(map(math.isnan, call.nonfinite_numbers)):
             return cause("bad input", f"the script itself passes the number NaN to {call.name}")
-        for name, tensor in named_tensors(call.func, call.args, call.kwargs):
-            place = call.written.get(id(tensor), tensor)
-            if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(place):
+        for name, tensor in call.named():
+            if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(call.passed(tensor)):
                 return cause(
                     "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
@@ -315,71 +267,24 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return cause(
                 "unknown", "many operations had made such numbers before: this one was not repeated"
             )
-        return cause_of_call(
-            call, number, node, history=tuple(self._history), lost=self._lost.among(call)
-        )
-
-    def _place(self) -> tuple[str, str]:
-        """Return the module that runs, or the module that built the running node."""
-        if self._modules.running:
-            return self._modules.running[-1]
-        node = _torch.current_node()
-        return ("", "") if node is None else self._modules.of_node(node._sequence_nr())  # noqa: SLF001
+        lost = self.memory.lost_constant(call)
+        return cause_of_call(call, number, node, history=tuple(self._history), lost=lost)
 
     def _moment(self) -> int:
         self._when += 1
         return self._when
 
 
-def name_of(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    name = str(func) if schema is None else schema.name
-    return str(name).replace("::", ".")
+def _is_view(schema: Any) -> bool:
+    shown = (result.alias_info for result in schema.returns)
+    return any(alias is not None and not alias.is_write for alias in shown)
 
 
-def _is_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    shown = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
-    return len(shown) > 0
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the arguments that an operation writes into."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return []
     found: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += tensors_of(value)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tensors_of(given)
     return found
-
-
-def _as_given(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Mapping[int, Tensor | None]
-) -> Call:
-    """Return a call with the earlier content of tensors that were written over."""
-    if not before:
-        return Call(func, name_of(func), args, kwargs)
-    written: dict[int, Tensor] = {}
-
-    def earlier(value: Any) -> Any:
-        copy = before.get(id(value)) if isinstance(value, Tensor) else None
-        if copy is None:
-            return value
-        written[id(copy)] = value
-        return copy
-
-    return Call(func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), written)
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _named(birth: Birth) -> str:
-    return f"{birth.operation} at {birth.lines[-1]}" if birth.lines else birth.operation

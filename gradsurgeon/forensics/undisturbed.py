@@ -1,78 +1,136 @@
-"""Restores random states, attributes of modules, parameters and gradients after a replay."""
+"""Random states, attributes of modules, parameters and gradients: set for a replay, and restored after it."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.forensics.kept_step import HostRandom, KeptCall, torch_random
-
+_MT19937_BYTES = 4 * 625
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 # The depth to which structures are followed: one may contain itself.
 _DEEPEST = 8
 
 
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Random states to be set again.
+
+    Attributes:
+        torch: the state of torch by device, ``cpu`` included.
+        python: the state of Python.
+        numpy: the state of numpy, if the script uses numpy.
+    """
+
+    torch: Mapping[str, Tensor]
+    python: tuple[Any, ...] | None = None
+    numpy: Mapping[str, Any] | None = None
+
+    @classmethod
+    def now(cls, devices: Iterable[str] = ()) -> RandomState:
+        """Return the state of the host, and of other devices by name."""
+        states = {"cpu": torch.get_rng_state()}
+        for device in {*devices} - {"cpu"}:
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+        return cls(states, random.getstate(), _state_of_numpy())
+
+    @property
+    def nbytes(self) -> int:
+        python = 0 if self.python is None else 36 * len(self.python[1])
+        numpy = 0 if self.numpy is None else _MT19937_BYTES
+        return python + numpy + sum(state.nbytes for state in self.torch.values())
+
+    def set(self) -> None:
+        for name, state in self.torch.items():
+            if name == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.get_device_module(name).set_rng_state(state, torch.device(name))
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.set_state(self.numpy)
+
+
+# The last state of numpy, with the memory that it was read from.
+_read: tuple[bytes, Mapping[str, Any]] | None = None
+
+
+def _state_of_numpy() -> Mapping[str, Any] | None:
+    """Return the random state of numpy. Reading it takes long, so it is read again only if it has changed."""
+    global _read  # noqa: PLW0603 # numpy has one state, too
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        state: Mapping[str, Any] = numpy.get_state(legacy=False)
+        return state
+    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    # numpy keeps a second normal number elsewhere, and drawing that changes nothing here.
+    if _read is None or _read[0] != memory or _read[1]["has_gauss"]:
+        _read = memory, numpy.get_state(legacy=False)
+    return _read[1]
+
+
 @contextmanager
-def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
-    """Set the random states of a call; at the end restore everything that a replay may change.
+def undisturbed(
+    module: nn.Module, prefix: str, arguments: Iterable[Any], then: RandomState
+) -> Iterator[list[str]]:
+    """Set a random state for a replay; at the end restore everything that a replay may change.
+
+    Args:
+        module: the module that is called.
+        prefix: the prefix of names inside it.
+        arguments: the arguments of the call.
+        then: the random state of the call.
 
     Yields:
         A list that names the objects that could not be restored, once the context has ended.
     """
-    before, host = torch_random(call.random), HostRandom.now()
+    now = RandomState.now(then.torch)
     left: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(_contents("the arguments of the call", [call.args, call.kwargs], left))
-        for name, inner in module.named_modules(prefix=call.prefix.removesuffix(".")):
-            stack.enter_context(_attributes(name, inner, left))
-        stack.callback(host.set)
-        stack.callback(_set_random, before)
-        _set_random(call.random)
-        call.host.set()
-        yield left
-
-
-@contextmanager
-def _attributes(name: str, module: nn.Module, left: list[str]) -> Iterator[None]:
-    """Restore the attributes of a module that a forward pass may change."""
-    table = vars(module)
-    before = {key: value for key, value in table.items() if key not in _OF_TORCH}
-    with ExitStack() as stack:
-        for key, value in before.items():
-            stack.enter_context(_contents(f"{name}.{key}" if name else key, [value], left))
-        try:
-            yield
-        finally:
-            for key in table.keys() - before.keys() - _OF_TORCH:
-                del table[key]
-            table.update(before)
-
-
-@contextmanager
-def _contents(name: str, values: Iterable[Any], left: list[str]) -> Iterator[None]:
-    """Restore containers, arrays and generators, each by itself; add to ``left`` those that cannot be restored."""
-    kept = list(_restoring(values, _DEEPEST))
+    held = [("the arguments of the call", one) for one in arguments]
+    kept: list[tuple[str, Callable[[], object]]] = []
+    for name, inner in module.named_modules(prefix=prefix.removesuffix(".")):
+        table = vars(inner)
+        before = {key: value for key, value in table.items() if key not in _OF_TORCH}
+        kept.append((name, partial(_reset, table, before)))
+        held += [(f"{name}.{key}" if name else key, value) for key, value in before.items()]
+    for name, value in held:
+        kept += [(name, put_back) for put_back in _restoring([value], _DEEPEST)]
     try:
-        yield
+        then.set()
+        yield left
     finally:
-        for put_back in kept:
+        now.set()
+        # Each by itself: one that cannot be written stops no other.
+        for name, put_back in kept:
             try:
                 put_back()
             except Exception as error:  # noqa: BLE001 # a class of the script may raise anything
                 left.append(f"{name} ({type(error).__name__}: {error})")
 
 
+def _reset(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for key in table.keys() - before.keys() - _OF_TORCH:
+        del table[key]
+    table.update(before)
+
+
 def _restoring(values: Iterable[Any], deep: int) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore containers, arrays and generators."""
     for value in values:
         # A class of the script may refuse to be copied or iterated.
         with suppress(Exception):
@@ -123,15 +181,6 @@ def _parts(container: Any) -> list[int]:
     return sorted(found) if isinstance(container, set) else found
 
 
-def _set_random(states: Mapping[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            device = torch.device(name)
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
 @contextmanager
 def exchanged(
     root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
@@ -150,7 +199,7 @@ def exchanged(
         tables += [flat] if isinstance(flat, list) else []
         for table in tables:
             for key, value in enumerate(table) if isinstance(table, list) else table.items():
-                if value is not None and id(value) in new:
+                if id(value) in new:
                     kept.append((table, key, value))
     for table, key, value in kept:
         table[key] = new[id(value)]

@@ -27,7 +27,7 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.trap_report import spike_report, told_of_cut
+from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
 
 
 class SpikeTraps:

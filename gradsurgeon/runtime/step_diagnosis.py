@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +35,10 @@ class StepDiagnosis:
     def __init__(self, context: Context, kept: KeptCalls) -> None:
         self._context = context
         self._kept = kept
-        self._asked = frozenset(
-            rule
-            for rule, decision in context.decisions.items()
-            if isinstance(decision, Decision) and decision.forensics
-        )
+        decisions = context.decisions.items()
+        self._asked = {
+            rule for rule, one in decisions if isinstance(one, Decision) and one.forensics
+        }
         # The rules whose next trip is diagnosed.
         self.pending = set(self._asked)
         # The rules with a trip that ranks have diagnosed together.
@@ -64,35 +63,53 @@ class StepDiagnosis:
             asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
             if not asked:
                 return {}
-            diagnosis = self._among_ranks(list(reports.values()), step, scale, heard, asked)
+            failed = self._failed(step, scale, reports.values())
+            diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
         diagnoses = {}
-        for rule, report in reports.items():
-            if rule in self.pending:
-                self.pending.discard(rule)
-                failed = self._failed(step, scale, [report])
-                if (diagnosis := self._run(failed, [rule])) is not None:
-                    diagnoses[rule] = diagnosis
+        for rule in [rule for rule in reports if rule in self.pending]:
+            self.pending.discard(rule)
+            failed = self._failed(step, scale, [reports[rule]])
+            if (diagnosis := self._run(failed, [rule])) is not None:
+                diagnoses[rule] = diagnosis
         return diagnoses
+
+    def _failed(self, step: int, scale: Tensor | None, reports: Iterable[TrapReport]) -> FailedStep:
+        modules = tuple(name for report in reports for name in report.modules)
+        bad = tuple(name for report in reports for name in report.bad)
+        rules = self._context.program.site_rules
+        rested = tuple(sorted({rule.id for rule, _ in rules if isinstance(rule, EditRule)}))
+        kept = replace(self._kept.step)
+        return FailedStep(kept, step, _dist.rank(), scale, modules, bad, rested)
 
     def _among_ranks(
         self,
-        reports: Sequence[TrapReport],
-        step: int,
-        scale: Tensor | None,
+        failed: FailedStep,
+        reports: Collection[TrapReport],
         heard: Heard,
         rules: Collection[str],
     ) -> Diagnosis | None:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
-        divided = self._divided()
-        if divided is not None:
+        unable = Diagnosis("not reproduced", (), failed.step, failed.rank)
+        own: Diagnosis | None = None
+        if (divided := self._divided()) is not None:
+            # All ranks run the step again together, with whole parameters.
             told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
             if absent := [rank for rank in heard.voter.ranks if rank not in told]:
-                return self._unable(_ABSENT.format(ranks=_dist.named(absent)), step)
+                return replace(unable, reasons=(_ABSENT.format(ranks=_dist.named(absent)),))
             if full := [rank for rank, fits in told.items() if not fits]:
-                return self._unable(_NO_MEMORY.format(ranks=_dist.named(full)), step)
-        own = self._own(reports, step, scale, rules, guilty=heard.guilty, divided=divided)
+                return replace(unable, reasons=(_NO_MEMORY.format(ranks=_dist.named(full)),))
+            for call in failed.kept.calls:
+                if (module := call.module()) is not None:
+                    call.casts = fully_shard.casts(module)
+            around = fully_shard.unsharded(divided)
+            own = self._run(replace(failed, together=True), rules, around)
+        elif reports and heard.guilty and failed.rank not in heard.guilty and _all_reduced(reports):
+            why = f"{_dist.named(heard.guilty)} contributed NaN or Inf, and this rank did not"
+            own = replace(unable, reasons=(why,))
+        elif reports:
+            own = self._run(failed, rules)
         return _most_telling(own, heard.voter.meet(own, LIMIT))
 
     def _divided(self) -> nn.Module | None:
@@ -101,62 +118,10 @@ class StepDiagnosis:
         groups = context.ranks.shard_groups(range(len(context.program.names)))
         return model if groups and model is not None and fully_shard.casts(model) else None
 
-    def _unable(self, why: str, step: int) -> Diagnosis:
-        return Diagnosis("not reproduced", (why,), step, _dist.rank())
-
-    def _own(
-        self,
-        reports: Sequence[TrapReport],
-        step: int,
-        scale: Tensor | None,
-        rules: Iterable[str],
-        *,
-        guilty: Sequence[int],
-        divided: nn.Module | None,
-    ) -> Diagnosis | None:
-        """Run the calls of this rank again, with whole parameters if the model is divided."""
-        if divided is not None:
-            failed = self._failed(step, scale, reports, together=True)
-            for call in failed.calls:
-                if (module := call.module()) is not None:
-                    call.casts = fully_shard.casts(module)
-            return self._run(failed, rules, fully_shard.unsharded(divided))
-        if not reports:
-            return None
-        if guilty and _dist.rank() not in guilty and all(report.reduced for report in reports):
-            why = f"{_dist.named(guilty)} contributed NaN or Inf, and this rank did not"
-            return self._unable(why, step)
-        return self._run(self._failed(step, scale, reports), rules)
-
-    def _failed(
-        self,
-        step: int,
-        scale: Tensor | None,
-        reports: Sequence[TrapReport],
-        *,
-        together: bool = False,
-    ) -> FailedStep:
-        kept, rules = self._kept, self._context.program.site_rules
-        return FailedStep(
-            tuple(kept.calls),
-            kept.dropped,
-            kept.passes,
-            step,
-            _dist.rank(),
-            scale,
-            tuple(name for report in reports for name in report.modules),
-            tuple(sorted({rule.id for rule, _ in rules if isinstance(rule, EditRule)})),
-            dict(kept.losses),
-            kept.problem,
-            tuple(name for report in reports for name in report.bad),
-            together,
-            kept.is_updated,
-        )
-
     def _run(
         self,
         failed: FailedStep,
-        rules: Iterable[str],
+        rules: Collection[str],
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
         context = self._context
@@ -180,27 +145,26 @@ class StepDiagnosis:
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path
-        wanted = any(
-            isinstance(decision := self._context.decisions[rule], Decision) and decision.bundle
-            for rule in rules
-        )
+        decisions = (self._context.decisions[rule] for rule in rules)
+        wanted = any(isinstance(one, Decision) and one.bundle for one in decisions)
         return Path("gradsurgeon-traps") if wanted else None
+
+
+def _all_reduced(reports: Iterable[TrapReport]) -> bool:
+    return all(report.reduced for report in reports)
 
 
 def _most_telling(
     own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
 ) -> Diagnosis | None:
     """Return the diagnosis of this rank if it blames an operation or tensor, else the first other one that does."""
-    if own is not None and own.where:
-        return own
-    of_ranks = [other for _, other in sorted(others.items()) if other is not None]
-    for other in of_ranks:
-        if other.where:
-            return other
+    told = [other for _, other in sorted(others.items()) if other is not None]
+    if blaming := [one for one in (own, *told) if one is not None and one.where]:
+        return blaming[0]
     if own is None:
         return None
     reasons = dict.fromkeys(own.reasons)
-    for other in of_ranks:
+    for other in told:
         new = [reason for reason in other.reasons if reason not in reasons]
         reasons |= dict.fromkeys(f"{reason} (rank {other.rank})" for reason in new)
     return replace(own, reasons=tuple(reasons))

@@ -307,9 +307,9 @@ def test_a_disk_that_refuses_is_no_crash(
 def test_weights_that_are_too_large_are_left_out(
     net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradsurgeon.forensics import bundle_writing
+    from gradsurgeon.forensics import bundle
 
-    monkeypatch.setattr(bundle_writing, "MAX_BYTES", 10)
+    monkeypatch.setattr(bundle, "MAX_BYTES", 10)
     error = fail(net.build(), record=tmp_path / "run")
     assert error.bundle is not None
     torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_layouts_of_inputs_are_kept(net: Any, tmp_path: Path) -> None:
     from gradsurgeon import forensics
 
     failed, _ = forensics.read(error.bundle, net.build())
-    kept = failed.calls[0].kwargs["more"]
+    kept = failed.kept.calls[0].kwargs["more"]
     assert kept[0].stride() == lying.stride()
     assert torch.equal(kept[0], lying)
     assert torch.equal(kept[1], torch.ones(5, 3))

@@ -269,7 +269,7 @@ rules:
             (trap,) = (event for event in session.events if event.kind == "trap")
             assert (trap.step, trap.name) == (1, "fc1.bias")
             assert "1 of 2 gradients are refused for their linf" in trap.message
-            assert "> refused  fc1.bias    linf 7" in trap.message
+            assert "> refused   fc1.bias    linf 7" in trap.message
             assert "fc1.weight  linf 1" in trap.message
             assert "non-finite" not in trap.message
         after = [param.detach() for param in model.parameters()]
