@@ -136,9 +136,6 @@ class TrainingEvents(Protocol):
             reached: if other threads train also, the only tensors whose gradients may be read now.
         """
 
-    def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
-        """Act on gradients that hold the contributions of the running pass, in the order in which they came."""
-
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a finished backward pass. DDP has averaged them."""
 
