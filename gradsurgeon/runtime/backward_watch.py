@@ -67,7 +67,6 @@ class BackwardWatch:
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
         self.context = context
-        self.knows_shared_inputs = any(one.on_shared for one in context.program.modules)
         self._events = events
         self.scaling = context.scaling
         self._watched = list(context.program.watched)
@@ -239,9 +238,7 @@ def around_passes(
             with _training(RunningPass(graph, trains=True, inputs=call.inputs), known, begins):
                 yield
         else:
-            running = RunningPass(BackwardGraph(roots), inputs=call.inputs)
-            is_asked = any(watch.knows_shared_inputs for watch in known)
-            with listed(running), _numbered(roots, [running.tasks.append] if is_asked else []):
+            with listed(RunningPass(BackwardGraph(roots), inputs=call.inputs)):
                 yield
             for watch in known:
                 watch.end_of_grad()

@@ -83,15 +83,6 @@ def training() -> list[RunningPass]:
     return [one for one in _running if one.trains]
 
 
-def returns_gradients() -> bool:
-    """Return, inside a backward pass, whether `torch.autograd.grad()` started the pass.
-
-    The answer is only valid if a session has rules on tensors that several modules share.
-    """
-    task = _torch.graph_task()
-    return any(task in one.tasks for one in list(_running) if not one.trains)
-
-
 @contextmanager
 def taking() -> Iterator[list[int]]:
     """Mark all passes that this thread starts as gradients of one loss, not training; yield their numbers."""

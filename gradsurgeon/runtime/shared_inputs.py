@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon._backward_calls import is_only_grad
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.current_pass import is_taken, returns_gradients
+from gradsurgeon.runtime.current_pass import is_taken
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
@@ -123,7 +124,7 @@ class SharedInputs:
 
     def _check(self, meeting: _Meeting, given: Mapping[str, Tensor]) -> None:
         """Refuse gradients that would have to meet gradients of another pass."""
-        if returns_gradients():
+        if is_only_grad():
             # A script calls `torch.autograd.grad` of one loss to inspect it.
             return
         meeting.passes += 1
@@ -242,7 +243,7 @@ class _Meeting:
         if total is None or shared is None:
             return None
         fork = self._fork()
-        if fork is not None and not (is_taken() or returns_gradients()):
+        if fork is not None and not (is_taken() or is_only_grad()):
             fork.close()
         return shared.arrived(self, total)
 
