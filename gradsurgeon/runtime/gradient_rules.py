@@ -15,6 +15,7 @@ from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.gradients import Gradients, NormClip, changes, edit_gradients
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot
+from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 
@@ -100,17 +101,27 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
         for counter in context.counters.among(sorted(rows)):
             bound_rule = context.by_counter.bound_rule(rule_id, counter)
             tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
-            columns = bound_rule.columns(tensors)
-            for stat, key in bound_rule.keys.items():
-                values = _stack([rows[tensor][stat] for tensor in tensors])
-                context.recorder.add(key, counter.step, columns, values, replace=False)
+            columns, stats = bound_rule.columns(tensors), list(bound_rule.keys)
+            values = _measured(stats, [rows[tensor] for tensor in tensors])
+            for key, row in zip(bound_rule.keys.values(), values, strict=True):
+                context.recorder.add(key, counter.step, columns, row, replace=False)
 
 
-def _stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack 0-dim statistics, on the host if they come from several devices."""
+def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
+    """Return the statistics of small gradients and of measured ones, ``[len(stats), len(kept)]``.
+
+    They are on the host if the gradients come from several devices.
+    """
+    small = {place: one for place, one in enumerate(kept) if isinstance(one, Tensor)}
+    together = measure.of_small(stats, [*small.values()]) if small else torch.empty(0)
+    if len(small) == len(kept):
+        return together
+    found = dict(zip(small, together.unbind(-1), strict=True)) if small else {}
+    found |= {place: torch.stack(one) for place, one in enumerate(kept) if isinstance(one, tuple)}
+    values = [found[place] for place in range(len(kept))]
     if len({value.device for value in values}) > 1:
         values = [value.cpu() for value in values]
-    return torch.stack(list(values))
+    return torch.stack(values, dim=-1)
 
 
 def run_step_rules(

@@ -89,12 +89,17 @@ class TensorHook(Hook):
             elif isinstance(rule, CaptureRule):  # `keep` counts the firing
                 context.captures.keep(rule, name, counter.step, unscaled(out, scale))
             else:
-                with torch.no_grad():
-                    true, stats = unscaled(out, scale), getattr(rule, "stats", ())
-                    values = {stat: measure.statistic(stat, true) for stat in stats}
-                passes.seen.logged[rule.id][self.tensor] = values
+                passes.seen.logged[rule.id][self.tensor] = _kept(rule, unscaled(out, scale))
                 context.event_log.count_fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
+
+
+def _kept(rule: Rule, grad: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Return a copy of a small gradient, to be measured together with others after the pass, else its statistics."""
+    with torch.no_grad():
+        if _numbers.is_small(grad):
+            return grad.detach().clone()
+        return tuple([measure.statistic(stat, grad) for stat in getattr(rule, "stats", ())])
 
 
 def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) -> Tensor:
