@@ -43,23 +43,12 @@ def node_of(root: Node | Tensor) -> Node:
     return get_gradient_edge(root).node if isinstance(root, Tensor) else root
 
 
-def accumulates(param: Tensor) -> bool:
-    """Return, inside a hook of ``param``, True for a `backward()` and False for a `torch.autograd.grad()`.
+class Accumulation:
+    """Distinguishes, inside a hook of a parameter, a `backward()` from a `torch.autograd.grad()`.
 
     `grad()` returns gradients and must not see edits. It captures gradients before their accumulation
-    nodes would run, and torch raises if asked whether such a node will run.
+    nodes would run, and torch raises if asked whether such a node will run. Each pass is asked once.
     """
-    node = get_gradient_edge(param).node
-    try:
-        # The answer itself is useless: it is False for a leaf on which the script called `backward`.
-        torch._C._will_engine_execute_node(node)  # noqa: SLF001
-    except RuntimeError:
-        return False
-    return True
-
-
-class Accumulation:
-    """Distinguishes `backward()` from `torch.autograd.grad()`, like `accumulates`, and asks once per pass."""
 
     def __init__(self) -> None:
         self._last = (-1, False)
@@ -68,7 +57,14 @@ class Accumulation:
         # Two threads may run passes: each thread uses the answer that it read itself.
         task, last = graph_task(), self._last
         if last[0] != task:
-            self._last = last = (task, accumulates(param))
+            try:
+                # The answer itself is useless: it is False for a leaf on which the script called `backward`.
+                torch._C._will_engine_execute_node(get_gradient_edge(param).node)  # noqa: SLF001
+            except RuntimeError:
+                last = (task, False)
+            else:
+                last = (task, True)
+            self._last = last
         return last[1]
 
 
@@ -80,41 +76,23 @@ def is_capturing() -> bool:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device, in a trace of `torch.export`, or a batch of `vmap`."""
-    if tensor.is_meta or (type(tensor) is not Tensor and _is_fake(tensor)):
-        return True
+    """Return whether a tensor has no numbers to read.
+
+    Such a tensor is on the meta device, in a trace of `torch.export`, in a transform of `torch.func`, or in a batch of
+    `is_grads_batched`. Inside a transform, torch refuses to write to older tensors, and new tensors die with it.
+    """
     functorch = torch._C._functorch  # noqa: SLF001
-    # Nested transforms wrap a tensor in several layers.
-    while functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    return bool(
+        tensor.is_meta
+        or functorch.peek_interpreter_stack() is not None
+        or functorch.is_legacy_batchedtensor(tensor)
+        or (type(tensor) is not Tensor and _is_fake(tensor))
+    )
 
 
 def _is_fake(tensor: Tensor) -> bool:
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
-
-
-def in_transform() -> bool:
-    """Return whether a `torch.func` transform is running: see `aside`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-
-
-def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
-    """Yield the plain tensor under ``tensor``, for work outside of any `torch.func` transform.
-
-    Inside a transform, torch refuses to write to older tensors, and new tensors die with the transform.
-    """
-    return _outside_transform(tensor) if in_transform() else nullcontext(tensor)
-
-
-@contextmanager
-def _outside_transform(tensor: Tensor) -> Iterator[Tensor]:
-    functorch = torch._C._functorch  # noqa: SLF001
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    with torch._C._DisableFuncTorch():  # noqa: SLF001
-        yield tensor
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -226,13 +204,6 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
             if table is None or theirs is table:
                 return stepping(inner)
     return None if table is None else optimizer
-
-
-def hooks_on(param: Tensor) -> int:
-    """Return how many hooks see the gradients of a parameter."""
-    tensor: Any = param
-    early, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
-    return (len(early) if early else 0) + (len(late) if late else 0)
 
 
 @contextmanager

@@ -104,8 +104,8 @@ def apply(
     Copies of the model and saved models carry no rules.
 
     Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
-    and `torch.func`. Rules on modules act wherever the modules run. They skip the tensors of
-    `torch.func.vmap`, with a warning.
+    and `torch.func`. Rules on modules act wherever the modules run, except in transforms of
+    `torch.func`, where they skip all tensors, with a warning.
 
     Args:
         model: the module whose parameters the rules name.

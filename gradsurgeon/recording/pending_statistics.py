@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers, _statistics, _torch
+from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.store import Key
+from gradsurgeon.tensors import measure
 
 # A copy of a tensor, or its statistics.
 _Kept = Tensor | tuple[Tensor, ...]
@@ -60,7 +61,7 @@ class PendingStatistics:
         else:
             if not tensor.is_cpu:
                 self._streams[device].follow(device)
-            kept = tuple([_statistics.statistic(stat, tensor) for stat in rule.stats])
+            kept = tuple([measure.statistic(stat, tensor) for stat in rule.stats])
         self._seen.append((rule, name, step, device, kept))
 
     def take(self) -> Iterator[Row]:
@@ -105,7 +106,7 @@ def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
     for positions in kinds.values():
         copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
         if copies:
-            parts.append(_statistics.of_small(stats, copies))
+            parts.append(measure.of_small(stats, copies))
         else:
             whole = torch.stack(list(chain.from_iterable(kept[p] for p in positions)))
             parts.append(whole.view(len(positions), len(stats)).t())

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _statistics
+from gradsurgeon import _dist, _numbers
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store import Key
+from gradsurgeon.tensors import measure
 
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
@@ -303,7 +304,7 @@ class SharedRows:
         lacking = {share for share, _ in waiting.lacking()}
         if lacking and self._store is not None:
             self._tell("shared rows", row.key.rule, _GIVEN_UP)
-        merge = _statistics.merge_of(row.key.stat)
+        merge = measure.merge_of(row.key.stat)
         for share in row.shares:
             if share.leader == _dist.rank() and share not in lacking:
                 parts = [waiting.parts[share, rank] for rank in share.ranks or (_dist.rank(),)]

@@ -1,10 +1,9 @@
-"""Runs rules on the values and gradients of activations: module tensors and tagged tensors."""
+"""Runs rules on activations, which are module tensors and tagged tensors: on their values and on their gradients."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import NamedTuple
@@ -15,23 +14,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.current_pass import is_taken
 from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
-from gradsurgeon.runtime.gradients import NormClip, changes
-from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
+from gradsurgeon.runtime.gradient_rules import edit_one
+from gradsurgeon.tensors.loss_scale import unscaled
 
 _UNREADABLE = (
-    "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
-    "is_grads_batched; the meta device; a trace of torch.export): the rule neither measured nor edited it; "
-    "compute this part in a loop, and export the model after session.remove()"
+    "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "
+    "is_grads_batched; on the meta device; in a trace of torch.export): the rule neither measured nor edited it; "
+    "compute this part without the transform, and export the model after session.remove()"
 )
 _SHARDED = (
     "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "
     "collective in the middle of a forward or backward pass; log another module, or make this module return its "
     "shard (`use_local_output=True`)"
+)
+_WRITTEN = (
+    "{name} was written in place by the operation after it, so no gradient arrived: let the next operation work out of "
+    "place, or name another module"
 )
 
 
@@ -47,55 +52,6 @@ class Due(NamedTuple):
 
     values: tuple[NamedRule, ...]
     grads: tuple[NamedRule, ...]
-
-
-class ModuleSchedule:
-    """Returns the rules of one module or tag that act in a step, and computes them only when they change."""
-
-    def __init__(
-        self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
-    ) -> None:
-        self.owner = owner
-        # Whether a rule names one tensor of a structure.
-        self.has_paths = any(rule.ref.path for rule in rules)
-        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
-        self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
-        self._counters = counters
-        self._known = _Span(counters.of(owner), counters.all.version, range(0), training=True)
-
-    def now(self, *, training: bool) -> tuple[Due | None, int]:
-        """Return the due rules, or ``None``, and the step. Most calls only compare two numbers."""
-        counter, version, steps, trains, due = self._known
-        step = counter.step
-        if step in steps and version == self._counters.all.version and training is trains:
-            return due, step
-        self._known = known = self._span(training=training)
-        return known.due, known.counter.step
-
-    def _span(self, *, training: bool) -> _Span:
-        counter, version = self._counters.of(self.owner), self._counters.all.version
-        step = counter.step
-        acting = [
-            (named, grad)
-            for named, grad in self._rules
-            if named.rule.steps.due(step) and (training or named.rule.when is None)
-        ]
-        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
-        due = None
-        if acting:
-            values = tuple([named for named, grad in acting if not grad])
-            due = Due(values, tuple([named for named, grad in acting if grad]))
-        return _Span(counter, version, range(step, end), training, due)
-
-
-class _Span(NamedTuple):
-    """The due rules in successive steps of a counter, valid for one version of the counters."""
-
-    counter: StepCounter
-    version: int
-    steps: range
-    training: bool
-    due: Due | None = None
 
 
 class ModuleCounters:
@@ -119,21 +75,109 @@ class ModuleCounters:
         return self.all[self._first_params.get(module, 0)]
 
 
-@dataclass(eq=False)
+class Site:
+    """The rules on one side of a module, or on a tag. The owner is the module whose step counter applies."""
+
+    def __init__(
+        self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
+    ) -> None:
+        self.owner = owner
+        # Whether a rule names one tensor of a structure.
+        self.has_paths = any(rule.ref.path for rule in rules)
+        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
+        self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
+        self._counters = counters
+        # The due rules, with the steps of a counter, the version of all counters and the mode for which they are valid.
+        self._known: tuple[Due | None, StepCounter, range, int, bool]
+        self._known = None, counters.of(owner), range(0), -1, True
+
+    def now(self, *, training: bool) -> tuple[Due | None, int]:
+        """Return the due rules, or ``None``, and the step. Most calls only compare two numbers."""
+        due, counter, steps, version, trains = self._known
+        step = counter.step
+        if step in steps and version == self._counters.all.version and training is trains:
+            return due, step
+        counter, version = self._counters.of(self.owner), self._counters.all.version
+        step = counter.step
+        acting = [
+            (named, grad)
+            for named, grad in self._rules
+            if named.rule.steps.due(step) and (training or named.rule.when is None)
+        ]
+        values = tuple([named for named, grad in acting if not grad])
+        due = Due(values, tuple([named for named, grad in acting if grad])) if acting else None
+        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
+        self._known = due, counter, range(step, end), version, training
+        return due, step
+
+
 class ActivationRules:
-    """Runs rules on activations. Each activation has an owner: the module whose step counter applies."""
+    """Runs the rules of a session on activations, and hooks activations for rules on their gradients."""
 
-    context: Context
-    passes: BackwardWatch
-    counters: ModuleCounters
-    # The ids of the rules that edited each tensor.
-    _edited: MutableMapping[Tensor, set[str]] = field(default_factory=WeakTensorKeyDictionary)
-    # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
-    lock: RLock = field(default_factory=RLock)
+    def __init__(self, context: Context, passes: BackwardWatch, counters: ModuleCounters) -> None:
+        self.context, self.passes, self.counters = context, passes, counters
+        # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
+        self.lock = RLock()
+        self._tags: dict[str, Site] = {}
+        # The hooks on each tensor since the last update, as long as the tensor lives.
+        self._hooks: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
+        # The ids of the rules that edited each tensor.
+        self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
-    def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int) -> Tensor:
+    def may_act(self) -> bool:
+        if self.context.paused:
+            return False
+        self.context.refuse_graph_capture()
+        return True
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        if not self.context.program.tags:
+            return tensor
+        if name not in self._tags:
+            rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
+            self._tags[name] = Site(rules, ROOT, name, self.counters)
+        if not self.may_act():
+            return tensor
+        due, step = self._tags[name].now(training=True)
+        return tensor if due is None else self.act(due, tensor, ROOT, step)
+
+    def act(
+        self,
+        due: Due,
+        tensor: Tensor,
+        owner: str,
+        step: int,
+        # Tells whether the gradient of a view is meant, because other code uses the tensor also.
+        needs_view: Callable[[Tensor], bool] = lambda _: False,
+    ) -> Tensor:
+        """Run rules on a tensor, and hook it for rules on its gradient; return the tensor to go on with."""
+        out = self._on_value(due.values, tensor, owner, step) if due.values else tensor
+        if due.grads and out.requires_grad and torch.is_grad_enabled():
+            # Non-leaf tensors die with their graph. A leaf stays, and its hooks would act once
+            # for each forward pass.
+            if out.is_leaf or (out is tensor and needs_view(tensor)):
+                out = out.view_as(out)
+            self._hook(due.grads, out, owner)
+        return out
+
+    def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
+        if self.is_unreadable(tensor, rules, owner):
+            return
+        acting = tuple([named for named in rules if not self._has_edited(named.rule, tensor)])
+        if not acting:
+            return
+        for rule, _ in acting:
+            self._mark_edited(rule, tensor)
+        hook = GradHook(self, acting, owner, tensor)
+        with self.lock:
+            self._hooks.setdefault(tensor, []).append(hook)
+        _torch.register_hook(tensor, hook)
+
+    def _on_value(
+        self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int
+    ) -> Tensor:
         """Run rules on the value of a tensor of any shape and dtype; return the value that replaces it."""
-        if not rules or self.is_unreadable(tensor, rules, owner):
+        if self.is_unreadable(tensor, rules, owner):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
@@ -144,9 +188,10 @@ class ActivationRules:
                     continue
                 if isinstance(rule, EditRule):
                     # Token ids and masks are values too, but bounds and factors make no sense for them.
-                    if is_numeric(out) and not self.has_edited(rule, out):
-                        out = self._edit(rule, out, None if again else step, None, is_grad=False)
-                        self.mark_edited(rule, out)
+                    if _is_numeric(out) and not self._has_edited(rule, out):
+                        counted = None if again else step
+                        out = edit_one(self.context, rule, out, None, counted, is_grad=False)
+                        self._mark_edited(rule, out)
                 elif not again:
                     self._observe(rule, name, out, owner, step, is_grad=False)
                 elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
@@ -168,7 +213,7 @@ class ActivationRules:
                 if self._is_unfit(out, rule, name, owner):
                     continue
                 if isinstance(rule, EditRule):
-                    out = self._edit(rule, out, None if again else step, scale, is_grad=True)
+                    out = edit_one(self.context, rule, out, scale, None if again else step)
                 elif not again:
                     self._observe(rule, name, unscaled(out, scale), owner, step, is_grad=True)
         return out if self.context.mode == "act" else grad
@@ -193,66 +238,37 @@ class ActivationRules:
         for rule, _ in rules:
             self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
-    def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
+    def _has_edited(self, rule: Rule, tensor: Tensor) -> bool:
         """Return whether a rule already edited this tensor object, or will edit its gradient."""
         # A container returns the tensor of its last child; a rule that matches both must act once.
         return isinstance(rule, EditRule) and rule.id in self._edited.get(tensor, ())
 
-    def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
+    def _mark_edited(self, rule: Rule, tensor: Tensor) -> None:
         # Weak references to parameters would break a model conversion that swaps tensors.
         if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
             self._edited.setdefault(tensor, set()).add(rule.id)
-
-    def _edit(
-        self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None, *, is_grad: bool
-    ) -> Tensor:
-        """Return an edited value or gradient. ``step`` is ``None`` to repeat an edit that was counted."""
-        edit, event_log = self.context.edits[rule.id], self.context.event_log
-        if step is not None:
-            event_log.count_fired(rule.id, step)
-        if edit.by_norm is not None:
-            with _torch.aside(tensor) as plain:
-                clip = NormClip(edit.by_norm, plain.detach(), scale)
-                if step is not None:
-                    clip.tell(self.context, rule.id, step)
-            return clip.of(tensor)
-        if step is not None:
-            with torch.no_grad(), _torch.aside(tensor) as plain:
-                changed = changes(edit, unscaled(plain, scale))
-                event_log.count_changed(rule.id, changed)
-            # An unchanged gradient is returned as it is. For a value, autograd must record the edit.
-            if changed is False and is_grad:
-                return tensor
-        return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
 
     def _observe(
         self, rule: Rule, name: str, tensor: Tensor, owner: str, step: int, *, is_grad: bool
     ) -> None:
         if isinstance(rule, CaptureRule):  # `keep` counts the firing
-            with _torch.aside(tensor) as plain:
-                self.context.captures.keep(rule, name, step, plain)
-        elif is_numeric(tensor):
-            if isinstance(rule, ObserverRule):
-                if _dist.is_sharded(tensor):
-                    self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
-                    return
-                # Entering a context takes a third of the time of copying a small tensor, so it is avoided.
-                if _torch.in_transform():
-                    with _torch.aside(tensor) as plain:
-                        self.context.recorder.observe(rule, name, step, plain.detach())
-                else:
-                    self.context.recorder.observe(rule, name, step, tensor.detach())
-            else:
+            self.context.captures.keep(rule, name, step, tensor)
+        elif _is_numeric(tensor):
+            if not isinstance(rule, ObserverRule):
                 self._flag(rule, name, tensor, owner, fed=is_grad)
+            elif _dist.is_sharded(tensor):
+                self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
+                return
+            else:
+                self.context.recorder.observe(rule, name, step, tensor.detach())
             self.context.event_log.count_fired(rule.id, step)
 
     def _flag(
         self, rule: Rule, name: str, tensor: Tensor, owner: str, *, fed: bool, again: bool = False
     ) -> None:
-        if not is_numeric(tensor):
+        if not _is_numeric(tensor):
             return
-        with _torch.aside(tensor) as plain:
-            bad = _numbers.nonfinite(_dist.local(plain))
+        bad = _numbers.nonfinite(_dist.local(tensor))
         flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
         if not flag.fed and torch.is_grad_enabled():
             # A leaf gets no hook: the hooks of all passes would pile up on it.
@@ -263,6 +279,49 @@ class ActivationRules:
             else:
                 flag.waits = True
         self.context.flags.add(flag, again=again)
+
+    def missed(self, counter: StepCounter) -> None:
+        """Warn of gradients that did not come because a later operation wrote into their tensors."""
+        with self.lock:
+            for tensor, hooks in list(self._hooks.items()):
+                done = [hook for hook in hooks if self.counters.of(hook.owner) is counter]
+                hooks[:] = [hook for hook in hooks if hook not in done]
+                for hook in done:
+                    if hook.is_cut_off_from(tensor):
+                        text = _WRITTEN.format(name=hook.rules[0].name)
+                        self.warn("in-place", text, hook.rules, hook.owner)
+
+
+class GradHook:
+    """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
+
+    __slots__ = ("_activations", "_arrived", "_version", "owner", "rules")
+    __torch_unserializable__ = True
+
+    def __init__(
+        self, activations: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
+    ) -> None:
+        self._activations = weakref.ref(activations)
+        self.rules, self.owner = rules, owner
+        self._version = tensor._version  # noqa: SLF001 # counts writes
+        self._arrived = False
+
+    @property
+    def __name__(self) -> str:
+        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{self.owner}"
+
+    def is_cut_off_from(self, tensor: Tensor) -> bool:
+        """Return whether an in-place write has come between the tensor and its gradient."""
+        return not self._arrived and tensor._version != self._version  # noqa: SLF001 # as above
+
+    @uncompiled
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        self._arrived = True
+        activations = self._activations()
+        if grad is None or activations is None or activations.context.paused:
+            return None
+        out = activations.on_gradient(self.rules, grad, self.owner)
+        return None if out is grad else out
 
 
 class FeedsHook:
@@ -279,5 +338,10 @@ class FeedsHook:
         self._flag.fed = True
 
 
-def is_numeric(tensor: Tensor) -> bool:
+def _is_numeric(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    excluded = any(compile_pattern(text).matches(name) for text in rule.exclude)
+    return not excluded and any(pattern.matches(name) for pattern in rule.patterns)

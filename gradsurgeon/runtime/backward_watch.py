@@ -23,15 +23,13 @@ from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.current_pass import (
     RunningPass,
-    begun,
     listed,
     lock,
-    returning,
     tasks_taken,
     threads,
     training,
 )
-from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
+from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 
@@ -42,26 +40,21 @@ class Seen:
     Attributes:
         order: the tensors in the order in which they got their gradients, as far as hooks saw it.
         module: whether a gradient came to the input or output of a module, or to a tag.
-        waiting: the tensors on which rules at `backward` can act together once the pass is over, or
-            once other code may use its gradients.
     """
 
     order: list[int] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)
-    logged: defaultdict[str, dict[int, dict[str, Tensor]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
+    logged: Logged = field(default_factory=lambda: defaultdict(dict))
     contributed: dict[int, Tensor] = field(default_factory=dict)
     module: bool = False
-    waiting: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
     """The gradients that exist when a pass begins, with the number of writes to each."""
 
-    grads: dict[int, tuple[Tensor, int]]
-    held: dict[int, Tensor]
+    grads: Mapping[int, tuple[Tensor, int]]
+    held: Mapping[int, Tensor]
 
 
 class BackwardWatch:
@@ -73,8 +66,7 @@ class BackwardWatch:
     """
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
-        self._context = context
-        self.knows_shared_inputs = any(one.on_shared for one in context.program.modules)
+        self.context = context
         self._events = events
         self.scaling = context.scaling
         self._watched = list(context.program.watched)
@@ -83,8 +75,6 @@ class BackwardWatch:
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
         self._accumulation = _torch.Accumulation()
-        # Whether rules at `backward` may wait for the end of a pass.
-        self._is_waited_for = True
 
     def is_training(self, param: Tensor) -> bool:
         """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
@@ -94,73 +84,18 @@ class BackwardWatch:
         with lock:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)
-            if len(training) == 1:
+            if len(training()) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
-            tensors, grads = self._context.parameters.grads(
+            tensors, grads = self.context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
             )
             by_tensor = dict(zip(tensors, grads, strict=True))
             held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
-            if reached is None and not running.makes_graph:
-                self.seen.waiting = self._can_wait(by_tensor)
             return _Before(
                 {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
                 {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
             )
-
-    def _can_wait(self, having: Mapping[int, Tensor]) -> set[int]:
-        """Return the tensors whose gradients will be exactly the contribution of the pass, unseen by other hooks.
-
-        A hook of the script on one parameter may read all gradients, so one such hook rules out every tensor.
-        """
-        if not self._is_waited_for or self.scaling.in_use or _dist.is_used():
-            return set()
-        per_tensor = self._context.program.per_tensor
-        waiting = set()
-        for tensor, param in enumerate(self._context.parameters.params() if per_tensor else ()):
-            if param is None:
-                continue
-            if _torch.hooks_on(param) > (tensor in per_tensor):
-                return set()
-            if tensor in per_tensor and tensor not in having:
-                waiting.add(tensor)
-        return waiting
-
-    def act_on_waiting(self, running: RunningPass | None = None) -> None:
-        """Run the rules at `backward` on the gradients that arrived and wait for these rules.
-
-        Args:
-            running: the finished pass; ``None`` if a pass may still run, as when a hook steps an optimizer.
-        """
-        seen = self.seen
-        if not seen.waiting:
-            return
-        reached = self._reached(running) if running is not None else None
-        if reached == set() or (running is None and len(threads) > 1):
-            return
-        # Hooks recorded the arrivals in order. A gradient that is not accumulated yet keeps waiting.
-        came = [tensor for tensor in seen.calls if tensor in seen.waiting]
-        having = set(self._context.parameters.grads(sorted(came))[0])
-        seen.waiting -= having
-        taken = seen.waiting.intersection(came)
-        if running is not None and taken:
-            self._note_taken(min(taken))
-        if having:
-            self._context.refuse_graph_capture()
-            in_order = [tensor for tensor in came if tensor in having]
-            self._events.contributed(in_order, seen.logged)
-
-    def _note_taken(self, tensor: int) -> None:
-        """Make rules act in their hooks from now on, because other code takes gradients away within a pass."""
-        self._is_waited_for = False
-        name = self._context.program.names[tensor]
-        text = (
-            f"other code, such as a hook on an autograd node, took the gradient of {name} away before the backward pass "
-            "was over: rules at `backward` missed it in this pass; from now on they act as each gradient arrives"
-        )
-        step = self._context.counters[tensor].step
-        self._context.event_log.notice_once("taken", text, step=step, warn=True)
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
         """Report a pass to the events, if it reached the model.
@@ -170,24 +105,26 @@ class BackwardWatch:
             before: the result of `begin` for this pass.
             averaging: the `DistributedDataParallel` wrappers that averaged gradients in the pass.
         """
+        params = self.context.parameters
         with lock:
             reached = self._reached(running, averaging)
             if reached is None:
                 tensors = self._changed(before)
             else:
-                tensors = set(self._context.parameters.grads(sorted(reached))[0])
+                tensors = set(params.grads(sorted(reached))[0])
         seen = self._take_seen(reached)
         order = tuple(dict.fromkeys(seen.order))
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
-            param = self._context.parameters.param
-            tensors = {t for t in tensors if (p := param(t)) is None or not _dist.is_sharded(p)}
-        divided = any(map(_dist.is_divided, self._context.parameters.params(order)))
+            tensors = {
+                t for t in tensors if (p := params.param(t)) is None or not _dist.is_sharded(p)
+            }
+        divided = any(map(_dist.is_divided, params.params(order)))
         tensors.update(order, seen.calls)
-        if not tensors and not seen.module:
-            return
         if tensors:
-            self._context.refuse_graph_capture()
+            self.context.refuse_graph_capture()
+        elif not seen.module:
+            return
         self._events.backward_finished(
             BackwardPass(
                 tensors=(*order, *sorted(tensors.difference(order))),
@@ -204,17 +141,22 @@ class BackwardWatch:
     def failed(
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
-        """Run rules on the gradients of a pass that raised; discard the facts that hooks collected."""
-        try:
-            # The script may continue with these gradients.
-            self.act_on_waiting(running)
-        finally:
-            seen = self._take_seen(self._reached(running))
-            self.scaling.of(running.tasks)
-            if before is not None and _dist.world() > 1:
-                with lock:
-                    tensors = self._changed(before).union(seen.order)
-                self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
+        """Discard the facts that hooks collected in a pass that raised; other ranks learn of the pass."""
+        seen = self._take_seen(self._reached(running))
+        self.scaling.of(running.tasks)
+        if before is not None and _dist.world() > 1:
+            with lock:
+                tensors = self._changed(before).union(seen.order)
+            self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
+
+    def end_of_grad(self) -> None:
+        """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
+        with lock:
+            if training():
+                return  # The facts may belong to a pass that another thread runs.
+            seen, self.seen = self.seen, Seen()
+        if seen.module:
+            self._events.backward_finished(BackwardPass(()))
 
     def _reached(self, running: RunningPass, averaging: Sequence[Any] = ()) -> set[int] | None:
         """Return the tensors that a pass reaches, if other threads also ran passes.
@@ -223,7 +165,7 @@ class BackwardWatch:
 
         ``None`` if only one thread ran passes, or if the leaves of the graph are not the parameters (sharding).
         """
-        params = self._context.parameters
+        params = self.context.parameters
         if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
             return None
         averaged = (param for wrapper in averaging for param in _dist.averaged_by(wrapper))
@@ -231,22 +173,13 @@ class BackwardWatch:
         return set(reached).intersection(self._watched)
 
     def _take_seen(self, reached: set[int] | None) -> Seen:
-        if reached is not None and not reached:
+        if reached == set():
             return Seen()
         seen, self.seen = self.seen, Seen()
         return seen
 
-    def end_of_grad(self) -> None:
-        """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
-        with lock:
-            if training:
-                return  # The facts may belong to a pass that another thread runs.
-            seen, self.seen = self.seen, Seen()
-        if seen.module:
-            self._events.backward_finished(BackwardPass(()))
-
     def _changed(self, before: _Before) -> set[int]:
-        tensors, grads = self._context.parameters.grads(self._watched)
+        tensors, grads = self.context.parameters.grads(self._watched)
         if not before.grads:
             return set(tensors)
         changed = set()
@@ -272,9 +205,11 @@ def _holds_something(grad: Tensor) -> Tensor:
         return (values != 0).any()
 
 
+Begins = Callable[[BackwardGraph, Sequence[Any]], None]
+
+
 def around_passes(
-    watches: Callable[[], Sequence[BackwardWatch]],
-    begins: Callable[[BackwardGraph, Sequence[Any]], None],
+    watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
 ) -> Callable[[BackwardCall], AbstractContextManager[None]]:
     """Return a function that makes the context of a backward pass.
 
@@ -286,54 +221,46 @@ def around_passes(
 
     @contextmanager
     def around(call: BackwardCall) -> Iterator[None]:
-        known, outputs = list(watches()), call.outputs
+        known, roots = list(watches()), roots_of(call.outputs)
         if (outer := _torch.graph_task()) != -1:
             # A pass inside another pass is a part of it.
-            roots, scalings = _note_inner(outputs), [watch.scaling for watch in known]
-            tell = [partial(one.began_inside, outer=outer) for one in scalings if one.in_use]
-            with _numbered(roots, tell):
+            _note_inner(roots)
+            scalings = [watch.scaling for watch in known if watch.scaling.in_use]
+            with _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings]):
                 yield
-            # Inside this pass the script may update the parameters that the pass has trained.
-            for watch in known:
-                watch.act_on_waiting()
         elif (tasks := tasks_taken()) is not None:
-            with _numbered(roots_of(outputs), [tasks.append]):
+            with _numbered(roots, [tasks.append]):
                 yield
-        elif not call.accumulates:
-            running = RunningPass(BackwardGraph(roots_of(outputs)), inputs=call.inputs)
-            is_known = any(watch.knows_shared_inputs for watch in known)
-            append = [running.tasks.append] if is_known else []
-            with listed(running, returning), _numbered(running.graph.roots, append):
+        elif call.accumulates:
+            only = call.outputs[0] if len(call.outputs) == 1 else None
+            loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
+            graph = BackwardGraph(roots, loss=loss)
+            with _training(RunningPass(graph, trains=True, inputs=call.inputs), known, begins):
+                yield
+        else:
+            with listed(RunningPass(BackwardGraph(roots), inputs=call.inputs)):
                 yield
             for watch in known:
                 watch.end_of_grad()
-        else:
-            with _training(call, known, begins):
-                yield
 
     return around
 
 
 @contextmanager
 def _training(
-    call: BackwardCall,
-    watches: Sequence[BackwardWatch],
-    begins: Callable[[BackwardGraph, Sequence[Any]], None],
+    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins
 ) -> Iterator[None]:
     """Report a pass that gives parameters their gradients to the watches."""
-    running = begun(call)
+    graph = running.graph
     is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
-    with listed(running, training):
+    with listed(running):
         before: dict[BackwardWatch, _Before] = {}
         try:
-            begins(running.graph, call.inputs)
+            begins(graph, running.inputs)
             before |= {watch: watch.begin(running) for watch in watches}
-            with _numbered(running.graph.roots, [running.tasks.append] if is_scaled else []):
+            with _numbered(graph.roots, [running.tasks.append] if is_scaled else []):
                 yield
-            # If several sessions share a parameter, one session may observe gradients that another edits.
-            for watch in watches:
-                watch.act_on_waiting(running)
         except BaseException:
             averaging = data_parallel.ended(running.reaches, failed=True)
             for watch in watches:
@@ -345,14 +272,12 @@ def _training(
             watch.end(running, before[watch], averaging)
 
 
-def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
-    roots = roots_of(outputs)
+def _note_inner(roots: Sequence[Root]) -> None:
     if (node := _torch.current_node()) is not None:
         with lock:
             # If several passes run at the same time, only one of them contains the node.
-            for running in training:
+            for running in training():
                 running.graph.inner.setdefault(node, []).append(roots)
-    return roots
 
 
 @contextmanager

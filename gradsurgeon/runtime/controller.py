@@ -20,12 +20,12 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
-from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass, run_step_rules
+from gradsurgeon.runtime.gradient_rules import after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import NO_PARAMETER, ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.module_hooks import ModuleHooks, TensorHooks
+from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import (
     SETTLED,
     UnownedParams,
@@ -41,13 +41,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankA
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import (
-    GOES_ON,
-    BackwardPass,
-    Logged,
-    Step,
-    StepDecision,
-)
+from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -72,9 +66,9 @@ class Controller:
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
-        sites = ActivationRules(context, self.backward, self._module_counters)
-        self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses.effects))
-        self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
+        self.activations = ActivationRules(context, self.backward, self._module_counters)
+        shared = SharedInputs(self.activations, self.losses.effects)
+        self._module_hooks = ModuleHooks(context.program.modules, self.activations, shared)
         self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)
         self._search_on = options.optimizers is None
@@ -138,9 +132,6 @@ class Controller:
                     self._kept.reaching and self.context.parameters.grads(tensors)[0]
                 )
                 self._kept.keep_loss(graph, accumulates=accumulates)
-
-    def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
-        act_on_contributions(self.context, tensors, logged)
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
@@ -241,7 +232,7 @@ class Controller:
             self.spikes.forget(counter)
         self.traps.done(counter)
         if context.program.modules or context.program.tags:
-            self.tensor_hooks.missed(counter)
+            self.activations.missed(counter)
         counter.tick()
         self._kept.updated(lambda: step.inside or self._is_awaited())
         self._steps += 1

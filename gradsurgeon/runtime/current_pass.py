@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from gradsurgeon import _torch
-from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 
 @dataclass(slots=True, eq=False)
@@ -22,15 +19,17 @@ class RunningPass:
 
     Attributes:
         graph: the graph that the pass runs through.
-        makes_graph: whether its gradients get a graph of their own.
+        trains: True for a `backward()`, False for a `torch.autograd.grad()`.
         inputs: the only tensors that get gradients; empty for all leaves.
+        is_alone: whether no other thread may run a pass that reaches the same leaves.
         tasks: the number that autograd gave the pass, once it is known.
         thread: the thread that started the pass.
     """
 
     graph: BackwardGraph
-    makes_graph: bool = False
+    trains: bool = False
     inputs: Sequence[Any] = ()
+    is_alone: bool = False
     tasks: list[int] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
@@ -41,22 +40,47 @@ class RunningPass:
         return self.graph.reaches(leaves)
 
 
-# The running passes of `backward()`, and the running passes of `torch.autograd.grad()`.
-training: list[RunningPass] = []
-returning: list[RunningPass] = []
+_running: list[RunningPass] = []
 # The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
 # even read the gradients that another thread is training.
 threads: set[int] = set()
 # Held while the only thread reads gradients, so a pass in a second thread begins after the read.
 lock = threading.RLock()
-# The leaves that a thread has reserved for itself, by their ids.
-_reserved: list[tuple[int, frozenset[int]]] = []
+# By thread, the numbers of its passes that take the gradients of single losses.
+_taking: dict[int, list[int]] = {}
 _TOGETHER = (
     "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
     "replaces the hooks on these parameters meanwhile: run both passes in one thread"
 )
-# By thread, the numbers of its passes that take the gradients of single losses.
-_taking: dict[int, list[int]] = {}
+
+
+@contextmanager
+def listed(one: RunningPass) -> Iterator[None]:
+    """List a pass among the running passes.
+
+    Raises:
+        GradSurgeonError: another thread runs a pass through the same leaves, and one of the two must be alone.
+    """
+    with lock:
+        others = [o for o in _running if o.thread != one.thread and (o.is_alone or one.is_alone)]
+        leaves = set(map(id, one.graph.leaves())) if others else set()
+        if any(other.graph.reaches(leaves) for other in others):
+            raise GradSurgeonError(_TOGETHER)
+        if one.trains:
+            threads.add(one.thread)
+            if len(threads) > 1:  # a thread that has ended trains nothing
+                threads.intersection_update(thread.ident for thread in threading.enumerate())
+        _running.append(one)
+    try:
+        yield
+    finally:
+        with lock:
+            _running.remove(one)
+
+
+def training() -> list[RunningPass]:
+    """Return the running passes that give parameters their gradients."""
+    return [one for one in _running if one.trains]
 
 
 @contextmanager
@@ -84,64 +108,3 @@ def is_taken() -> bool:
         return False
     task = _torch.graph_task()
     return any(task in tasks for tasks in list(_taking.values()))
-
-
-def returns_gradients() -> bool:
-    """Return, inside a backward pass, whether `torch.autograd.grad()` started the pass.
-
-    The answer is only valid if a session has rules on tensors that several modules share.
-    """
-    task = _torch.graph_task()
-    return any(task in running.tasks for running in list(returning))
-
-
-def begun(call: BackwardCall) -> RunningPass:
-    """Return a pass that is about to train, and note its thread."""
-    only = call.outputs[0] if len(call.outputs) == 1 else None
-    loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
-    graph = BackwardGraph(roots_of(call.outputs), loss=loss)
-    running = RunningPass(graph, call.makes_graph, call.inputs)
-    with lock:
-        threads.add(running.thread)
-        if len(threads) > 1:  # a thread that has ended trains nothing
-            threads.intersection_update(thread.ident for thread in threading.enumerate())
-    return running
-
-
-@contextmanager
-def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Keep backward passes of other threads off some leaves, whose hooks are replaced in the meantime.
-
-    Raises:
-        GradSurgeonError: another thread runs a pass that reaches the leaves.
-    """
-    mine = threading.get_ident(), frozenset(map(id, leaves))
-    with lock:
-        others = [one for one in (*training, *returning) if one.thread != mine[0]]
-        if any(one.graph.reaches(mine[1]) for one in others) or _is_reserved(mine[1]):
-            raise GradSurgeonError(_TOGETHER)
-        _reserved.append(mine)
-    try:
-        yield
-    finally:
-        with lock:
-            _reserved.remove(mine)
-
-
-@contextmanager
-def listed(running: RunningPass, passes: list[RunningPass]) -> Iterator[None]:
-    """List a pass among the running passes; raise if another thread has reserved its leaves."""
-    with lock:
-        if _reserved and _is_reserved(frozenset(map(id, running.graph.leaves()))):
-            raise GradSurgeonError(_TOGETHER)
-        passes.append(running)
-    try:
-        yield
-    finally:
-        with lock:
-            passes.remove(running)
-
-
-def _is_reserved(leaves: frozenset[int]) -> bool:
-    me = threading.get_ident()
-    return any(thread != me and not leaves.isdisjoint(taken) for thread, taken in _reserved)

@@ -1,4 +1,4 @@
-"""Runs the rules on gradients: records, copies and edits, after a backward pass and before an update."""
+"""Runs the rules on gradients: records, copies and edits, of one gradient or of all after a pass and before an update."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
-from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon import _dist, _numbers
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients, edit_gradients
+from gradsurgeon.runtime.gradients import Gradients, NormClip, changes, edit_gradients
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Logged
+from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot
+from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
@@ -42,7 +44,9 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
     rule, step = bound_rule.rule, bound_rule.counter.step
     tensors = gradients.having(bound_rule.tensors)
     if isinstance(rule, CaptureRule):
-        _keep(context, bound_rule, gradients, tensors)
+        for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
+            # `keep` counts the firing.
+            context.captures.keep(rule, context.program.names[tensor], step, true)
     elif tensors:
         columns = bound_rule.columns(tensors)
         shared = _dist.any_sharded(gradients.of(tensors))
@@ -56,44 +60,40 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
         context.event_log.count_fired(rule.id, step, len(tensors))
 
 
-def _keep(
-    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
-) -> None:
-    rule, step = bound_rule.rule, bound_rule.counter.step
-    for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
-        # `keep` counts the firing.
-        context.captures.keep(rule, context.program.names[tensor], step, true)
-
-
-def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logged) -> None:
-    """Run the rules at `backward` on gradients that hold only the contribution of the running pass.
+def edit_one(
+    context: Context,
+    rule: Rule,
+    tensor: Tensor,
+    scale: Tensor | None,
+    step: int | None,
+    *,
+    is_grad: bool = True,
+) -> Tensor:
+    """Edit one gradient or value and count it; the result is a new tensor if it differs: autograd may share the given one.
 
     Args:
         context: the context of the session.
-        tensors: the tensors in the order in which their gradients came.
-        logged: receives the measurements, next to the measurements of hooks.
+        rule: the rule that edits.
+        tensor: a plain tensor of any layout.
+        scale: the factor of a scaler on it.
+        step: the step in which the edit counts; ``None`` to repeat an edit that was counted.
+        is_grad: False for a value, whose edit autograd must record even if nothing changes.
     """
-    for counter in context.counters.among(tensors):
-        fed = [tensor for tensor in tensors if context.counters[tensor] is counter]
-        gradients = Gradients(context, sorted(fed), None)
-        for bound_rule in context.due_rules(counter).in_backward:
-            rule, contributed = bound_rule.rule, gradients.having(bound_rule.tensors)
-            if not contributed:
-                continue
-            if isinstance(rule, CaptureRule):
-                # The copies must be in the order of arrival: when memory runs out, the oldest copies go first.
-                matched = set(contributed)
-                in_order = [tensor for tensor in fed if tensor in matched]
-                _keep(context, bound_rule, gradients, in_order)
-                continue
-            if isinstance(rule, EditRule):
-                with torch.no_grad():
-                    edit_gradients(context, bound_rule, gradients, contributed)
-            for stat in bound_rule.keys:
-                values = gradients.statistics(stat, contributed).unbind()
-                for tensor, value in zip(contributed, values, strict=True):
-                    logged[rule.id].setdefault(tensor, {})[stat] = value
-            context.event_log.count_fired(rule.id, counter.step, len(contributed))
+    edit, event_log = context.edits[rule.id], context.event_log
+    if step is not None:
+        event_log.count_fired(rule.id, step)
+    if edit.by_norm is not None:
+        clip = NormClip(edit.by_norm, tensor.detach(), scale)
+        if step is not None:
+            clip.tell(context, rule.id, step)
+        return clip.of(tensor)
+    if step is not None:
+        with torch.no_grad():
+            changed = changes(edit, unscaled(tensor, scale))
+        event_log.count_changed(rule.id, changed)
+        if changed is False and is_grad:
+            return tensor
+    return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:
@@ -101,17 +101,27 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
         for counter in context.counters.among(sorted(rows)):
             bound_rule = context.by_counter.bound_rule(rule_id, counter)
             tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
-            columns = bound_rule.columns(tensors)
-            for stat, key in bound_rule.keys.items():
-                values = _stack([rows[tensor][stat] for tensor in tensors])
-                context.recorder.add(key, counter.step, columns, values, replace=False)
+            columns, stats = bound_rule.columns(tensors), list(bound_rule.keys)
+            values = _measured(stats, [rows[tensor] for tensor in tensors])
+            for key, row in zip(bound_rule.keys.values(), values, strict=True):
+                context.recorder.add(key, counter.step, columns, row, replace=False)
 
 
-def _stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack 0-dim statistics, on the host if they come from several devices."""
+def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
+    """Return the statistics of small gradients and of measured ones, ``[len(stats), len(kept)]``.
+
+    They are on the host if the gradients come from several devices.
+    """
+    small = {place: one for place, one in enumerate(kept) if isinstance(one, Tensor)}
+    together = measure.of_small(stats, [*small.values()]) if small else torch.empty(0)
+    if len(small) == len(kept):
+        return together
+    found = dict(zip(small, together.unbind(-1), strict=True)) if small else {}
+    found |= {place: torch.stack(one) for place, one in enumerate(kept) if isinstance(one, tuple)}
+    values = [found[place] for place in range(len(kept))]
     if len({value.device for value in values}) > 1:
         values = [value.cpu() for value in values]
-    return torch.stack(list(values))
+    return torch.stack(values, dim=-1)
 
 
 def run_step_rules(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
 from typing import Any
 
@@ -14,23 +13,33 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime import current_pass, loss_rules
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.loss_rules import REST, DueLossRule, LossRules, NamedPass, in_order
+from gradsurgeon.runtime.current_pass import RunningPass, listed, taking
+from gradsurgeon.runtime.loss_effects import DueLossRule
+from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
-from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
+from gradsurgeon.tensors.inner_products import Contributions
 
-# The gradients of single losses must add up to the gradient of their sum, except for rounding, which is large in half
-# precision.
-_TOLERANCE, _ROUNDING = 0.05, 1e-3
-_TWICE = (
-    "rule {rule}: the gradients that the single losses give {name} do not add up to the gradient of their sum (off by "
-    "{off:.3g} of {size:.3g}): the graph cannot be run twice. Possible causes: a custom autograd function that writes to "
-    "its saved tensors, or a checkpoint that draws other random numbers (preserve_rng_state=False)"
+_NAMES = 'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
+_COMPILED = (
+    "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
+    "after its use. Set torch._functorch.config.donated_buffer = False before the first call of the model"
+)
+_REENTRANT = (
+    "the gradients of the loss {name} cannot be taken alone: its graph has a checkpoint with use_reentrant=True; use "
+    "use_reentrant=False"
+)
+_SPARSE = (
+    "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
+    "its layer with sparse=False"
+)
+_TWO = (
+    "rule {rule}: another session combines the gradient of {name} already, by the rule {other}: `exclude` the parameter "
+    "from one of the two rules"
 )
 
 
@@ -44,7 +53,7 @@ def before_plain_pass(
         graph: the graph that the pass runs through.
         inputs: the only leaves that get gradients; empty for all leaves.
     """
-    if sessions and loss_rules.current.get() is None and data_parallel.is_any_awaiting():
+    if sessions and current.get() is None and data_parallel.is_any_awaiting():
         leaves = list(inputs or graph.leaves())
         for rules in in_order(sessions):
             rules.due(leaves, None)
@@ -68,26 +77,26 @@ def backward(
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
     # Summed as a script would do it, so without a rule exactly the operations of a plain script run.
     total = reduce(operator.add, scaled.values())
+    graph = BackwardGraph(roots_of([total]))
     with ExitStack() as stack:
         due: list[DueLossRule] = []
         if sessions:
-            leaves = list(BackwardGraph(roots_of([total])).leaves())
-            stack.enter_context(current_pass.alone(leaves))
+            # The hooks on the leaves are replaced meanwhile.
+            stack.enter_context(listed(RunningPass(graph, is_alone=True)))
+            leaves = list(graph.leaves())
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
         named = NamedPass(due)
-        stack.callback(loss_rules.current.reset, loss_rules.current.set(named))
-        if due:
-            stack.enter_context(_delivering(due, scaled, total, modules, named))
+        if parts := _parts(due, scaled, total):
+            grads, tasks = _gradients(due, parts, total, list(modules))
+            with torch.no_grad():
+                named.take(grads, _weights(due, grads, tasks))
+        stack.enter_context(named.delivering())
         torch.autograd.backward(total)
-    if named.problem:
-        raise GradSurgeonError(named.problem)
 
 
 def _check(losses: object) -> None:
     if not isinstance(losses, Mapping) or not all(isinstance(one, str) and one for one in losses):
-        raise TypeError(
-            'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
-        )
+        raise TypeError(_NAMES)
     if not losses:
         raise ValueError("no loss was passed: gradsurgeon.backward needs at least one")
     for name, loss in losses.items():
@@ -98,39 +107,6 @@ def _check(losses: object) -> None:
             raise ValueError(
                 f"{called} has the shape {tuple(loss.shape)}, but a loss must be one number: reduce it, e.g. by `.mean()`"
             )
-
-
-@contextmanager
-def _delivering(
-    due: Sequence[DueLossRule],
-    losses: Mapping[str, Tensor],
-    total: Tensor,
-    modules: Iterable[nn.Module],
-    named: NamedPass,
-) -> Iterator[None]:
-    """Take the gradient of each loss; within the context, the training pass gives parameters combined gradients."""
-    parts, modules = _parts(due, losses, total), list(modules)
-    if not parts:
-        yield
-        return
-    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
-        # Ranks meet in the backward pass of these layers, but a loss may bypass a layer on some rank. Adding zero times
-        # the sum makes each pass visit all layers that the pass of the sum visits.
-        parts = {name: loss + total * 0.0 for name, loss in parts.items()}
-    params = list({id(param): param for one in due for param in one.params.values()}.values())
-    wrappers = [w for one in due for w in one.effects.context.ranks.wrappers_of([*one.params])]
-    grads, tasks = _gradients(parts, params, modules, wrappers)
-    with torch.no_grad():
-        delivery = _Delivery(due, grads, _weights(due, grads, tasks), named)
-    handles = [_torch.register_first(param, delivery.hook(param)) for param in params]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for param in params:
-            _torch.forget_empty_hooks(param)
-    delivery.check()
 
 
 def _parts(
@@ -162,128 +138,50 @@ def _weights(
     """
     sessions = {one.effects for one in due}
     given = {one: Contributions(grads, one.context.scaling.of(tasks)) for one in sessions}
-    found: dict[int, Mapping[str, float]] = {}
-    rules: dict[int, str] = {}
+    found: dict[int, tuple[str, Mapping[str, float]]] = {}
     for one in due:
-        if (weights := one.effects.run(one, given[one.effects])) is None:
+        if not (weights := one.effects.run(one, given[one.effects])):
             continue
         for number, param in one.params.items():
-            key = id(param)
-            if key in found:
+            if id(param) in found:
                 # Binding refuses two such rules of one session.
+                other, _ = found[id(param)]
                 raise GradSurgeonError(
-                    f"rule {one.rule.id}: another session combines the gradient of {one.name(number)} already, by the rule "
-                    f"{rules[key]}: `exclude` the parameter from one of the two rules"
+                    _TWO.format(rule=one.rule.id, name=one.name(number), other=other)
                 )
-            if key in grads:
-                found[key], rules[key] = weights, one.rule.id
-    return found
-
-
-class _Delivery:
-    """Gives parameters their combined gradients in the training pass, and compares it with the passes of single losses."""
-
-    def __init__(
-        self,
-        due: Sequence[DueLossRule],
-        grads: dict[int, dict[str, Tensor]],
-        weights: Mapping[int, Mapping[str, float]],
-        named: NamedPass,
-    ) -> None:
-        """Combine the gradients of single losses, and remove them from ``grads`` to free one copy per loss."""
-        self._named, self._reached = named, frozenset(grads)
-        self._accumulation = _torch.Accumulation()
-        # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
-        self._asked = [one for one in due if one.effects.is_unverified(one.rule.id)]
-        wanted = {id(param) for one in self._asked for param in one.params.values()}
-        self._combined: dict[int, Tensor] = {}
-        # By parameter, the sum of the gradients of single losses, and the sum of their norms. If losses cancel,
-        # rounding is small next to each gradient, but not next to their sum.
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
-        # By parameter, the norm of the difference between the passes, and the sum of all norms.
-        self._differences: dict[int, tuple[Tensor, Tensor]] = {}
-        for key in self._reached:
-            column = grads.pop(key)
-            if key in wanted:
-                norms = torch.stack([_numbers.norm(grad) for grad in column.values()])
-                self._sums[key] = weighted_sum(column, {}), norms.sum()
-            if key in weights:
-                self._combined[key] = weighted_sum(column, weights[key])
-
-    def hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
-        key = id(param)
-
-        @uncompiled
-        def deliver(grad: Tensor | None) -> Tensor | None:
-            # A hook of the script may call `torch.autograd.grad` meanwhile: such passes are ignored.
-            if grad is None or not self._accumulation.runs(param):
-                return None
-            if key not in self._reached:
-                self._named.astray.add(key)
-            elif (known := self._sums.pop(key, None)) is not None:
-                total, size = known
-                with torch.no_grad():
-                    off, size = _numbers.norm(grad - total), _numbers.norm(grad) + size
-                self._differences[key] = off, size
-            return self._combined.pop(key, None)
-
-        deliver.__name__ = "gradsurgeon.backward"
-        return deliver
-
-    def check(self) -> None:
-        """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
-        known = {key: (float(off), float(size)) for key, (off, size) in self._differences.items()}
-        for one in self._asked:
-            found = [(n, *known[id(p)]) for n, p in one.params.items() if id(p) in known]
-            # A gradient of pure rounding, such as of a bias before a batch norm, differs in every pass.
-            least = _ROUNDING * math.hypot(*(size for _, _, size in found))
-            for number, off, size in found:
-                if off > max(least, _TOLERANCE * size):
-                    name = one.name(number)
-                    raise GradSurgeonError(
-                        _TWICE.format(rule=one.rule.id, name=name, off=off, size=size)
-                    )
-            # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
-            if found and math.isfinite(least):
-                one.effects.verified.add(one.rule.id)
-
-
-_COMPILED = (
-    "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
-    "after its use. Set torch._functorch.config.donated_buffer = False before the first call of the model"
-)
-_REENTRANT = (
-    "the gradients of the loss {name} cannot be taken alone: its graph has a checkpoint with use_reentrant=True; use "
-    "use_reentrant=False"
-)
-_SPARSE = (
-    "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
-    "its layer with sparse=False"
-)
+            if id(param) in grads:
+                found[id(param)] = one.rule.id, weights
+    return {key: weights for key, (_, weights) in found.items()}
 
 
 def _gradients(
-    losses: Mapping[str, Tensor],
-    params: Sequence[Tensor],
-    modules: Iterable[nn.Module],
-    wrappers: Sequence[object] = (),
+    due: Sequence[DueLossRule],
+    parts: Mapping[str, Tensor],
+    total: Tensor,
+    modules: Sequence[nn.Module],
 ) -> tuple[dict[int, dict[str, Tensor]], Sequence[int]]:
     """Return the gradients by the ids of the parameters and then by loss, and the numbers of the passes.
 
     Args:
-        losses: scalars; the passes retain their graph.
-        params: leaves that require gradients.
+        due: the rules that take the gradients.
+        parts: scalars by loss; the passes retain their graph.
+        total: the sum of all losses.
         modules: the modules whose buffers may change, because checkpointing runs their forward pass again.
-        wrappers: the `DistributedDataParallel` wrappers of the models.
 
     Raises:
         GradSurgeonError: the graph cannot be run twice, or a gradient is sparse.
     """
     found: dict[int, dict[str, Tensor]] = {}
-    buffers = _Buffers(modules)
-    with _dist.extra_pass(wrappers), current_pass.taking() as tasks:
-        for name, loss in losses.items():
-            with _torch.without_hooks(params), buffers.put_back(), _retained_put_back(loss):
+    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
+        # Ranks meet in the backward pass of these layers, but a loss may bypass a layer on some rank. Adding zero times
+        # the sum makes each pass visit all layers that the pass of the sum visits.
+        parts = {name: loss + total * 0.0 for name, loss in parts.items()}
+    params = list({id(param): param for one in due for param in one.params.values()}.values())
+    wrappers = [w for one in due for w in one.effects.context.ranks.wrappers_of([*one.params])]
+    put_back = _buffers_of(modules)
+    with _dist.extra_pass(wrappers), taking() as tasks:
+        for name, loss in parts.items():
+            with _torch.without_hooks(params), put_back(), _retained_put_back(loss):
                 for param, grad in _gradients_of(name, loss, params):
                     found.setdefault(id(param), {})[name] = grad
     return found, tasks
@@ -312,29 +210,29 @@ def _gradients_of(
     return reached
 
 
-class _Buffers:
-    """Copies of the buffers of some modules, which a repeated forward pass may change."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
-        self._kept = [
-            (table, name, buffer, buffer.detach().clone())
-            for table in tables
-            for name, buffer in table.items()
-            if buffer is not None and _is_writable(buffer)
-        ]
+def _buffers_of(modules: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes contexts, each of which restores the buffers of modules at its end."""
+    tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
+    kept = [
+        (table, name, buffer, buffer.detach().clone())
+        for table in tables
+        for name, buffer in table.items()
+        if buffer is not None and _is_writable(buffer)
+    ]
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        with _torch.preserving_versions([buffer for _, _, buffer, _ in self._kept]):
+    def put_back() -> Iterator[None]:
+        with _torch.preserving_versions([buffer for _, _, buffer, _ in kept]):
             try:
                 yield
             finally:
                 # All buffers are restored: batch norm writes without counting, so versions do not show which changed.
                 with torch.no_grad():
-                    for table, name, buffer, content in self._kept:
+                    for table, name, buffer, content in kept:
                         table[name] = buffer
                         buffer.copy_(content)
+
+    return put_back
 
 
 def _is_writable(buffer: Tensor) -> bool:
@@ -346,19 +244,16 @@ def _is_writable(buffer: Tensor) -> bool:
 
 # Activations on which the script called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
 _retained: Any = WeakTensorKeyDictionary()
-_noting: list[ExitStack] = []
+_noting: list[Patch] = []
 
 
 def note_retained(*, wanted: bool) -> None:
     """Start or stop noting calls of `retain_grad()`: only sessions with rules on losses need the notes."""
     if wanted and not _noting:
-        stack = ExitStack()
-        # On exit, the patch is undone first: no call may be noted after the notes are cleared.
-        stack.callback(_retained.clear)
-        stack.callback(Patch(torch.Tensor, "retain_grad", _note).undo)
-        _noting.append(stack)
+        _noting.append(Patch(torch.Tensor, "retain_grad", _note))
     elif _noting and not wanted:
-        _noting.pop().close()
+        _noting.pop().undo()
+        _retained.clear()
 
 
 # Uncompiled, because compiled code would call the function on a stand-in for the tensor.

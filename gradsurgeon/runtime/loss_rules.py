@@ -1,206 +1,25 @@
-"""Rules on the gradients of several losses or modules: weights and records, and the rules that act in a pass on all ranks."""
+"""Rules on the gradients of named losses: which act in a pass, on all ranks alike, and how parameters get what they made."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
-from gradsurgeon.actions import Combination, Comparison, LossRule
-from gradsurgeon.errors import BindError, GradSurgeonError, did_you_mean, printable
+from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon.actions import LossRule
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
-from gradsurgeon.store import Key
-from gradsurgeon.tensors.inner_products import Contributions, InnerProducts, pairs
-
-_PLAIN = "the parameters get the plain sum, as without the rule"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DueLossRule:
-    """A rule on losses that acts now.
-
-    Attributes:
-        effects: the effects of the rules of its session.
-        rule: the rule.
-        step: the number of the update that the pass feeds.
-        senders: the losses or modules whose gradients the rule uses.
-        params: the tensors that get these gradients, parameters by their numbers.
-        groups: the ranks that average the pass; empty if this rank acts alone.
-        averaged: the ids of the parameters that these ranks average.
-        losses: the losses that some of these ranks have, with `REST` for all losses that no rule names.
-    """
-
-    effects: LossEffects
-    rule: LossRule
-    step: int
-    senders: Sequence[str]
-    params: Mapping[int, Tensor]
-    groups: _dist.Groups = ()
-    averaged: frozenset[int] = frozenset()
-    losses: frozenset[str] = frozenset()
-
-    def name(self, number: int) -> str:
-        return printable(self.effects.context.program.names[number])
-
-
-class LossEffects:
-    """Compares and weighs gradients for the rules of one session."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self._effects = {
-            rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
-        }
-        # Ids of rules whose single-loss gradients were verified to add up to the gradient of the sum.
-        self.verified: set[str] = set()
-        # Rules on modules combine in the training pass alone, so its gradients differ from the plain sum.
-        self._combines_inputs = any(
-            rule.edits for module in context.program.modules for rule in module.on_shared
-        )
-        # By rule, the step of the last call that combined, and the number of the call within this step.
-        self._calls: dict[str, tuple[int, int]] = {}
-        # Cached, because sinks distinguish rows by the identity of their keys.
-        self._keys: dict[Key, Key] = {}
-
-    def acts(self, rule: str) -> bool:
-        """Return whether a rule changes gradients."""
-        return self.context.mode == "act" and isinstance(self._effects[rule], Combination)
-
-    def is_unverified(self, rule: str) -> bool:
-        """Return whether a rule still must check that the gradients of single losses add up."""
-        return rule not in self.verified and not self._combines_inputs
-
-    def run(self, due: DueLossRule, given: Contributions) -> dict[str, float] | None:
-        """Compare or combine; return the weight of each sender, ``None`` if parameters get the plain sum."""
-        effect = self._effects[due.rule.id]
-        if isinstance(effect, Comparison):
-            self._compare(due, effect.per, given)
-            return None
-        weights = self._weights(due, effect, given)
-        return weights if self.acts(due.rule.id) else None
-
-    def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        """Record cosine, norm ratio and opposed share of each pair."""
-        parts: dict[str, list[Tensor]] = {}
-        for number, param in due.params.items():
-            name = "" if per == "rule" else self.context.program.names[number]
-            part = name.rpartition(".")[0] if per == "module" else name
-            parts.setdefault(part, []).append(param)
-        compared: dict[str, tuple[float, float, float]] = {}
-        for part, params in parts.items():
-            known = _products(due, params, given, compare=True)
-            prefix = f"{part}:" if part else ""
-            compared |= {f"{prefix}{pair}": numbers for pair, numbers in pairs(due.senders, known)}
-        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
-            self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
-        self.context.event_log.count_fired(due.rule.id, due.step)
-
-    def _weights(
-        self, due: DueLossRule, effect: Combination, given: Contributions
-    ) -> dict[str, float] | None:
-        """Return the weight of each sender and record it; ``None`` if parameters get the plain sum."""
-        rule, step, event_log = due.rule.id, due.step, self.context.event_log
-        self._tell_of_own(due)
-        products = _products(due, list(due.params.values()), given).products
-        event_log.count_fired(rule, step)
-        finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
-        if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
-            # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
-            text = (
-                f"the gradient of {some} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
-            )
-            event_log.notice_once(f"loss {some}", text, rule=rule, step=step)
-            return None
-        problem = "the weights are non-finite"
-        last, call = self._calls.get(rule, (step, -1))
-        call = call + 1 if last == step else 0
-        self._calls[rule] = step, call
-        try:
-            with _drawing(f"{rule}/{step}/{call}"):
-                weights = effect.weigh(products)
-        except (ValueError, ArithmeticError, RuntimeError) as error:
-            weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
-        if due.groups:
-            # All ranks have equal products, but on another processor a solver may find other weights, or none.
-            first = _dist.rank() == min(_dist.members(due.groups[0]))
-            weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
-        if not weights.isfinite().all():
-            names = ", ".join(map(printable, due.senders))
-            text = f"the solver found no weights for {names}: {problem}; {_PLAIN}"
-            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
-            return None
-        self._record(due, "weight", due.senders, weights)
-        change = weights - 1.0
-        total, moved = (
-            math.sqrt(max(0.0, float(one @ products @ one)))
-            for one in (torch.ones_like(change), change)
-        )
-        distance = moved / total if total else math.inf if moved else 0.0
-        self._record(due, "distance", ("combined",), torch.tensor([distance], device="cpu"))
-        event_log.count_changed(rule, int(moved > 0.0))
-        return dict(zip(due.senders, map(float, weights), strict=True))
-
-    def _tell_of_own(self, due: DueLossRule) -> None:
-        """Emit a notice, once, if the ranks do not average all parameters of a rule that combines."""
-        own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
-        if own:
-            text = (
-                f"DistributedDataParallel does not average {due.name(own[0])}: the loss weights are computed from the other "
-                "parameters alone, and also apply to this parameter"
-            )
-            self.context.event_log.notice_once("own", text, rule=due.rule.id, step=due.step)
-
-    def _record(self, due: DueLossRule, stat: str, columns: Iterable[str], values: Tensor) -> None:
-        key = Key(due.rule.id, stat, due.rule.point, tuple(columns))
-        key = self._keys.setdefault(key, key)
-        self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
-
-
-def _compiled(rule: LossRule) -> Combination | Comparison:
-    try:
-        return rule.compile()
-    except GradSurgeonError as error:  # a library is missing
-        raise BindError([f"rule {rule.id}: {error}"]) from error
-
-
-def _products(
-    due: DueLossRule, params: Sequence[Tensor], given: Contributions, *, compare: bool = False
-) -> InnerProducts:
-    """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
-    # If ranks average some parameters, the others are left out: their gradients differ between ranks.
-    averaged = [param for param in params if id(param) in due.averaged]
-    if not averaged:
-        return given.products(due.senders, params, compare=compare)
-    groups, number = due.groups[:1], len(_dist.members(due.groups[0]))
-    return given.products(
-        due.senders, averaged, lambda block: _dist.reduce(block, groups) / number, compare=compare
-    )
-
-
-@contextmanager
-def _drawing(call: str) -> Iterator[None]:
-    """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
-
-    The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the numbers of an
-    uninterrupted run.
-    """
-    digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
-    # The script may have set another default device.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # 63 bits, because no release of torch reads such a seed as a negative number.
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        yield
-
+from gradsurgeon.tensors.inner_products import weighted_sum
 
 # The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
 REST = ""
@@ -218,6 +37,14 @@ _UNKNOWN = (
     "a backward pass reached {name} without the losses being known: call "
     'gradsurgeon.backward({{"seg": seg_loss, ...}}) instead of `.backward()` on the sum of the losses'
 )
+# The gradients of single losses must add up to the gradient of their sum, except for rounding, which is large in half
+# precision.
+_TOLERANCE, _ROUNDING = 0.05, 1e-3
+_TWICE = (
+    "rule {rule}: the gradients that the single losses give {name} do not add up to the gradient of their sum (off by "
+    "{off:.3g} of {size:.3g}): the graph cannot be run twice. Possible causes: a custom autograd function that writes to "
+    "its saved tensors, or a checkpoint that draws other random numbers (preserve_rng_state=False)"
+)
 _ASTRAY = (
     "rule {rule}: {name} got a gradient that no single loss gives it: part of the graph cannot be run for one loss "
     "alone, as with checkpoint(use_reentrant=True); use use_reentrant=False"
@@ -230,28 +57,114 @@ _DIVIDED = (
 
 
 class NamedPass:
-    """A backward pass of named losses.
-
-    Attributes:
-        astray: the ids of the parameters that got a gradient in this pass, but none from a single loss.
-        problem: why the pass cannot train with the rules, if it cannot.
-    """
+    """A backward pass of the sum of named losses: parameters get combined gradients, and these are checked."""
 
     def __init__(self, due: Sequence[DueLossRule]) -> None:
-        self._seen = {(one.effects, one.rule.id): set(one.params) for one in due}
-        self.astray: set[int] = set()
-        self.problem = ""
+        self._expected = {(one.effects, one.rule.id): set(one.params) for one in due}
+        self._params = {id(param): param for one in due for param in one.params.values()}
+        # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
+        self._asked = [one for one in due if one.rule.id not in one.effects.verified]
+        self._accumulation = _torch.Accumulation()
+        # The ids of the parameters that single losses gave a gradient; ``None`` if no gradients were taken.
+        self._given: frozenset[int] | None = None
+        # The ids of the parameters that got a gradient in this pass, but none from a single loss.
+        self._astray: set[int] = set()
+        self._problem = ""
+        self._combined: dict[int, Tensor] = {}
+        # By parameter, the sum of the gradients of single losses, and the sum of their norms. If losses cancel,
+        # rounding is small next to each gradient, but not next to their sum.
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        # By parameter, the norm of the difference between the passes, and the sum of all norms.
+        self._differences: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(
+        self, grads: dict[int, dict[str, Tensor]], weights: Mapping[int, Mapping[str, float]]
+    ) -> None:
+        """Combine the gradients of single losses, and remove them from ``grads`` to free one copy per loss.
+
+        Args:
+            grads: the gradients by the ids of the parameters and then by loss.
+            weights: the weights of the losses, by the ids of the parameters to combine.
+        """
+        self._given = frozenset(grads)
+        asked = {id(param) for one in self._asked for param in one.params.values()}
+        for key in self._given:
+            column = grads.pop(key)
+            if key in asked:
+                norms = torch.stack([_numbers.norm(grad) for grad in column.values()])
+                self._sums[key] = weighted_sum(column, {}), norms.sum()
+            if key in weights:
+                self._combined[key] = weighted_sum(column, weights[key])
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Give parameters their combined gradients within the context; afterwards check the passes.
+
+        Raises:
+            GradSurgeonError: the passes of single losses prove nothing about this pass.
+        """
+        token = current.set(self)
+        params = list(self._params.values()) if self._given is not None else []
+        handles = [_torch.register_first(param, self._hook(param)) for param in params]
+        try:
+            yield
+        finally:
+            current.reset(token)
+            for handle in handles:
+                handle.remove()
+            for param in params:
+                _torch.forget_empty_hooks(param)
+        self._check()
+        if self._problem:
+            raise GradSurgeonError(self._problem)
+
+    def _hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
+        key = id(param)
+
+        @uncompiled
+        def deliver(grad: Tensor | None) -> Tensor | None:
+            # A hook of the script may call `torch.autograd.grad` meanwhile: such passes are ignored.
+            if grad is None or not self._accumulation.runs(param):
+                return None
+            if key not in (self._given or ()):
+                self._astray.add(key)
+            elif (known := self._sums.pop(key, None)) is not None:
+                total, size = known
+                with torch.no_grad():
+                    self._differences[key] = _numbers.norm(grad - total), _numbers.norm(grad) + size
+            return self._combined.pop(key, None)
+
+        deliver.__name__ = "gradsurgeon.backward"
+        return deliver
 
     def reached(self, effects: LossEffects, rule: LossRule, tensors: Sequence[int]) -> None:
-        """Compare the parameters that got gradients with the parameters that rules expected; set `problem`."""
-        seen, context = self._seen.get((effects, rule.id), ()), effects.context
-        for tensor in tensors:
+        """Compare the parameters that got gradients with the parameters that a rule expected."""
+        expected, context = self._expected.get((effects, rule.id), ()), effects.context
+        for tensor in tensors if not self._problem else ():
             param = context.parameters.param(tensor)
             is_divided = _dist.is_divided(param)
-            if not self.problem and (is_divided or tensor not in seen or id(param) in self.astray):
+            if is_divided or tensor not in expected or id(param) in self._astray:
                 name = printable(context.program.names[tensor])
                 text = _DIVIDED if is_divided else _ASTRAY
-                self.problem = text.format(rule=rule.id, name=name)
+                self._problem = text.format(rule=rule.id, name=name)
+                return
+
+    def _check(self) -> None:
+        """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
+        known = {key: (float(off), float(size)) for key, (off, size) in self._differences.items()}
+        for one in self._asked:
+            found = [(n, *known[id(p)]) for n, p in one.params.items() if id(p) in known]
+            # A gradient of pure rounding, such as of a bias before a batch norm, differs in every pass.
+            least = _ROUNDING * math.hypot(*(size for _, _, size in found))
+            for number, off, size in found:
+                if off > max(least, _TOLERANCE * size):
+                    name = one.name(number)
+                    raise GradSurgeonError(
+                        _TWICE.format(rule=one.rule.id, name=name, off=off, size=size)
+                    )
+            # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
+            if found and math.isfinite(least):
+                one.effects.verified.add(one.rule.id)
 
 
 # The pass of named losses that this thread runs.
@@ -291,7 +204,7 @@ class LossRules:
         Raises:
             GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
         """
-        context = self.context
+        context, losses = self.context, set(given or ())
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
         # A paused session does this too: other ranks may wait for it.
         scheduled = [
@@ -300,7 +213,7 @@ class LossRules:
             if (tensors := [t for t in matched if rule.steps.due(context.counters[t].step)])
         ]
         names = [*dict.fromkeys(name for rule, _, _ in scheduled for name in rule.losses or ())]
-        losses = set(given or ())
+        # Whether this rank has each named loss, and whether it has others.
         here = [*(name in losses for name in names), not losses.issubset(names)]
         acting: list[DueLossRule] = []
         for rule, matched, tensors in scheduled:
@@ -312,16 +225,18 @@ class LossRules:
             facts = [reaches, context.paused, given is None, *here]
             reaches, paused, is_plain, *there = self._on_any(rule, step, groups, facts)
             (self._resting.add if paused or is_plain else self._resting.discard)(rule.id)
-            if not reaches or paused or is_plain:
+            # Ranks that average know no better which parameters the others reach.
+            params = self._params(tensors, None if groups else reached)
+            if not reaches or paused or is_plain or not params:
                 continue
-            if params := self._params(tensors, None if groups else reached):
-                senders, step = rule.losses or (), context.counters[next(iter(params))].step
-                on_ranks = zip((*names, REST), there, strict=True)
-                some = frozenset(name for name, is_there in on_ranks if is_there)
-                acting.append(
-                    DueLossRule(self.effects, rule, step, senders, params, groups, averaged, some)
-                )
-                self._note_given(rule, step, list(given or ()))
+            step = context.counters[next(iter(params))].step
+            on_ranks = zip((*names, REST), there, strict=True)
+            some = frozenset(name for name, is_there in on_ranks if is_there)
+            senders = rule.losses or ()
+            acting.append(
+                DueLossRule(self.effects, rule, step, senders, params, groups, averaged, some)
+            )
+            self._note_given(rule, step, list(given or ()))
         return acting
 
     def _params(self, tensors: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
@@ -338,13 +253,12 @@ class LossRules:
 
     def _on_any(
         self, rule: LossRule, step: int, groups: _dist.Groups, facts: Sequence[bool]
-    ) -> list[bool]:
+    ) -> Sequence[bool]:
         """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
         if not groups:
-            return list(facts)
+            return facts
         self._agreement.find_sessions_for_losses(groups)
-        rank = _dist.rank()
-        mine = torch.tensor([(rank + 1) * fact for fact in facts], device="cpu")
+        mine = torch.tensor([(_dist.rank() + 1) * fact for fact in facts], device="cpu")
         largest = _dist.reduce(mine, groups, "max").tolist()
         for other, fact, why in zip(largest[1:3], facts[1:3], RESTS, strict=True):
             if other and not fact and not self.context.paused:
@@ -382,13 +296,11 @@ class LossRules:
         for rule, matched in self._stages:
             among = set(matched)
             due = [t for t in tensors if t in among and context.is_due(rule, context.counters[t])]
-            if not due:
-                continue
-            if named is None:
+            if due and named is None:
                 text = _UNKNOWN.format(name=printable(context.program.names[due[0]]))
                 step = context.counters[due[0]].step
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
-            elif rule.id not in self._resting:
+            elif named is not None and rule.id not in self._resting:
                 named.reached(self.effects, rule, due)
 
 

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _numbers, _statistics, _torch
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.gradients import NormClip, changes, check_layout
-from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
+from gradsurgeon.runtime.gradient_rules import edit_one
+from gradsurgeon.runtime.gradients import check_layout
+from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.loss_scale import unscaled
 
 
 class Hook:
@@ -30,18 +32,13 @@ class Hook:
     # attribute marks the hook.
     __torch_unserializable__ = True
 
-    def __init__(self, context: Context, passes: BackwardWatch, tensor: int) -> None:
-        self._context = weakref.ref(context)
-        self._backward = weakref.ref(passes)
+    def __init__(self, passes: BackwardWatch, tensor: int) -> None:
+        self._passes = weakref.ref(passes)
         self.tensor = tensor
-        self._rules = context.program.per_tensor.get(tensor, ())
+        self._rules = passes.context.program.per_tensor.get(tensor, ())
         # torch shows this name in its messages about wrong return values.
         label = "+".join(rule.id for rule in self._rules) or "gradsurgeon"
-        self.__name__ = f"{label}:{context.program.names[tensor]}"
-
-    def _live(self) -> tuple[Context, BackwardWatch] | None:
-        context, passes = self._context(), self._backward()
-        return None if context is None or passes is None else (context, passes)
+        self.__name__ = f"{label}:{passes.context.program.names[tensor]}"
 
 
 class ArrivalHook(Hook):
@@ -54,9 +51,9 @@ class ArrivalHook(Hook):
     @uncompiled
     def __call__(self, param: Tensor) -> None:
         # The hook runs during a pause also: other ranks may wait for a paused rank.
-        if (live := self._live()) is None:
+        if (passes := self._passes()) is None:
             return
-        context, passes = live
+        context = passes.context
         passes.seen.order.append(self.tensor)
         if self.tensor not in context.trapped or param.grad is None or _dist.is_sharded(param):
             return
@@ -69,84 +66,58 @@ class TensorHook(Hook):
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        live = self._live()
+        passes = self._passes()
         # A custom autograd function may return None for an input.
-        if live is None or grad is None:
+        if passes is None or grad is None:
             return None
-        context, passes = live
-        seen = passes.seen
-        seen.calls[self.tensor] += 1
-        param = context.parameters.param(self.tensor)
-        if param is None:
-            return None
-        if self.tensor in seen.waiting and passes.is_training(param):
-            if seen.calls[self.tensor] == 1:
-                return None
-            # A pass runs inside another pass, and part of the gradient has come already.
-            passes.act_on_waiting()
-            seen.waiting.discard(self.tensor)
-        counter = context.counters[self.tensor]
+        context = passes.context
+        passes.seen.calls[self.tensor] += 1
+        param, counter = context.parameters.param(self.tensor), context.counters[self.tensor]
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
-        if not due:
+        if param is None or not due:
             return None
         if not passes.is_training(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
         context.refuse_graph_capture()
+        name, scale = context.program.names[self.tensor], context.scaling.scale
         out = grad
         for rule in due:
-            out = self._act(context, passes, rule, out)
-            if not isinstance(rule, CaptureRule):
+            if isinstance(rule, EditRule):
+                out = _edited(context, rule, out, name, counter.step)
+            elif isinstance(rule, CaptureRule):  # `keep` counts the firing
+                context.captures.keep(rule, name, counter.step, unscaled(out, scale))
+            else:
+                passes.seen.logged[rule.id][self.tensor] = _kept(rule, unscaled(out, scale))
                 context.event_log.count_fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
 
-    def _act(self, context: Context, passes: BackwardWatch, rule: Rule, grad: Tensor) -> Tensor:
-        if isinstance(rule, EditRule):
-            return self._edit(context, rule, grad)
-        if isinstance(rule, CaptureRule):
-            name, step = context.program.names[self.tensor], context.counters[self.tensor].step
-            true = unscaled(grad, context.scaling.scale)
-            context.captures.keep(rule, name, step, true)
-            return grad
-        with torch.no_grad():
-            true = unscaled(grad, context.scaling.scale)
-            values = {
-                stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())
-            }
-        passes.seen.logged[rule.id][self.tensor] = values
-        return grad
 
-    def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
-        name = context.program.names[self.tensor]
-        check_layout(rule, grad, name)
-        if _dist.is_partial(grad) and not rule.linear:
-            raise GradSurgeonError(
-                f"rule {rule.id}: the contribution of a backward pass to {name} is still to be summed over the "
-                "ranks of its tensor-parallel group, so a bound on this rank's addend bounds nothing; "
-                "use `at: step`"
-            )
-        edit = context.edits[rule.id]
-        scale = context.scaling.scale
-        part = _dist.local(grad)
-        if edit.by_norm is not None:
-            clip = NormClip(edit.by_norm, part, scale)
-            clip.tell(context, rule.id, context.counters[self.tensor].step)
-            out = clip.of(part)
-        else:
-            with torch.no_grad():
-                changed = changes(edit, unscaled(part, scale))
-                context.event_log.count_changed(rule.id, changed)
-            if changed is False:
-                return grad
-            out = _numbers.on_values(in_true_units(edit.apply, scale), part)
-        return _dist.like(out, grad) if _dist.is_sharded(grad) else out
+def _kept(rule: Rule, grad: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Return a copy of a small gradient, to be measured together with others after the pass, else its statistics."""
+    with torch.no_grad():
+        if _numbers.is_small(grad):
+            return grad.detach().clone()
+        return tuple([measure.statistic(stat, grad) for stat in getattr(rule, "stats", ())])
+
+
+def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) -> Tensor:
+    check_layout(rule, grad, name)
+    if _dist.is_partial(grad) and not rule.linear:
+        raise GradSurgeonError(
+            f"rule {rule.id}: the contribution of a backward pass to {name} is still to be summed over the "
+            "ranks of its tensor-parallel group, so a bound on this rank's addend bounds nothing; "
+            "use `at: step`"
+        )
+    part = _dist.local(grad)
+    out = edit_one(context, rule, part, context.scaling.scale, step)
+    return grad if out is part else _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 
 class ParamHooks:
     def __init__(self, context: Context, passes: BackwardWatch) -> None:
-        self._context = context
-        self._backward = passes
+        self._context, self._passes = context, passes
         self._armed = context.program.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._ids: dict[int, int] = {}
@@ -209,16 +180,16 @@ class ParamHooks:
         if not param.is_leaf:
             name = printable(self._context.program.names[tensor])
             raise BindError([f"{name} is not a leaf of the graph: it never gets a gradient"])
-        place, needs_grad = (self._context, self._backward, tensor), param.requires_grad
+        needs_grad = param.requires_grad
         try:
             if tensor in self._context.program.per_tensor:
                 # torch refuses hooks on frozen parameters but keeps existing hooks, so a
                 # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
-                yield _torch.register_hook(param, TensorHook(*place))
+                yield _torch.register_hook(param, TensorHook(self._passes, tensor))
             if _dist.world() > 1:
                 param.requires_grad_(True)
-                yield _torch.register_post_accumulate_hook(param, ArrivalHook(*place))
+                yield _torch.register_post_accumulate_hook(param, ArrivalHook(self._passes, tensor))
         finally:
             if not needs_grad:
                 param.requires_grad_(False)

@@ -158,7 +158,7 @@ def _show(tensor: Tensor, name: str) -> Tensor:
     for show in replay.shown_to:
         show(name, tensor)
     for controller in _controllers():
-        tensor = controller.tensor_hooks.tag(tensor, name)
+        tensor = controller.activations.tag(tensor, name)
     return tensor
 
 
@@ -201,8 +201,6 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     # registered before.
     del args, kwargs
     for controller in _controllers():
-        if controller.backward.seen.waiting:
-            controller.backward.act_on_waiting()
         controller.steps.about_to_step(optimizer)
     if _beside and _sessions:
         with _changing:

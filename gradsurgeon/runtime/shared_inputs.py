@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import LossRule
+from gradsurgeon._backward_calls import is_only_grad
+from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule
+from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.current_pass import is_taken, returns_gradients
-from gradsurgeon.runtime.loss_rules import DueLossRule, LossEffects
+from gradsurgeon.runtime.current_pass import is_taken
+from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
 _Hook = Callable[[Tensor | None], None]
@@ -52,91 +53,83 @@ _GRAPH = (
     "a backward pass with create_graph=True goes through the gradients of {there}, but weights have no gradient; pause "
     "the session around this pass"
 )
-_TRANSFORMED = (
-    "left a tensor alone that is in a transform of torch.func, or has no numbers to read (torch.func.vmap, grad or jacrev, "
-    "is_grads_batched; the meta device; torch.export at its trace): nothing was compared or combined there"
-)
 
 
 class SharedInputs:
     """Runs the rules of a session on the gradients that modules contribute to a tensor that they all take."""
 
-    def __init__(self, sites: ActivationRules, effects: LossEffects) -> None:
-        self._sites, self._effects = sites, effects
-        self._rules = [rule for rule in sites.context.rules if isinstance(rule, LossRule)]
-        # The modules of each rule, in the order of the model.
+    def __init__(self, activations: ActivationRules, effects: LossEffects) -> None:
+        self._activations, self._effects = activations, effects
+        context = self._context = activations.context
+        self._rules = [rule for rule in context.rules if isinstance(rule, LossRule)]
+        # The modules of each rule, in the order of the model. The first one counts the steps.
         self._members: dict[str, list[str]] = {}
-        for module in sites.context.program.modules:
+        for module in context.program.modules:
             for rule in module.on_shared:
                 self._members.setdefault(rule.id, []).append(module.name)
         # The forks by tensor id, as long as a module can still send a gradient back.
         self._forks: weakref.WeakValueDictionary[int, _Fork] = weakref.WeakValueDictionary()
 
-    def take(self, due: Due, tensor: Tensor, owner: str, *, in_place: bool) -> Tensor:
+    def take(
+        self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, *, in_place: bool
+    ) -> Tensor:
         """Return the tensor that a module receives instead of a tensor."""
+        activations, name = self._activations, printable(owner)
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        rules = due.grads
-        if _torch.is_unreadable(tensor) or _torch.in_transform():
-            self._sites.warn("unreadable", _TRANSFORMED, rules, owner)
+        if activations.is_unreadable(tensor, rules, owner):
             return tensor
         if in_place:
-            self._sites.warn("shared", _IN_PLACE.format(owner=printable(owner)), rules, owner)
+            activations.warn("shared", _IN_PLACE.format(owner=name), rules, owner)
             return tensor
         if _dist.is_sharded(tensor):
             for rule, _ in rules:
-                self._refuse(rule.id, "shared", _SHARDED.format(owner=printable(owner)))
+                self._refuse(rule, "shared", _SHARDED.format(owner=name))
             return tensor
-        with self._sites.lock:
+        with activations.lock:
             fork = self._forks.get(id(tensor))
             if fork is None or not fork.is_of(tensor):
                 if fork is not None and fork.tensor is tensor:
-                    before = _listed(fork.meeting.taken)
-                    text = _WRITTEN.format(before=before, owner=printable(owner))
-                    self._sites.warn("in-place", text, rules, owner)
+                    text = _WRITTEN.format(before=_listed(fork.meeting.taken), owner=name)
+                    activations.warn("in-place", text, rules, owner)
                 fork = self._forks[id(tensor)] = _Fork(self, tensor)
             return fork.branch(owner, rules)
 
     def arrived(self, meeting: _Meeting, total: Tensor) -> Tensor | None:
         """Compare or combine the gradients of modules; return the tensor that replaces their sum, if one does."""
         given, makes_graph = meeting.take(), torch.is_grad_enabled()
-        if is_taken() or self._sites.context.paused or not given:
+        if is_taken() or self._context.paused or not given:
             return None
-        with self._sites.lock, torch.no_grad():
-            self._sites.passes.seen.module = True
-            owner = self._owner(meeting.rules[0].rule.id)
-            if self._sites.is_unreadable(total, meeting.rules, owner):
+        activations = self._activations
+        with activations.lock, torch.no_grad():
+            activations.passes.seen.module = True
+            if activations.is_unreadable(total, meeting.rules, next(iter(meeting.taken))):
                 return None
             self._check(meeting, given)
-            due = [self._due(rule, meeting, given, total) for rule in self._rules]
-            due = [one for one in due if len(one.senders) > 1]
-            for one in due:
-                if makes_graph and self._effects.acts(one.rule.id):
-                    self._refuse(one.rule.id, "graph", _GRAPH.format(there=_listed(one.senders)))
-            contributions = Contributions({id(total): given}, self._sites.context.scaling.scale)
+            contributions = Contributions({id(total): given}, self._context.scaling.scale)
             weights: dict[str, float] = {}
-            for one in due:
-                weights |= self._effects.run(one, contributions) or {}
+            for rule in self._rules:
+                matched = meeting.matched.get(rule.id, ())
+                there = [n for n in self._members.get(rule.id, ()) if n in given and n in matched]
+                if len(there) < 2:  # noqa: PLR2004 # one alone meets no other
+                    continue
+                if makes_graph and self._effects.acts(rule.id):
+                    self._refuse(rule, "graph", _GRAPH.format(there=_listed(there)))
+                due = DueLossRule(self._effects, rule, self._step(rule), there, {0: total})
+                weights |= self._effects.run(due, contributions)
             if all(weight == 1.0 for weight in weights.values()):
                 return None
             # Summed anew from the contributions: in the total, rounding has lost small contributions.
             return weighted_sum(given, weights)
 
-    def _due(
-        self, rule: LossRule, meeting: _Meeting, given: Mapping[str, Tensor], total: Tensor
-    ) -> DueLossRule:
-        matched = meeting.matched.get(rule.id, ())
-        there = [n for n in self._members.get(rule.id, ()) if n in matched and n in given]
-        step = self._sites.counters.of(self._owner(rule.id)).step if there else 0
-        return DueLossRule(self._effects, rule, step, there, {0: total})
-
     def _check(self, meeting: _Meeting, given: Mapping[str, Tensor]) -> None:
         """Refuse gradients that would have to meet gradients of another pass."""
-        if returns_gradients():
+        if is_only_grad():
             # A script calls `torch.autograd.grad` of one loss to inspect it.
             return
         meeting.passes += 1
-        for rule, matched in meeting.matched.items():
+        for rule, _ in meeting.rules:
+            matched = meeting.matched[rule.id]
             there = [name for name in given if name in matched]
             missing = [n for n in meeting.outstanding() if n in matched and n not in given]
             if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
@@ -146,15 +139,15 @@ class SharedInputs:
             elif there and meeting.in_reentrant and len(matched) == 1:
                 self._refuse(rule, "apart", _REENTRANT.format(there=_listed(there)))
 
-    def _owner(self, rule: str) -> str:
-        return self._members[rule][0]
+    def _step(self, rule: Rule) -> int:
+        return self._activations.counters.of(self._members[rule.id][0]).step
 
-    def _refuse(self, rule: str, topic: str, text: str) -> None:
+    def _refuse(self, rule: Rule, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""
-        context, step = self._sites.context, self._sites.counters.of(self._owner(rule)).step
-        if self._effects.acts(rule):
-            raise GradSurgeonError(f"{context.place(step, rule)}: {text}")
-        context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
+        step = self._step(rule)
+        if self._effects.acts(rule.id):
+            raise GradSurgeonError(f"{self._context.place(step, rule.id)}: {text}")
+        self._context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
 
 class _Fork:
@@ -250,7 +243,7 @@ class _Meeting:
         if total is None or shared is None:
             return None
         fork = self._fork()
-        if fork is not None and not (is_taken() or returns_gradients()):
+        if fork is not None and not (is_taken() or is_only_grad()):
             fork.close()
         return shared.arrived(self, total)
 

@@ -21,8 +21,8 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 
-# The statistics of the contributions of a pass, by rule and by tensor.
-Logged = dict[str, dict[int, dict[str, Tensor]]]
+# By rule and by tensor: the statistics of the contribution of a pass, or a copy if the contribution is small.
+Logged = dict[str, dict[int, Tensor | tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class BackwardPass:
         tensors: the tensors that got a gradient.
         graph: gives the order in which they got it, if it differs from the order of ``tensors``.
         calls: the number of hook calls per tensor with rules at `backward`.
-        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution.
+        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
         contributed: the norms of this rank's own contributions, if an average over ranks followed.
         scale: the scale of a `GradScaler` on its gradients.
         averaging: the `DistributedDataParallel` wrappers that averaged in it.
@@ -135,9 +135,6 @@ class TrainingEvents(Protocol):
             graph: the graph of the pass.
             reached: if other threads train also, the only tensors whose gradients may be read now.
         """
-
-    def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
-        """Act on gradients that hold the contributions of the running pass, in the order in which they came."""
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a finished backward pass. DDP has averaged them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -125,15 +125,7 @@ class BackwardGraph:
 
     def nodes(self) -> Iterator[Any]:
         """Yield each node that a pass through the graph runs, in no particular order."""
-        pending: list[Any] = list(map(_torch.node_of, self.roots))
-        met = {*pending, None}
-        while pending:
-            node = pending.pop()
-            yield node
-            within = [_torch.node_of(root) for roots in self.inner.get(node, ()) for root in roots]
-            new = {*within, *(following for following, _ in node.next_functions)} - met
-            met |= new
-            pending += new
+        return _walked(list(map(_torch.node_of, self.roots)), self.inner)
 
     def groups(self) -> Iterator[list[Tensor]]:
         """Yield the leaves in the same order, grouped by node: compiled code is one node."""
@@ -145,7 +137,8 @@ class BackwardGraph:
     def _visited(self) -> Iterator[Tensor | None]:
         """Yield the leaves, and ``None`` for each other node, in the order in which the engine runs them."""
         nodes = list(dict.fromkeys(map(_torch.node_of, self.roots)))
-        missing = _users(nodes)
+        # The number of edges that lead to each node.
+        missing = Counter(to for node in _walked(nodes) for to, _ in node.next_functions)
         moment = count()
         ready: list[tuple[int, int, Any]] = []
 
@@ -168,18 +161,19 @@ class BackwardGraph:
                         put(following)
 
 
-def _users(nodes: Sequence[Node]) -> Counter[Any]:
-    """Return the number of edges that lead to each reachable node."""
-    users: Counter[Any] = Counter()
-    met, pending = set(nodes), list(nodes)
+def _walked(
+    nodes: Sequence[Any], inner: Mapping[Any, Sequence[Sequence[Root]]] | None = None
+) -> Iterator[Any]:
+    """Yield each node that can be reached from some nodes, and from the roots of passes that ran inside of them."""
+    pending, met = [*nodes], {*nodes, None}
     while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is not None:
-                users[node] += 1
-                if node not in met:
-                    met.add(node)
-                    pending.append(node)
-    return users
+        node = pending.pop()
+        yield node
+        within = (inner or {}).get(node, ())
+        new = {following for following, _ in node.next_functions} - met
+        new |= {_torch.node_of(root) for roots in within for root in roots} - met
+        met |= new
+        pending += new
 
 
 def _is_leaf(node: Node) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +16,6 @@ from gradsurgeon import _numbers
 _CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
 
 _Rows = Sequence[Sequence[Tensor | None]]
-
-
-class InnerProducts(NamedTuple):
-    """The inner products of n gradients over some tensors.
-
-    Attributes:
-        products: float64 of shape ``[n, n]``, on the host.
-        opposed: for each pair, the sum of the squares of both gradients over the elements where their signs differ, in
-            the same form; ``None`` if no rule compares.
-    """
-
-    products: Tensor
-    opposed: Tensor | None
 
 
 class Contributions:
@@ -44,7 +30,7 @@ class Contributions:
         self, grads: Mapping[int, Mapping[str, Tensor]], scale: Tensor | None = None
     ) -> None:
         self._grads, self._scale = grads, scale
-        self._known: dict[tuple[tuple[object, ...], ...], InnerProducts] = {}
+        self._known: dict[tuple[tuple[object, ...], ...], Tensor] = {}
 
     def products(
         self,
@@ -53,8 +39,8 @@ class Contributions:
         average: Callable[[Tensor], Tensor] | None = None,
         *,
         compare: bool = False,
-    ) -> InnerProducts:
-        """Return the inner products of gradients in true units; all rules with the same question share the answer.
+    ) -> Tensor:
+        """Return the inner products of n gradients in true units; all rules with the same question share the answer.
 
         Waits once for each device.
 
@@ -63,16 +49,20 @@ class Contributions:
             tensors: the tensors of the gradients.
             average: maps some elements of all senders, ``[n, elements]``, to their average over ranks.
             compare: whether to compare the signs also.
+
+        Returns:
+            float64 of shape ``[1, n, n]``, on the host. If rules compare, ``[2, n, n]``: the second matrix has for each
+            pair the sum of the squares of both gradients over the elements where their signs differ.
         """
         key = (*senders,), (*map(id, tensors),)
         known = self._known.get(key)
-        if known is None or (compare and known.opposed is None):
+        if known is None or (compare and len(known) == 1):
             columns = [self._grads.get(key, {}) for key in key[1]]
             rows = [[column.get(sender) for column in columns] for sender in senders]
-            both = _inner_products(rows, tensors, average, compare=compare)
+            known = _inner_products(rows, tensors, average, compare=compare)
             if self._scale is not None:
-                both /= float(self._scale) ** 2
-            known = self._known[key] = InnerProducts(both[0], both[1] if compare else None)
+                known /= float(self._scale) ** 2
+            self._known[key] = known
         return known
 
 
@@ -83,23 +73,21 @@ def _inner_products(
     *,
     compare: bool,
 ) -> Tensor:
-    """Return inner products and opposed squares, float64 of shape ``[2, n, n]`` on the host."""
-    n = len(rows)
     sums: dict[torch.device, Tensor] = {}
     # Averaging few large pieces takes less time than averaging many small ones.
     chunk = _CHUNK if average is None else _CHUNK_ON_DEVICE
     for block in _blocks(rows, like, chunk):
         block = (block if average is None else average(block)).double()  # noqa: PLW2901 # as precise
-        both = torch.zeros(2, n, n, dtype=torch.float64, device=block.device)
-        both[0] = block @ block.T
+        found = [block @ block.T]
         if compare:
             squares = block.square()
             above, below = (block > 0).double(), (block < 0).double()
             # The squares of one gradient where it is positive and the other negative, or the other way round.
             against = (squares * above) @ below.T + (squares * below) @ above.T
-            both[1] = against + against.T
+            found.append(against + against.T)
+        both = torch.stack(found)
         sums[block.device] = sums[block.device] + both if block.device in sums else both
-    total = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
+    total = torch.zeros(1 + compare, len(rows), len(rows), dtype=torch.float64, device="cpu")
     for one in sums.values():
         total += one.cpu()
     return total
@@ -139,20 +127,23 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
 
 
 def pairs(
-    senders: Sequence[str], known: InnerProducts
+    senders: Sequence[str], known: Tensor
 ) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """Yield the name of each pair with cosine, ratio of norms and opposed share; NaN if a gradient is zero."""
-    products = known.products.tolist()
-    opposed = [] if known.opposed is None else known.opposed.tolist()
+    """Yield the name of each pair with cosine, ratio of norms and opposed share; NaN if a gradient is zero.
+
+    Args:
+        senders: the losses or modules.
+        known: their inner products and opposed squares.
+    """
+    products, opposed = known.tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):
         one, other = products[first][first], products[second][second]
-        pair = f"{senders[first]}/{senders[second]}"
-        if not (one > 0 and other > 0 and math.isfinite(one + other)):
-            yield pair, (math.nan, math.nan, math.nan)
-            continue
-        cosine = products[first][second] / math.sqrt(one * other)
-        share = math.sqrt(opposed[first][second] / (one + other))
-        yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
+        numbers = (math.nan, math.nan, math.nan)
+        if one > 0 and other > 0 and math.isfinite(one + other):
+            cosine = products[first][second] / math.sqrt(one * other)
+            share = math.sqrt(opposed[first][second] / (one + other))
+            numbers = (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
+        yield f"{senders[first]}/{senders[second]}", numbers
 
 
 def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

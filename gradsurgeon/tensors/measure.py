@@ -1,25 +1,34 @@
-"""Measures many gradients at once.
+"""Measures gradients of any layout and dtype, many at once: norms, statistics, and non-finite elements.
 
 Norms and statistics of sharded gradients describe whole gradients: every rank measures its own parts, and one
 collective merges the numbers of all tensors. All ranks must call it with the same tensors in the same order.
-`norms_here` and `counts` measure what this rank holds, without a collective.
+`norms_here`, `parts` and `counts` measure what this rank holds, without a collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _statistics
+from gradsurgeon import _dist, _numbers
+from gradsurgeon._numbers import Segments
+from gradsurgeon.statistics import STATISTICS
 
 Item = TypeVar("Item")
 # One tensor per device, with the indices of the parameters whose norms it holds.
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
+
+# By the way of merging shards: the number of an empty shard, for a statistic without a `part` function, and the function.
+_MERGES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "sum": (0.0, lambda parts: parts[..., 0].sum(0)),
+    "max": (-math.inf, lambda parts: parts[..., 0].amax(0)),
+    "min": (math.inf, lambda parts: parts[..., 0].amin(0)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +96,84 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
-    return _statistics.statistics(stat, grads)
+    with torch.no_grad():
+        if _dist.any_sharded(grads):
+            settled = [_dist.settled(grad) for grad in grads]
+            merged = _dist.over_ranks(settled, parts(stat, settled), merge_of(stat))
+            if any(empty := [not grad.numel() for grad in settled]):
+                merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
+            return merged.float()
+        # A reduction of no elements would not give the `empty` number of a statistic.
+        if stat != "l2" and STATISTICS[stat].segments and all(map(Tensor.numel, grads)):
+            return of_small([stat], grads)[0]
+        return _each(stat, grads)
+
+
+def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
+    if stat == "l2":
+        return _numbers.norms(grads)
+    return torch.stack([statistic(stat, grad) for grad in grads])
+
+
+def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+    """Return statistics of plain tensors of one dtype and device, in few calls if the tensors are small.
+
+    The shape is ``[len(stats), len(tensors)]``.
+    """
+    with torch.no_grad():
+        joined, rows = _numbers.small(tensors), []
+        for stat in stats:
+            segments = STATISTICS[stat].segments
+            if joined is None or segments is None:
+                rows.append(_each(stat, tensors))
+            else:
+                rows.append(segments(Segments(*joined)).float())
+        return torch.stack(rows)
+
+
+def statistic(stat: str, grad: Tensor) -> Tensor:
+    """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device.
+
+    Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
+    has norm 0, and NaN for statistics that need an element.
+    """
+    if stat == "l2":
+        return _numbers.norm(grad)
+    how = STATISTICS[stat]
+    if grad.numel() == 0:
+        return torch.full((), how.empty, device=grad.device)
+    elements = _numbers.values(grad)
+    if elements.numel() == 0:  # a sparse gradient without stored elements is all zero
+        elements = elements.new_zeros(1)
+    elements = _numbers.in_float32(elements)
+    return how.measure(elements, grad.numel() - elements.numel()).to(torch.float32)
+
+
+def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that maps the numbers of shards, ``[ranks, n, k]`` in float64, to ``[n]``."""
+    merge = STATISTICS[stat].merge
+    return _MERGES[merge][1] if isinstance(merge, str) else merge
 
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
-    """Return numbers of the local shards that merging a statistic needs. Shape ``[len(grads), k]``, float64."""
-    if len({_dist.local(grad).device for grad in grads}) > 1:
-        return torch.cat([_statistics.parts(stat, [grad]).cpu() for grad in grads])
-    return _statistics.parts(stat, grads)
+    """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
+    found = [_part(stat, _dist.local(grad)) for grad in grads]
+    if len({one.device for one in found}) > 1:
+        found = [one.cpu() for one in found]
+    return torch.stack(found)
+
+
+def _part(stat: str, shard: Tensor) -> Tensor:
+    how = STATISTICS[stat]
+    if how.part is not None:
+        numbers = how.part(_numbers.in_float32(shard.detach()))
+        return torch.stack(
+            [torch.as_tensor(one, dtype=torch.float64, device=shard.device) for one in numbers]
+        )
+    if not shard.numel():
+        neutral = _MERGES[how.merge][0] if isinstance(how.merge, str) else 0.0
+        return torch.full((1,), neutral, dtype=torch.float64, device=shard.device)
+    return statistic(stat, shard).double()[None]
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import _numbers, _statistics
+from gradsurgeon import _numbers
 from gradsurgeon.actions import ObserverRule, Steps
 from gradsurgeon.recording import pending_statistics
 from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.statistics import STATISTICS
+from gradsurgeon.tensors import measure
 
 INF = float("inf")
 
@@ -65,7 +66,7 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     taken = list(pending.take())
     assert [row.key.stat for row in taken] == list(stats)
     for row in taken:
-        expected = [_statistics.statistic(row.key.stat, tensor) for tensor in TENSORS]
+        expected = [measure.statistic(row.key.stat, tensor) for tensor in TENSORS]
         torch.testing.assert_close(row.values, torch.stack(expected), equal_nan=True)
 
 

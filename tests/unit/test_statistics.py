@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurgeon import _statistics
+from gradsurgeon.tensors import measure
 
 NAN, INF = math.nan, math.inf
 SMALL, LARGE = 7, 5000  # on either side of the size up to which tensors are measured together
@@ -74,10 +74,10 @@ def test_many_at_once_one_by_one_and_by_hand(kind: str, dtype: torch.dtype) -> N
     for stat in ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"):
         if dtype.is_complex and stat in ("mean", "min", "max"):
             continue  # no such rule binds
-        together = _statistics.statistics(stat, grads)
+        together = measure.statistics(stat, grads)
         assert together.dtype == torch.float32
         assert together.shape == (len(grads),)
-        alone = [float(_statistics.statistic(stat, grad)) for grad in grads]
+        alone = [float(measure.statistic(stat, grad)) for grad in grads]
         wanted = [expected(stat, grad) for grad in grads]
         assert together.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), stat
         assert alone == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), stat
@@ -93,5 +93,5 @@ def test_what_a_sparse_gradient_leaves_out_is_zero(size: int) -> None:
     places = torch.arange(0, 2 * size, 2)[None]
     sparse = torch.sparse_coo_tensor(places, values, (2 * size,), check_invariants=True)
     for stat in ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"):
-        found = _statistics.statistics(stat, [sparse, dense]).tolist()
+        found = measure.statistics(stat, [sparse, dense]).tolist()
         assert found == pytest.approx([expected(stat, dense)] * 2, rel=1e-5), stat

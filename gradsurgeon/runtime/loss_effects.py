@@ -1,0 +1,200 @@
+"""The engine of rules on several gradients: from the contributions of losses or modules to weights and records."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import Combination, Comparison, LossRule
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.store import Key
+from gradsurgeon.tensors.inner_products import Contributions, pairs
+
+_PLAIN = "the parameters get the plain sum, as without the rule"
+_NONFINITE = f"the gradient of {{some}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
+_UNSOLVED = f"the solver found no weights for {{names}}: {{problem}}; {_PLAIN}"
+_OWN = (
+    "DistributedDataParallel does not average {name}: the loss weights are computed from the other parameters alone, and "
+    "also apply to this parameter"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DueLossRule:
+    """A rule on several gradients that acts now.
+
+    Attributes:
+        effects: the effects of the rules of its session.
+        rule: the rule.
+        step: the number of the update that the pass feeds.
+        senders: the losses or modules whose gradients the rule uses.
+        params: the tensors that get these gradients, parameters by their numbers.
+        groups: the ranks that average the pass; empty if this rank acts alone.
+        averaged: the ids of the parameters that these ranks average.
+        losses: the losses that some of these ranks have.
+    """
+
+    effects: LossEffects
+    rule: LossRule
+    step: int
+    senders: Sequence[str]
+    params: Mapping[int, Tensor]
+    groups: _dist.Groups = ()
+    averaged: frozenset[int] = frozenset()
+    losses: frozenset[str] = frozenset()
+
+    def name(self, number: int) -> str:
+        return printable(self.effects.context.program.names[number])
+
+    def products(
+        self, given: Contributions, params: Iterable[Tensor], *, compare: bool = False
+    ) -> Tensor:
+        """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
+        params = list(params)
+        # If ranks average some parameters, the others are left out: their gradients differ between ranks.
+        averaged = [param for param in params if id(param) in self.averaged]
+        if not averaged:
+            return given.products(self.senders, params, compare=compare)
+        groups, number = self.groups[:1], len(_dist.members(self.groups[0]))
+
+        def average(block: Tensor) -> Tensor:
+            return _dist.reduce(block, groups) / number
+
+        return given.products(self.senders, averaged, average, compare=compare)
+
+
+class LossEffects:
+    """Compares and weighs gradients for the rules of one session."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._effects = {
+            rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
+        }
+        # Ids of rules whose single-loss gradients were verified to add up to the gradient of the sum.
+        self.verified: set[str] = set()
+        # Rules on modules combine in the training pass alone, so its gradients differ from the plain sum.
+        if any(rule.edits for module in context.program.modules for rule in module.on_shared):
+            self.verified.update(self._effects)
+        # By rule, the step of the last call that combined, and the number of the call within this step.
+        self._calls: dict[str, tuple[int, int]] = {}
+        # Cached, because sinks distinguish rows by the identity of their keys.
+        self._keys: dict[Key, Key] = {}
+
+    def acts(self, rule: str) -> bool:
+        """Return whether a rule changes gradients."""
+        return self.context.mode == "act" and isinstance(self._effects[rule], Combination)
+
+    def run(self, due: DueLossRule, given: Contributions) -> dict[str, float]:
+        """Compare or combine; return the weight of each sender, empty if the tensors get the plain sum."""
+        effect = self._effects[due.rule.id]
+        if isinstance(effect, Comparison):
+            self._compare(due, effect.per, given)
+            return {}
+        weights = self._weigh(due, effect, given)
+        return weights if self.acts(due.rule.id) else {}
+
+    def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
+        """Record cosine, norm ratio and opposed share of each pair."""
+        parts: dict[str, list[Tensor]] = {}
+        for number, param in due.params.items():
+            name = "" if per == "rule" else self.context.program.names[number]
+            part = name.rpartition(".")[0] if per == "module" else name
+            parts.setdefault(part, []).append(param)
+        compared: dict[str, tuple[float, float, float]] = {}
+        for part, params in parts.items():
+            prefix = f"{part}:" if part else ""
+            for pair, numbers in pairs(due.senders, due.products(given, params, compare=True)):
+                compared[prefix + pair] = numbers
+        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
+            self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
+        self.context.event_log.count_fired(due.rule.id, due.step)
+
+    def _weigh(
+        self, due: DueLossRule, effect: Combination, given: Contributions
+    ) -> dict[str, float]:
+        """Return the weight of each sender and record it; empty if there are no weights."""
+        rule, step, event_log = due.rule.id, due.step, self.context.event_log
+        own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
+        if own:
+            event_log.notice_once("own", _OWN.format(name=due.name(own[0])), rule=rule, step=step)
+        # Other rules may have compared the same gradients.
+        products = due.products(given, due.params.values())[0]
+        event_log.count_fired(rule, step)
+        finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
+        if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
+            # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
+            event_log.notice_once(
+                f"loss {some}", _NONFINITE.format(some=some), rule=rule, step=step
+            )
+            return {}
+        weights, problem = self._solved(due, effect, products)
+        if not weights.isfinite().all():
+            names = ", ".join(map(printable, due.senders))
+            text = _UNSOLVED.format(names=names, problem=problem)
+            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
+            return {}
+        self._record(due, "weight", due.senders, weights)
+        change = weights - 1.0
+        total, moved = (
+            math.sqrt(max(0.0, float(one @ products @ one)))
+            for one in (torch.ones_like(change), change)
+        )
+        distance = moved / total if total else math.inf if moved else 0.0
+        self._record(due, "distance", ("combined",), torch.tensor([distance], device="cpu"))
+        event_log.count_changed(rule, int(moved > 0.0))
+        return dict(zip(due.senders, map(float, weights), strict=True))
+
+    def _solved(
+        self, due: DueLossRule, effect: Combination, products: Tensor
+    ) -> tuple[Tensor, str]:
+        """Return the weights, NaN if the solver found none, and the problem in this case."""
+        rule, problem = due.rule.id, "the weights are non-finite"
+        last, call = self._calls.get(rule, (due.step, -1))
+        call = call + 1 if last == due.step else 0
+        self._calls[rule] = due.step, call
+        try:
+            with _drawing(f"{rule}/{due.step}/{call}"):
+                weights = effect.weigh(products)
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
+        if due.groups:
+            # All ranks have equal products, but on another processor a solver may find other weights, or none.
+            first = _dist.rank() == min(_dist.members(due.groups[0]))
+            weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
+        return weights, problem
+
+    def _record(self, due: DueLossRule, stat: str, columns: Iterable[str], values: Tensor) -> None:
+        key = Key(due.rule.id, stat, due.rule.point, tuple(columns))
+        key = self._keys.setdefault(key, key)
+        self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
+
+
+def _compiled(rule: LossRule) -> Combination | Comparison:
+    try:
+        return rule.compile()
+    except GradSurgeonError as error:  # a library is missing
+        raise BindError([f"rule {rule.id}: {error}"]) from error
+
+
+@contextmanager
+def _drawing(call: str) -> Iterator[None]:
+    """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
+
+    The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the numbers of an
+    uninterrupted run.
+    """
+    digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
+    # The script may have set another default device.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # 63 bits, because no release of torch reads such a seed as a negative number.
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        yield
