@@ -92,55 +92,44 @@ def default_rules() -> Path:
 class Trainer:
     """Plain training: the rules act inside ``backward()`` and ``optimizer.step()``."""
 
-    def __init__(self, model: DigitsNet, optimizer: AdamW, session: gradsurgeon.Session) -> None:
-        self.model, self.optimizer, self.session = model, optimizer, session
-        self.images, self.labels, self.test_images, self.test_labels = load_digits()
+    def __init__(self, model: DigitsNet) -> None:
+        self.model = model
+        self.optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
         self.accuracy = 0.0
         self.moved_at_fault = 0
-        self._step = 0
 
     def run(self, epochs: int) -> None:
+        images, labels, test_images, test_labels = load_digits()
+        step = 0
         for epoch in range(1, epochs + 1):
-            loss = 0.0
-            for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
-                loss = self._train(self.images[chosen], self.labels[chosen])
+            for chosen in torch.split(torch.randperm(len(labels)), BATCH):
+                loss = self._train(step, images[chosen], labels[chosen])
+                step += 1
             with torch.no_grad():
-                predicted = self.model(self.test_images).argmax(1)
-            self.accuracy = float((predicted == self.test_labels).float().mean())
+                predicted = self.model(test_images).argmax(1)
+            self.accuracy = float((predicted == test_labels).float().mean())
             print(
-                f"epoch {epoch:>2}/{epochs}  step {self._step}  loss {loss:.4f}  "
+                f"epoch {epoch:>2}/{epochs}  step {step}  loss {float(loss):.4f}  "
                 f"test accuracy {100 * self.accuracy:.1f} %",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _train(self, images: Tensor, labels: Tensor) -> float:
-        self.model.armed.fill_(self._step == FAULT_STEP)
+    def _train(self, step: int, images: Tensor, labels: Tensor) -> Tensor:
+        self.model.armed.fill_(step == FAULT_STEP)
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        watched = self._step in (FAULT_STEP, FAULT_STEP + 1)
-        before = self._snapshot() if watched else []
+        before = self._snapshot()
         self.optimizer.step()  # the trap logs its report
-        after = self._snapshot() if watched else []
-        moved = sum(old != new for old, new in zip(before, after, strict=True))
-        if self._step == FAULT_STEP:
+        moved = sum(old != new for old, new in zip(before, self._snapshot(), strict=False))
+        if step == FAULT_STEP:
             self.moved_at_fault = moved
             what = f"{moved} WEIGHTS OR MOMENTS MOVED" if moved else "no weight or moment moved"
-            say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
-        elif self._step == FAULT_STEP + 1:
+            say(f"step {step}: {what}: checked {len(before)} tensors, bit by bit")
+        elif step == FAULT_STEP + 1:
             say(f"the next step: {moved} of {len(before)} tensors moved, training continues\n")
-        self._step += 1
-        return float(loss.detach())
-
-    def traps(self) -> list[gradsurgeon.Event]:
-        return [event for event in self.session.events if event.kind == "trap"]
-
-    def diagnosis(self) -> str:
-        """Return the diagnosis of the first trap, which is the end of its report."""
-        text = self.traps()[0].message if self.traps() else ""
-        start = text.find("diagnosis")
-        return text[start:] if start >= 0 else "no diagnosis"
+        return loss.detach()
 
     def _snapshot(self) -> list[bytes]:
         """Copy every weight and its state in the optimizer: exp_avg, exp_avg_sq, step."""
@@ -151,17 +140,18 @@ class Trainer:
             for tensor in (param, *self.optimizer.state[param].values())
         ]
 
-    def failures(self) -> Iterator[str]:
-        traps = [(trap.step, trap.name) for trap in self.traps()]
-        if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
-            seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
-            yield f"expected one trap, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
-        if self.moved_at_fault:
-            yield f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
-        if not self.moved_at_fault and traps and FAULT not in self.diagnosis():
-            yield f"the diagnosis does not name the line with {FAULT}"
-        if self.accuracy < GOAL:
-            yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
+
+def failures(trainer: Trainer, traps: Sequence[gradsurgeon.Event], diagnosis: str) -> Iterator[str]:
+    found = [(trap.step, trap.name) for trap in traps]
+    if found != [(FAULT_STEP, FIRST_NONFINITE)]:
+        seen = ", ".join(f"{name} at step {step}" for step, name in found) or "none tripped"
+        yield f"expected one trap, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
+    if trainer.moved_at_fault:
+        yield f"{trainer.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
+    elif found and FAULT not in diagnosis:
+        yield f"the diagnosis does not name the line with {FAULT}"
+    if trainer.accuracy < GOAL:
+        yield f"test accuracy {100 * trainer.accuracy:.1f} % is below {100 * GOAL:.0f} %"
 
 
 def say(text: str) -> None:
@@ -175,13 +165,12 @@ def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    model = DigitsNet()
-    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    failures = []
+    trainer = Trainer(DigitsNet())
+    failed = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with gradsurgeon.apply(model, rules, optimizer=optimizer, record=folder / "run") as session:
-            trainer = Trainer(model, optimizer, session)
+        given = {"optimizer": trainer.optimizer, "record": folder / "run"}
+        with gradsurgeon.apply(trainer.model, rules, **given) as session:
             say(
                 f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
                 "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
@@ -190,21 +179,25 @@ def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
             try:
                 trainer.run(epochs)
             except NonFiniteGradientError as error:
-                failures.append(f"a trap stopped the training: {error}")
+                failed.append(f"a trap stopped the training: {error}")
     say(f"\n{report.summary(session)}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
-    say(f"The trap found the cause:\n{trainer.diagnosis()}\n")
+    traps = [event for event in session.events if event.kind == "trap"]
+    # The diagnosis of the first trap is the end of its report.
+    _, word, text = (traps[0].message if traps else "").partition("diagnosis")
+    diagnosis = word + text or "no diagnosis"
+    say(f"The trap found the cause:\n{diagnosis}\n")
     write_page([folder / "run"], folder / "report.html")
     say(f"The run as a page: {folder / 'report.html'}")
-    failures += trainer.failures()
-    for failure in failures:
+    failed += failures(trainer, traps, diagnosis)
+    for failure in failed:
         say(f"FAILED: {failure}")
     say(
-        f"{'failed' if failures else 'done'}: test accuracy {100 * trainer.accuracy:.1f} %, "
+        f"{'failed' if failed else 'done'}: test accuracy {100 * trainer.accuracy:.1f} %, "
         f"{len(warned)} warning{'' if len(warned) == 1 else 's'}"
     )
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
