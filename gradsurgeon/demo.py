@@ -2,9 +2,9 @@
 
 Trains a small convolutional network on scikit-learn's handwritten digits with the rules of
 ``rules/quickstart.yaml``, and injects a fault at one step. Data and loss are fine, but the forward pass masks
-a square root of negative numbers, which becomes NaN in the backward pass. The trap must name the step, the
-layers and the line, and keep the NaN out of every weight and every moment of the optimizer. The exit code is 0
-if it did, and if the network learnt to read. The demo writes a page of the run, and a bundle of the failed step.
+a square root of negative numbers, which becomes NaN in the backward pass. The trap names the step, the
+layers and the line, and keeps the NaN out of every weight and every moment of the optimizer. The demo writes a
+page of the run, and a bundle of the failed step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import argparse
 import io
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,18 +24,13 @@ from torch.optim import AdamW
 
 import gradsurgeon
 from gradsurgeon import packs, report
-from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import GradSurgeonError
 
 EPOCHS = 10
 BATCH = 32
 SEED = 0
-GOAL = 0.95
 # In the third epoch the moments of AdamW are warm, and enough steps follow to show that training continues.
 FAULT_STEP = 100
-# In the order of backward, the trap must find this border.
-LAST_FINITE = "fc1.weight"
-FIRST_NONFINITE = "conv2.weight"
-FAULT = "hidden.sqrt()"
 
 
 class DigitsNet(nn.Module):
@@ -95,25 +89,21 @@ class Trainer:
     def __init__(self, model: DigitsNet) -> None:
         self.model = model
         self.optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-        self.accuracy = 0.0
-        self.moved_at_fault = 0
 
-    def run(self, epochs: int) -> None:
+    def run(self, epochs: int) -> float:
+        """Return the accuracy on the test images."""
         images, labels, test_images, test_labels = load_digits()
-        step = 0
+        step, accuracy = 0, 0.0
         for epoch in range(1, epochs + 1):
             for chosen in torch.split(torch.randperm(len(labels)), BATCH):
                 loss = self._train(step, images[chosen], labels[chosen])
                 step += 1
             with torch.no_grad():
                 predicted = self.model(test_images).argmax(1)
-            self.accuracy = float((predicted == test_labels).float().mean())
-            print(
-                f"epoch {epoch:>2}/{epochs}  step {step}  loss {float(loss):.4f}  "
-                f"test accuracy {100 * self.accuracy:.1f} %",
-                file=sys.stderr,
-                flush=True,
-            )
+            accuracy = 100 * float((predicted == test_labels).float().mean())
+            text = f"epoch {epoch:>2}/{epochs}  step {step}  loss {float(loss):.4f}"
+            print(f"{text}  test accuracy {accuracy:.1f} %", file=sys.stderr, flush=True)
+        return accuracy
 
     def _train(self, step: int, images: Tensor, labels: Tensor) -> Tensor:
         self.model.armed.fill_(step == FAULT_STEP)
@@ -124,7 +114,6 @@ class Trainer:
         self.optimizer.step()  # the trap logs its report
         moved = sum(old != new for old, new in zip(before, self._snapshot(), strict=False))
         if step == FAULT_STEP:
-            self.moved_at_fault = moved
             what = f"{moved} WEIGHTS OR MOMENTS MOVED" if moved else "no weight or moment moved"
             say(f"step {step}: {what}: checked {len(before)} tensors, bit by bit")
         elif step == FAULT_STEP + 1:
@@ -141,69 +130,40 @@ class Trainer:
         ]
 
 
-def failures(trainer: Trainer, traps: Sequence[gradsurgeon.Event], diagnosis: str) -> Iterator[str]:
-    found = [(trap.step, trap.name) for trap in traps]
-    if found != [(FAULT_STEP, FIRST_NONFINITE)]:
-        seen = ", ".join(f"{name} at step {step}" for step, name in found) or "none tripped"
-        yield f"expected one trap, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
-    if trainer.moved_at_fault:
-        yield f"{trainer.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
-    elif found and FAULT not in diagnosis:
-        yield f"the diagnosis does not name the line with {FAULT}"
-    if trainer.accuracy < GOAL:
-        yield f"test accuracy {100 * trainer.accuracy:.1f} % is below {100 * GOAL:.0f} %"
-
-
 def say(text: str) -> None:
     """Print at once, which keeps the order if both streams go to one file."""
     print(text, flush=True)
 
 
-def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
+def demonstrate(epochs: int, folder: Path) -> None:
     from gradsurgeon.report.page_file import write_page  # noqa: PLC0415 # needs SQLite
 
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     trainer = Trainer(DigitsNet())
-    failed = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        given = {"optimizer": trainer.optimizer, "record": folder / "run"}
-        with gradsurgeon.apply(trainer.model, rules, **given) as session:
-            say(
-                f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
-                "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
-            )
-            say(f"{session.plan}\n")
-            try:
-                trainer.run(epochs)
-            except NonFiniteGradientError as error:
-                failed.append(f"a trap stopped the training: {error}")
+    options = {"optimizer": trainer.optimizer, "record": folder / "run"}
+    with gradsurgeon.apply(trainer.model, default_rules(), **options) as session:
+        say(
+            f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
+            "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
+        )
+        say(f"{session.plan}\n")
+        accuracy = trainer.run(epochs)
     say(f"\n{report.summary(session)}\n")
-    for warning in warned:
-        say(f"warning: {warning.message}")
-    traps = [event for event in session.events if event.kind == "trap"]
-    # The diagnosis of the first trap is the end of its report.
-    _, word, text = (traps[0].message if traps else "").partition("diagnosis")
-    diagnosis = word + text or "no diagnosis"
-    say(f"The trap found the cause:\n{diagnosis}\n")
+    for event in session.events:
+        if event.kind == "trap":
+            # The diagnosis is the end of the report.
+            _, word, diagnosis = event.message.partition("diagnosis")
+            say(f"The trap found the cause:\n{word}{diagnosis}\n")
     write_page([folder / "run"], folder / "report.html")
     say(f"The run as a page: {folder / 'report.html'}")
-    failed += failures(trainer, traps, diagnosis)
-    for failure in failed:
-        say(f"FAILED: {failure}")
-    say(
-        f"{'failed' if failed else 'done'}: test accuracy {100 * trainer.accuracy:.1f} %, "
-        f"{len(warned)} warning{'' if len(warned) == 1 else 's'}"
-    )
-    return 1 if failed else 0
+    say(f"done: test accuracy {accuracy:.1f} %")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradsurgeon.demo", description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="default: %(default)s")
-    parser.add_argument("--rules", type=Path, default=default_rules(), help="a rule file")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -213,11 +173,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        folder = given.folder or Path(tempfile.mkdtemp(prefix="gradsurgeon-demo-"))
-        return demonstrate(given.rules, given.epochs, folder)
+        demonstrate(
+            given.epochs, given.folder or Path(tempfile.mkdtemp(prefix="gradsurgeon-demo-"))
+        )
     except GradSurgeonError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -32,21 +32,22 @@ def main(argv: Sequence[str]) -> int:
         return _become_target(target, dict(os.environ))
     if problem := next(_problems(arguments), ""):
         return _fail(problem)
-    return _become_target(target, _settings(arguments).environment(os.environ))
 
+    def absolute_path(path: str | None) -> str:
+        return str(Path(path).absolute()) if path else ""
 
-def _settings(arguments: argparse.Namespace) -> Settings:
-    return Settings(
-        rules=str(Path(arguments.rules).absolute()),
-        record=str(Path(arguments.record).absolute()) if arguments.record else "",
-        dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
+    settings = Settings(
+        rules=absolute_path(arguments.rules),
+        record=absolute_path(arguments.record),
+        dry_run=absolute_path("params.json" if arguments.dry_run else None),
         start_step=arguments.start_step,
-        resume=str(Path(arguments.resume).absolute()) if arguments.resume else "",
+        resume=absolute_path(arguments.resume),
         sinks=tuple(map(absolute, arguments.sink)),
         observe=arguments.observe,
         pdb=arguments.pdb,
         quiet=arguments.quiet,
     )
+    return _become_target(target, settings.environment(os.environ))
 
 
 def _problems(arguments: argparse.Namespace) -> Iterator[str]:
@@ -88,16 +89,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def script_command(target: Sequence[str]) -> list[str]:
     """Return the command that runs a script as plain Python would, with the flags of this interpreter."""
-    return [sys.executable, *_flags(), *target]
-
-
-def _flags() -> list[str]:
     # `subprocess` and `multiprocessing` hand on the same flags: -O, -W, some -X and the like.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
     # They omit -u, with which `torchrun` starts its workers so that no output waits in a buffer.
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
-    return flags
+    return [sys.executable, *flags, *target]
 
 
 def _become_target(target: list[str], environment: dict[str, str]) -> int:
