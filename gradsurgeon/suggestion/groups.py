@@ -80,15 +80,13 @@ def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
         known: the canonical name of each parameter of the model, by each of its names.
     """
     left, chosen = set(names), list[str]()
-    for candidates in (_wide, _ranges, _single):
+    for candidates in (_wide, fold_names, _single):
         matched = {text: _matched(text, known) for text in candidates(sorted(left))}
         exact = {text: found for text, found in matched.items() if found <= set(names)}
         # `max` takes the first of several that select equally many: the shortest of its sort.
-        while text := max(exact, key=lambda text: len(exact[text] & left), default=""):
-            if not exact[text] & left:
-                break
-            chosen.append(text)
-            left -= exact[text]
+        while more := max((found & left for found in exact.values()), key=len, default=None):
+            chosen.append(next(text for text, found in exact.items() if found & left == more))
+            left -= more
     if left:
         raise RecordError(f"{printable(min(left)[:80])}...: no pattern can hold this name")
     return chosen
@@ -111,23 +109,6 @@ def _wide(names: Collection[str]) -> Iterator[str]:
     for parts in (text.split(".") for text in texts):
         yield from (f"*.{'.'.join(parts[start:])}" for start in range(len(parts) - 1, 0, -1))
         yield from (f"{'.'.join(parts[:end])}.*" for end in range(1, len(parts)))
-
-
-def _ranges(names: Collection[str]) -> Iterator[str]:
-    """Yield the names with ranges of numbers: first the largest ranges, then ranges without a gap."""
-    yield from fold_names(names)
-    runs: list[list[str]] = []
-    before: tuple[str, Sequence[int]] = ("", ())
-    for template, numbers, name in sorted(
-        (_template_of(name), [*map(int, _NUMBER.findall(name))], name) for name in names
-    ):
-        steps = [b - a for a, b in zip(before[1], numbers, strict=False) if a != b]
-        if template != before[0] or steps != [1]:
-            runs.append([])
-        runs[-1].append(name)
-        before = template, numbers
-    for run in runs:
-        yield from fold_names(run)
 
 
 def _single(names: Collection[str]) -> Iterator[str]:
