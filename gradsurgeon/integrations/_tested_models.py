@@ -72,12 +72,12 @@ class TestedModels(Sequence[Session]):
     def diagnosis(self) -> str:
         """Return the reports of all traps that have tripped."""
         edits = {rule.id for rule in self._models.rules.rules if rule.edits}
-        events = (event for session in self for event in session.events)
+        events = (event for session in self._sessions() for event in session.events)
         return "\n\n".join(event.message for event in events if is_trip(event, edits))
 
     def problem(self) -> str:
         """Return why the test fails although its body raised nothing; empty if it passes."""
-        if not len(self):
+        if not self:
             return _NOTHING_TRAINED
         try:
             self._models.check()
