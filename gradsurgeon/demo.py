@@ -141,9 +141,10 @@ def demonstrate(epochs: int, folder: Path) -> None:
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    trainer = Trainer(DigitsNet())
-    options = {"optimizer": trainer.optimizer, "record": folder / "run"}
-    with gradsurgeon.apply(trainer.model, default_rules(), **options) as session:
+    trainer, run = Trainer(DigitsNet()), folder / "run"
+    with gradsurgeon.apply(
+        trainer.model, default_rules(), optimizer=trainer.optimizer, record=run
+    ) as session:
         say(
             f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
             "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
@@ -156,7 +157,7 @@ def demonstrate(epochs: int, folder: Path) -> None:
             # The diagnosis is the end of the report.
             _, word, diagnosis = event.message.partition("diagnosis")
             say(f"The trap found the cause:\n{word}{diagnosis}\n")
-    write_page([folder / "run"], folder / "report.html")
+    write_page([run], folder / "report.html")
     say(f"The run as a page: {folder / 'report.html'}")
     say(f"done: test accuracy {accuracy:.1f} %")
 

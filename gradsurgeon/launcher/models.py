@@ -154,9 +154,12 @@ class Models:
 
     def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         launch_status.explain()
-        mode = "observe" if self.settings.observe else "act"
-        start = self._replace_parts(root)
-        options = Options(optimizers, mode=mode, start_step=start, beside=True)
+        options = Options(
+            optimizers,
+            mode="observe" if self.settings.observe else "act",
+            start_step=self._replace_parts(root),
+            beside=True,
+        )
         plan = planning.bind(self.rules, planning.from_model(root), alone=False)
         plan = replace(plan, title=self._title(plan.manifest.origin))
         session, record = self._attach(root, plan, options)
