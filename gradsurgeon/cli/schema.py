@@ -77,7 +77,7 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     definitions = schema.pop("$defs", {})
     given = {key: _simple(value, definitions) for key, value in schema["properties"].items()}
     summary = (rule.__doc__ or "").partition("\n")[0]
-    unknown = {kind for kind in TARGETS if kind not in rule.targets}
+    unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
     if rule.targets == ("params",) or issubclass(rule, LossRule):
         unknown.add("when")  # is for values, and parameters have none
     if rule.takes_at:
