@@ -11,108 +11,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradsurgeon import report
-    from gradsurgeon.actions import (
-        CaptureRule,
-        Decision,
-        Edit,
-        EditRule,
-        Example,
-        FreezeRule,
-        LossRule,
-        Observer,
-        ObserverRule,
-        TrapRule,
-    )
-    from gradsurgeon.actions.capture import Capture
-    from gradsurgeon.actions.clamp import Clamp
-    from gradsurgeon.actions.clip_norm import ClipNorm
-    from gradsurgeon.actions.combine import Combine
-    from gradsurgeon.actions.conflict import Conflict
-    from gradsurgeon.actions.freeze import Freeze
-    from gradsurgeon.actions.nan_trap import NanTrap
-    from gradsurgeon.actions.norm_log import NormLog
-    from gradsurgeon.actions.sanitize import Sanitize
-    from gradsurgeon.actions.scale import Scale
-    from gradsurgeon.actions.spike_trap import SpikeTrap
-    from gradsurgeon.actions.zero import Zero
-    from gradsurgeon.api import apply, backward, load, open_run, plan, remove, replay, tag
-    from gradsurgeon.diagnosis import Diagnosis
-    from gradsurgeon.errors import (
-        BindError,
-        GradientSpikeError,
-        GradSurgeonError,
-        GradSurgeonWarning,
-        ManifestError,
-        ModelError,
-        NonFiniteGradientError,
-        RecordError,
-        RuleFileError,
-        TrapError,
-    )
-    from gradsurgeon.events import Event, RuleStatus
-    from gradsurgeon.planning import Binding, Manifest, Plan
-    from gradsurgeon.report import Report
-    from gradsurgeon.report.run import Run
-    from gradsurgeon.schema import RuleSet
-    from gradsurgeon.session import Session
-    from gradsurgeon.statistics import Statistic, add_statistic
-
-__all__ = [
-    "BindError",
-    "Binding",
-    "Capture",
-    "CaptureRule",
-    "Clamp",
-    "ClipNorm",
-    "Combine",
-    "Conflict",
-    "Decision",
-    "Diagnosis",
-    "Edit",
-    "EditRule",
-    "Event",
-    "Example",
-    "Freeze",
-    "FreezeRule",
-    "GradSurgeonError",
-    "GradSurgeonWarning",
-    "GradientSpikeError",
-    "LossRule",
-    "Manifest",
-    "ManifestError",
-    "ModelError",
-    "NanTrap",
-    "NonFiniteGradientError",
-    "NormLog",
-    "Observer",
-    "ObserverRule",
-    "Plan",
-    "RecordError",
-    "Report",
-    "RuleFileError",
-    "RuleSet",
-    "RuleStatus",
-    "Run",
-    "Sanitize",
-    "Scale",
-    "Session",
-    "SpikeTrap",
-    "Statistic",
-    "TrapError",
-    "TrapRule",
-    "Zero",
-    "add_statistic",
-    "apply",
-    "backward",
-    "load",
-    "open_run",
-    "plan",
-    "remove",
-    "replay",
-    "report",
-    "tag",
-]
+    from gradsurgeon import report as report
+    from gradsurgeon.actions import CaptureRule as CaptureRule
+    from gradsurgeon.actions import Decision as Decision
+    from gradsurgeon.actions import Edit as Edit
+    from gradsurgeon.actions import EditRule as EditRule
+    from gradsurgeon.actions import Example as Example
+    from gradsurgeon.actions import FreezeRule as FreezeRule
+    from gradsurgeon.actions import LossRule as LossRule
+    from gradsurgeon.actions import Observer as Observer
+    from gradsurgeon.actions import ObserverRule as ObserverRule
+    from gradsurgeon.actions import TrapRule as TrapRule
+    from gradsurgeon.actions.capture import Capture as Capture
+    from gradsurgeon.actions.clamp import Clamp as Clamp
+    from gradsurgeon.actions.clip_norm import ClipNorm as ClipNorm
+    from gradsurgeon.actions.combine import Combine as Combine
+    from gradsurgeon.actions.conflict import Conflict as Conflict
+    from gradsurgeon.actions.freeze import Freeze as Freeze
+    from gradsurgeon.actions.nan_trap import NanTrap as NanTrap
+    from gradsurgeon.actions.norm_log import NormLog as NormLog
+    from gradsurgeon.actions.sanitize import Sanitize as Sanitize
+    from gradsurgeon.actions.scale import Scale as Scale
+    from gradsurgeon.actions.spike_trap import SpikeTrap as SpikeTrap
+    from gradsurgeon.actions.zero import Zero as Zero
+    from gradsurgeon.api import apply as apply
+    from gradsurgeon.api import backward as backward
+    from gradsurgeon.api import load as load
+    from gradsurgeon.api import open_run as open_run
+    from gradsurgeon.api import plan as plan
+    from gradsurgeon.api import remove as remove
+    from gradsurgeon.api import replay as replay
+    from gradsurgeon.api import tag as tag
+    from gradsurgeon.diagnosis import Diagnosis as Diagnosis
+    from gradsurgeon.errors import BindError as BindError
+    from gradsurgeon.errors import GradientSpikeError as GradientSpikeError
+    from gradsurgeon.errors import GradSurgeonError as GradSurgeonError
+    from gradsurgeon.errors import GradSurgeonWarning as GradSurgeonWarning
+    from gradsurgeon.errors import ManifestError as ManifestError
+    from gradsurgeon.errors import ModelError as ModelError
+    from gradsurgeon.errors import NonFiniteGradientError as NonFiniteGradientError
+    from gradsurgeon.errors import RecordError as RecordError
+    from gradsurgeon.errors import RuleFileError as RuleFileError
+    from gradsurgeon.errors import TrapError as TrapError
+    from gradsurgeon.events import Event as Event
+    from gradsurgeon.events import RuleStatus as RuleStatus
+    from gradsurgeon.planning import Binding as Binding
+    from gradsurgeon.planning import Manifest as Manifest
+    from gradsurgeon.planning import Plan as Plan
+    from gradsurgeon.report import Report as Report
+    from gradsurgeon.report.run import Run as Run
+    from gradsurgeon.schema import RuleSet as RuleSet
+    from gradsurgeon.session import Session as Session
+    from gradsurgeon.statistics import Statistic as Statistic
+    from gradsurgeon.statistics import add_statistic as add_statistic
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
@@ -142,6 +93,7 @@ _NAMES = {
     "report.run": "Run",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted([*_MODULE_OF, "report"])  # noqa: PLE0605 # a list
 
 
 def __getattr__(name: str) -> object:

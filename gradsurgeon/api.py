@@ -77,10 +77,8 @@ def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
         RuleFileError: the rules are not valid.
         BindError: rules match nothing or cannot act on their matches; the error lists all of them.
     """
-    found = load(rules)
-    if isinstance(model_or_manifest, Manifest):
-        return planning.bind(found, model_or_manifest)
-    return planning.bind(found, _manifest_of(model_or_manifest))
+    given = model_or_manifest
+    return planning.bind(load(rules), given if isinstance(given, Manifest) else _manifest_of(given))
 
 
 def apply(

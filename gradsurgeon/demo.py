@@ -2,9 +2,9 @@
 
 Trains a small convolutional network on scikit-learn's handwritten digits with the rules of
 ``rules/quickstart.yaml``, and injects a fault at one step. Data and loss are fine, but the forward pass masks
-a square root of negative numbers, which becomes NaN in the backward pass. The trap must name the step, the
-layers and the line, and keep the NaN out of every weight and every moment of the optimizer. The exit code is 0
-if it did, and if the network learnt to read. The demo writes a page of the run, and a bundle of the failed step.
+a square root of negative numbers, which becomes NaN in the backward pass. The trap names the step, the
+layers and the line, and keeps the NaN out of every weight and every moment of the optimizer. The demo writes a
+page of the run, and a bundle of the failed step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import argparse
 import io
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,18 +24,13 @@ from torch.optim import AdamW
 
 import gradsurgeon
 from gradsurgeon import packs, report
-from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import GradSurgeonError
 
 EPOCHS = 10
 BATCH = 32
 SEED = 0
-GOAL = 0.95
 # In the third epoch the moments of AdamW are warm, and enough steps follow to show that training continues.
 FAULT_STEP = 100
-# In the order of backward, the trap must find this border.
-LAST_FINITE = "fc1.weight"
-FIRST_NONFINITE = "conv2.weight"
-FAULT = "hidden.sqrt()"
 
 
 class DigitsNet(nn.Module):
@@ -92,55 +86,39 @@ def default_rules() -> Path:
 class Trainer:
     """Plain training: the rules act inside ``backward()`` and ``optimizer.step()``."""
 
-    def __init__(self, model: DigitsNet, optimizer: AdamW, session: gradsurgeon.Session) -> None:
-        self.model, self.optimizer, self.session = model, optimizer, session
-        self.images, self.labels, self.test_images, self.test_labels = load_digits()
-        self.accuracy = 0.0
-        self.moved_at_fault = 0
-        self._step = 0
+    def __init__(self, model: DigitsNet) -> None:
+        self.model = model
+        self.optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
 
-    def run(self, epochs: int) -> None:
+    def run(self, epochs: int) -> float:
+        """Return the accuracy on the test images."""
+        images, labels, test_images, test_labels = load_digits()
+        step, accuracy = 0, 0.0
         for epoch in range(1, epochs + 1):
-            loss = 0.0
-            for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
-                loss = self._train(self.images[chosen], self.labels[chosen])
+            for chosen in torch.split(torch.randperm(len(labels)), BATCH):
+                loss = self._train(step, images[chosen], labels[chosen])
+                step += 1
             with torch.no_grad():
-                predicted = self.model(self.test_images).argmax(1)
-            self.accuracy = float((predicted == self.test_labels).float().mean())
-            print(
-                f"epoch {epoch:>2}/{epochs}  step {self._step}  loss {loss:.4f}  "
-                f"test accuracy {100 * self.accuracy:.1f} %",
-                file=sys.stderr,
-                flush=True,
-            )
+                predicted = self.model(test_images).argmax(1)
+            accuracy = 100 * float((predicted == test_labels).float().mean())
+            text = f"epoch {epoch:>2}/{epochs}  step {step}  loss {float(loss):.4f}"
+            print(f"{text}  test accuracy {accuracy:.1f} %", file=sys.stderr, flush=True)
+        return accuracy
 
-    def _train(self, images: Tensor, labels: Tensor) -> float:
-        self.model.armed.fill_(self._step == FAULT_STEP)
+    def _train(self, step: int, images: Tensor, labels: Tensor) -> Tensor:
+        self.model.armed.fill_(step == FAULT_STEP)
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        watched = self._step in (FAULT_STEP, FAULT_STEP + 1)
-        before = self._snapshot() if watched else []
+        before = self._snapshot()
         self.optimizer.step()  # the trap logs its report
-        after = self._snapshot() if watched else []
-        moved = sum(old != new for old, new in zip(before, after, strict=True))
-        if self._step == FAULT_STEP:
-            self.moved_at_fault = moved
+        moved = sum(old != new for old, new in zip(before, self._snapshot(), strict=False))
+        if step == FAULT_STEP:
             what = f"{moved} WEIGHTS OR MOMENTS MOVED" if moved else "no weight or moment moved"
-            say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
-        elif self._step == FAULT_STEP + 1:
+            say(f"step {step}: {what}: checked {len(before)} tensors, bit by bit")
+        elif step == FAULT_STEP + 1:
             say(f"the next step: {moved} of {len(before)} tensors moved, training continues\n")
-        self._step += 1
-        return float(loss.detach())
-
-    def traps(self) -> list[gradsurgeon.Event]:
-        return [event for event in self.session.events if event.kind == "trap"]
-
-    def diagnosis(self) -> str:
-        """Return the diagnosis of the first trap, which is the end of its report."""
-        text = self.traps()[0].message if self.traps() else ""
-        start = text.find("diagnosis")
-        return text[start:] if start >= 0 else "no diagnosis"
+        return loss.detach()
 
     def _snapshot(self) -> list[bytes]:
         """Copy every weight and its state in the optimizer: exp_avg, exp_avg_sq, step."""
@@ -151,66 +129,42 @@ class Trainer:
             for tensor in (param, *self.optimizer.state[param].values())
         ]
 
-    def failures(self) -> Iterator[str]:
-        traps = [(trap.step, trap.name) for trap in self.traps()]
-        if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
-            seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
-            yield f"expected one trap, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
-        if self.moved_at_fault:
-            yield f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
-        if not self.moved_at_fault and traps and FAULT not in self.diagnosis():
-            yield f"the diagnosis does not name the line with {FAULT}"
-        if self.accuracy < GOAL:
-            yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
-
 
 def say(text: str) -> None:
     """Print at once, which keeps the order if both streams go to one file."""
     print(text, flush=True)
 
 
-def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
+def demonstrate(epochs: int, folder: Path) -> None:
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs SQLite
 
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    model = DigitsNet()
-    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    failures = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with gradsurgeon.apply(model, rules, optimizer=optimizer, record=folder / "run") as session:
-            trainer = Trainer(model, optimizer, session)
-            say(
-                f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
-                "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
-            )
-            say(f"{session.plan}\n")
-            try:
-                trainer.run(epochs)
-            except NonFiniteGradientError as error:
-                failures.append(f"a trap stopped the training: {error}")
+    trainer, run = Trainer(DigitsNet()), folder / "run"
+    with gradsurgeon.apply(
+        trainer.model, default_rules(), optimizer=trainer.optimizer, record=run
+    ) as session:
+        say(
+            f"This demo trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
+            "negative numbers, masked in\nthe forward pass, becomes NaN in the backward pass.\n"
+        )
+        say(f"{session.plan}\n")
+        accuracy = trainer.run(epochs)
     say(f"\n{report.summary(session)}\n")
-    for warning in warned:
-        say(f"warning: {warning.message}")
-    say(f"The trap found the cause:\n{trainer.diagnosis()}\n")
-    write_page([folder / "run"], folder / "report.html")
+    for event in session.events:
+        if event.kind == "trap":
+            # The diagnosis is the end of the report.
+            _, word, diagnosis = event.message.partition("diagnosis")
+            say(f"The trap found the cause:\n{word}{diagnosis}\n")
+    write_page([run], folder / "report.html")
     say(f"The run as a page: {folder / 'report.html'}")
-    failures += trainer.failures()
-    for failure in failures:
-        say(f"FAILED: {failure}")
-    say(
-        f"{'failed' if failures else 'done'}: test accuracy {100 * trainer.accuracy:.1f} %, "
-        f"{len(warned)} warning{'' if len(warned) == 1 else 's'}"
-    )
-    return 1 if failures else 0
+    say(f"done: test accuracy {accuracy:.1f} %")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradsurgeon.demo", description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="default: %(default)s")
-    parser.add_argument("--rules", type=Path, default=default_rules(), help="a rule file")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -220,11 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        folder = given.folder or Path(tempfile.mkdtemp(prefix="gradsurgeon-demo-"))
-        return demonstrate(given.rules, given.epochs, folder)
+        demonstrate(
+            given.epochs, given.folder or Path(tempfile.mkdtemp(prefix="gradsurgeon-demo-"))
+        )
     except GradSurgeonError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
 
 
 if __name__ == "__main__":

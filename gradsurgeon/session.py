@@ -230,26 +230,22 @@ class Session(RecordQueries):
         return self._attachment.context.recorder.shared.ask(canonical, stat, answer)
 
     def _lookup(self) -> Lookup:
-        records = self._attachment.records
+        records, manifest = self._attachment.records, self.plan.manifest
+        # A module can return several tensors, each with a name of its own.
         measured: dict[str, set[str]] = {}
         for series in records:
             measured.setdefault(series.key.rule, set()).update(series.key.names)
-        logged = {
-            rule.id: Logged(
-                getattr(rule, "stats", ()),
-                # A module can return several tensors, each with a name of its own.
-                frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
-            )
-            for rule in self.plan.rules.rules
-            if isinstance(rule, ObserverRule)
-        }
-        manifest = self.plan.manifest
-        things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
-        more = sorted({name for names in measured.values() for name in names} - set(things))
-        named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
-        aliases = {alias: thing.name for thing in named for alias in thing.aliases}
-        known = (*things, *more)
-        return Lookup(known, aliases, logged, records.series, self._due_since)
+        logged = {}
+        for rule in self.plan.rules.rules:
+            if isinstance(rule, ObserverRule):
+                bound = {binding.name for binding in self.plan.of(rule.id)}
+                names = frozenset(bound | measured.get(rule.id, set()))
+                logged[rule.id] = Logged(getattr(rule, "stats", ()), names)
+        things: list[Module | Param] = [*manifest.params, *manifest.modules]
+        aliases = {alias: thing.name for thing in things for alias in thing.aliases}
+        known = dict.fromkeys(thing.name for thing in things)
+        known |= dict.fromkeys(sorted(set().union(*measured.values())))
+        return Lookup(tuple(known), aliases, logged, records.series, self._due_since)
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:
         """Count the finished steps of a parameter after a step in which a rule was due, up to three."""
@@ -279,74 +275,49 @@ class Session(RecordQueries):
         return type(None), ()
 
     def __repr__(self) -> str:
-        plan, fired = self.plan, sum(status.fired > 0 for status in self._statuses().values())
-        rules, params = len(plan.rules.rules), len(plan.manifest.params)
-        return "\n".join(
-            (
-                printable(f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)"),
-                f"  {self._condition()}; {self._last_trap()}",
-                f"  {fired} of {rules} rules have fired",
-            )
+        attachment, plan = self._attachment, self.plan
+        words = [f"step {self.step}"]
+        words += ["removed"] if attachment.removed else ["paused"] * attachment.context.paused
+        words += ["observing only"] * (attachment.options.mode == "observe")
+        # A cut by a trap is no trip.
+        cutting = {rule.id for rule in plan.rules.rules if rule.edits}
+        traps = [event for event in attachment.events if is_trip(event, cutting)]
+        last = "no trap has tripped"
+        if traps:
+            on = f" on {traps[-1].name}" if traps[-1].name else ""
+            last = f"the last trap tripped at step {traps[-1].step}: rule {traps[-1].rule}{on}"
+        # A debugger that displays a session must not make the training wait.
+        statuses = attachment.status(wait=False).values()
+        params = len(plan.manifest.params)
+        lines = (
+            f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)",
+            f"  {', '.join(words)}; {last}",
+            f"  {sum(of.fired > 0 for of in statuses)} of {len(statuses)} rules have fired",
         )
+        return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
         head, *state = repr(self).splitlines()
-        statuses = self._statuses()
-        rules = [
-            (
-                rule.id,
-                rule.action,
-                f"{of.matched:,}",
-                f"{of.fired:,}",
-                f"{of.changed:.0%}" if rule.edits or isinstance(rule, FreezeRule) else "-",
-                "-" if of.last_step is None else of.last_step,
-            )
-            for rule in self.plan.rules.rules
-            for of in (statuses[rule.id],)
-        ]
+        statuses = self._attachment.status(wait=False)
+        rules = []
+        for rule in self.plan.rules.rules:
+            of = statuses[rule.id]
+            edits = rule.edits or isinstance(rule, FreezeRule)
+            changed = f"{of.changed:.0%}" if edits else "-"
+            last = "-" if of.last_step is None else of.last_step
+            row = (rule.id, rule.action, f"{of.matched:,}", f"{of.fired:,}", changed, last)
+            rules.append(row)
         events = [
             (event.step, event.kind, event.rule, event.name, event.message.partition("\n")[0])
             for event in self._attachment.events[-_EVENTS_SHOWN:]
         ]
-        calls = map(
-            _html.code,
-            ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()"),
-        )
+        columns = ("rule", "action", "matched", "fired", "changed", "last step")
+        of_events = ("step", "last events", "rule", "name", "message")
+        calls = ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()")
+        more = chain.from_iterable((" ", _html.code(call)) for call in calls)
         return _html.page(
-            _html.element("p", _html.bold(head), "\n", "\n".join(line.strip() for line in state)),
-            _html.table(
-                ("rule", "action", "matched", "fired", "changed", "last step"),
-                rules,
-                right={2, 3, 4, 5},
-            ),
-            events
-            and _html.table(("step", "last events", "rule", "name", "message"), events, right={0}),
-            _html.element(
-                "p", "to see more: ", *chain.from_iterable((" ", call) for call in calls)
-            ),
+            _html.element("p", _html.bold(head), "\n", "\n".join(map(str.strip, state))),
+            _html.table(columns, rules, right={2, 3, 4, 5}),
+            events and _html.table(of_events, events, right={0}),
+            _html.element("p", "to see more: ", *more),
         )
-
-    def _statuses(self) -> dict[str, RuleStatus]:
-        # A debugger that displays a session must not make the training wait.
-        return self._attachment.status(wait=False)
-
-    def _condition(self) -> str:
-        attachment = self._attachment
-        words = [f"step {self.step}"]
-        if attachment.removed:
-            words.append("removed")
-        elif attachment.context.paused:
-            words.append("paused")
-        if attachment.options.mode == "observe":
-            words.append("observing only")
-        return ", ".join(words)
-
-    def _last_trap(self) -> str:
-        # A cut by a trap is no trip.
-        cutting = {rule.id for rule in self.plan.rules.rules if rule.edits}
-        traps = [event for event in self._attachment.events if is_trip(event, cutting)]
-        if not traps:
-            return "no trap has tripped"
-        last = traps[-1]
-        on = f" on {last.name}" if last.name else ""
-        return printable(f"the last trap tripped at step {last.step}: rule {last.rule}{on}")

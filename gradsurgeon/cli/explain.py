@@ -47,14 +47,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    name = arguments.action
-    checks = all_checks()
+    name, checks = arguments.action, all_checks()
     if name is None:
         summaries = {action: _summary(rule) for action, rule in known_actions.items()}
         summaries |= {check: checks[check].summary for check in sorted(checks)}
         width = max(map(len, summaries))
-        for key, summary in summaries.items():
-            print(f"{key.ljust(width)}  {summary}")
+        page = [f"{key.ljust(width)}  {summary}" for key, summary in summaries.items()]
+        print("\n".join(page))
         return 0
     if name in known_actions:
         rule = known_actions[name]
@@ -87,8 +86,7 @@ def check_page(name: str) -> Iterator[str]:
         yield from ("", about.help)
         return
     check = CHECKS[name]
-    for paragraph in inspect.cleandoc(type(check).__doc__ or "").partition("\n")[2].split("\n\n"):
-        yield from ("", " ".join(paragraph.split())) if paragraph.strip() else ()
+    yield from _paragraphs(inspect.cleandoc(type(check).__doc__ or "").partition("\n")[2])
     names = ", ".join(f"`{name}`" for name in check.NAMES)
     where = f", in a model with the parameters {names}" if names else ""
     yield from ("", f"Found{where}:", "", *_rule_file(check.BAD.strip().splitlines()))
@@ -102,10 +100,12 @@ def _sections(described: type[Rule]) -> Iterator[str]:
     body = inspect.cleandoc(described.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
-        first, *others = (" ".join(one.split()) for one in text.strip().split("\n\n"))
-        yield from ("", f"**{heading}.** {first}")
-        for other in others:
-            yield from ("", other)
+        yield from _paragraphs(f"**{heading}.** {text.strip()}")
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in filter(str.strip, text.split("\n\n")):
+        yield from ("", " ".join(paragraph.split()))
 
 
 def _acts_on(rule: type[Rule]) -> str:
@@ -188,26 +188,26 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
 
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
-    for number, example in enumerate(rule.EXAMPLES, 1):
+    # Without examples one gradient cannot show the effect.
+    shown = [({"params": "*", **one.options}, list(_effect(one))) for one in rule.EXAMPLES] or [
+        (_TARGET_EXAMPLES[kind], []) for kind in rule.targets
+    ]
+    for number, (options, effect) in enumerate(shown, 1):
         yield from [""] * (number > 1)
-        yield from _rule(rule, number, {"params": "*", **example.options})
-        width = max(map(len, (*(example.losses or ()), "gradient")))
-        for loss, grad in (example.losses or {"gradient": example.grad}).items():
-            yield f"  # {loss.ljust(width)}  {_numbers(grad)}"
-        word, outcome = _outcome(example)
-        yield f"  # {word.ljust(width)}  {outcome}"
-    if not rule.EXAMPLES:  # one gradient cannot show the effect
-        for number, kind in enumerate(rule.targets, 1):
-            yield from [""] * (number > 1)
-            yield from _rule(rule, number, _TARGET_EXAMPLES[kind])
+        yield f"- id: example-{number}"
+        yield f"  action: {rule.name()}"
+        for key, value in options.items():
+            # Patterns are always quoted.
+            yield f"  {key}: {json.dumps(value) if key in TARGETS else _yaml(value)}"
+        yield from effect
 
 
-def _rule(rule: type[Rule], number: int, options: Mapping[str, Any]) -> Iterator[str]:
-    yield f"- id: example-{number}"
-    yield f"  action: {rule.name()}"
-    for key, value in options.items():
-        # Patterns are always quoted.
-        yield f"  {key}: {json.dumps(value) if key in TARGETS else _yaml(value)}"
+def _effect(example: Example) -> Iterator[str]:
+    given = example.losses or {"gradient": example.grad}
+    width = max(map(len, (*given, "gradient")))
+    outcome = _outcome(example)
+    for word, text in (*((loss, _numbers(grad)) for loss, grad in given.items()), outcome):
+        yield f"  # {word.ljust(width)}  {text}"
 
 
 def _outcome(example: Example) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from gradsurgeon import review
-from gradsurgeon.cli.options import add_import, add_output, add_params_file, writing
+from gradsurgeon.cli.options import add_import, add_output, add_params_file, write_output
 from gradsurgeon.errors import Problem, Severity, printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats, sources
@@ -47,12 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     colour = output is None and sys.stdout.isatty() and not plain
     text = formats.write(problems, form, root=_workspace(), colour=colour)
-    with writing(output):
-        if output is not None:
-            Path(output).write_text(text, encoding="utf-8", newline="\n")
-        else:
-            sys.stdout.write(text)
-            sys.stdout.flush()  # otherwise the summary on stderr could come first
+    write_output(text, output)
     # Programs that read these formats from stdout have no use for a summary.
     if output is not None or form not in ("json", "sarif"):
         print(_summary(by_file), file=sys.stderr)

@@ -1,10 +1,13 @@
 """Options and helpers that several commands share."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.store.files import replacing
 
 RULE_FILE = "a rule file, or REF:FILE of a git commit"
 
@@ -72,3 +75,18 @@ def writing(output: str | None) -> Iterator[None]:
         raise GradSurgeonError(
             f"cannot write {printable(output)}: {error.strerror or error}"
         ) from None
+
+
+def write_output(text: str, output: str | None) -> None:
+    """Write a text to a file, as a whole, or to standard output.
+
+    Raises:
+        GradSurgeonError: the file cannot be written.
+    """
+    with writing(output):
+        if output is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()  # otherwise the summary on stderr could come first
+            return
+        with replacing(Path(output)) as file:
+            file.write(text)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from gradsurgeon.cli.options import add_model, add_output, writing
+from gradsurgeon.cli.options import add_model, add_output, write_output, writing
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import manifest_file
 from gradsurgeon.planning.table import count
@@ -17,10 +17,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     manifest, output = sources.manifest_of(model=arguments.model), arguments.output
-    with writing(output):
-        if output is None:
-            sys.stdout.write(manifest_file.dumps(manifest))
-        else:
+    if output is None:
+        write_output(manifest_file.dumps(manifest), None)
+    else:
+        with writing(output):
             manifest_file.write(manifest, output)
     size = f"{count(len(manifest.params), 'parameter')}, {manifest.elements:,} elements"
     about = f"{printable(manifest.origin)}, {size}, {manifest_file.to_dict(manifest)['hash']}"

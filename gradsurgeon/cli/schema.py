@@ -75,32 +75,29 @@ def document_schema() -> dict[str, Any]:
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     schema = rule.model_json_schema()
     definitions = schema.pop("$defs", {})
-    unknown = _unknown(rule)
-    properties = {
-        name: _simple(value, definitions)
-        for name, value in schema["properties"].items()
-        if name not in unknown
-    }
-    properties["id"]["patternErrorMessage"] = _ID
-    properties["action"] = {
-        "const": rule.name(),
-        "description": (rule.__doc__ or "").partition("\n")[0],
-    }
+    given = {key: _simple(value, definitions) for key, value in schema["properties"].items()}
+    summary = (rule.__doc__ or "").partition("\n")[0]
+    unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
+    if rule.targets == ("params",) or issubclass(rule, LossRule):
+        unknown.add("when")  # is for values, and parameters have none
     if rule.takes_at:
         default = {} if rule.needs_at else {"default": rule.points[0]}
-        properties["at"] = {
-            "enum": list(rule.points),
-            "description": properties["at"]["description"],
-            **default,
-        }
-    only = rule.targets if len(rule.targets) == 1 else ()
-    properties["tensor"] = _tensor(rule, properties["tensor"]["description"])
+        at = {"enum": list(rule.points), "description": given["at"]["description"], **default}
+        given["at"] = at
+    else:
+        unknown.add("at")
+    given["id"]["patternErrorMessage"] = _ID
+    given["tensor"] = _tensor(rule, given["tensor"]["description"])
+    # Editors offer the keys in this order.
+    given["action"] = {"const": rule.name(), "description": summary}
+    properties = {"action": given["action"], **given}
+    needed = [key for key in schema["required"] if key != "id"]
     return {
         "title": rule.name(),
-        "description": properties["action"]["description"],
+        "description": summary,
         "type": "object",
-        "properties": dict(sorted(properties.items(), key=lambda item: item[0] != "action")),
-        "required": ["id", "action", *(key for key in schema["required"] if key != "id"), *only],
+        "properties": {key: one for key, one in properties.items() if key not in unknown},
+        "required": ["id", "action", *needed, *(rule.targets if len(rule.targets) == 1 else ())],
         "additionalProperties": False,
         **_together(rule),
     }
@@ -110,26 +107,16 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
     """Return the choices of `tensor` as a list, which editors can offer."""
     if rule.targets == ("params",):
         return {"const": "grad", "description": "The gradient, the only choice for a parameter."}
+    words, path = ["output", "input", "output.grad", "input.grad", "grad", "value"], _TENSOR_PATH
     if issubclass(rule, LossRule):
-        choices = [{"enum": ["input.grad", "grad"]}, {"type": "string", "pattern": _INPUT_GRADIENT}]
+        words, path = ["input.grad", "grad"], _INPUT_GRADIENT
         description = "For modules `input.grad`, or one by path such as `input[0].grad`; for parameters `grad`."
-        return {"anyOf": choices, "description": description}
-    words = ["output", "input", "output.grad", "input.grad", "grad", "value"]
-    choices = [{"enum": words}, {"type": "string", "pattern": _TENSOR_PATH}]
+    choices = [{"enum": words}, {"type": "string", "pattern": path}]
     return {"anyOf": choices, "description": description}
 
 
-def _unknown(rule: type[Rule]) -> set[str]:
-    unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
-    if not rule.takes_at:
-        unknown.add("at")
-    only_gradients = issubclass(rule, LossRule)
-    if only_gradients or ("modules" not in rule.targets and "tensors" not in rule.targets):
-        unknown.add("when")  # is for values, and parameters have none
-    return unknown
-
-
 def _together(rule: type[Rule]) -> dict[str, Any]:
+    """Return the conditions that tie keys to each other."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]

@@ -5,14 +5,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from gradsurgeon.cli.options import add_output, add_run, writing
+from gradsurgeon.cli.options import add_output, add_run, write_output, writing
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.store.files import check_replaceable, replacing
+from gradsurgeon.store.files import check_replaceable
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
-from gradsurgeon.suggestion import MARK, suggest
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,33 +40,29 @@ def _share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from gradsurgeon import suggestion  # noqa: PLC0415 # needs numpy
+
+    def is_ours(path: Path) -> bool:
+        with path.open("rb") as file:
+            return file.read(len(suggestion.MARK)) == suggestion.MARK.encode()
+
     folder, output = Path(arguments.run), arguments.output
     inside = [printable(str(path)) for path in sorted(runs_inside(folder))]
     if inside and not (folder / RUN_FILE).exists():
         raise RecordError(
             f"{printable(str(folder))}: is no run itself; name one of the runs inside: {', '.join(inside)}"
         )
-    with writing(output):
-        if output is not None:
-            check_replaceable(Path(output), _is_suggestion, "suggestion")
-        with open_run(folder) as opened:
-            suggestion = suggest(opened, arguments.bites)
-        if output is None:
-            sys.stdout.write(suggestion.text)
-            sys.stdout.flush()  # otherwise the summary on stderr could come first
-        else:
-            with replacing(Path(output)) as file:
-                file.write(suggestion.text)
-    findings = list(suggestion.findings)
+    if output is not None:
+        with writing(output):
+            check_replaceable(Path(output), is_ours, "suggestion")
+    with open_run(folder) as opened:
+        suggested = suggestion.suggest(opened, arguments.bites)
+    write_output(suggested.text, output)
+    lines = [f"{printable(output or 'standard output')}: {suggested.summary}"]
+    lines += map(printable, suggested.findings)
     if inside:
         others = count(len(inside), "run")
-        findings.append(f"{others} inside, of other models or processes: {', '.join(inside)}")
-    where = printable(output or "standard output")
-    for line in (f"{where}: {suggestion.summary}", *map(printable, findings)):
+        lines.append(f"{others} inside, of other models or processes: {', '.join(inside)}")
+    for line in lines:
         print(f"gradsurgeon: {line}", file=sys.stderr)
-    return int(bool(suggestion.findings))
-
-
-def _is_suggestion(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(MARK)) == MARK.encode()
+    return int(bool(suggested.findings))

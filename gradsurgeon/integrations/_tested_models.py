@@ -7,9 +7,8 @@ from typing import Any, Self
 
 from gradsurgeon.errors import BindError
 from gradsurgeon.events import is_trip
-from gradsurgeon.launcher.models import Models
+from gradsurgeon.launcher.models import AttachedModel, Models
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.summary import AttachedModel
 from gradsurgeon.launcher.training_detector import TrainingDetector
 from gradsurgeon.runtime import Attachment
 from gradsurgeon.schema import RuleSet
@@ -25,42 +24,30 @@ _SWALLOWED = (
 )
 
 
-class TestedSessions(Sequence[Session]):
-    """The sessions on the models that the test trained so far, in the order of discovery."""
+class TestedModels(Sequence[Session]):
+    """Rules on all models that are trained within a ``with`` block.
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._made: dict[Attachment, Session] = {}
-
-    def _now(self) -> list[Session]:
-        trained = [model.session for model in self._models.attached if is_trained(model)]
-        return [self._made.setdefault(session, Session(session)) for session in trained]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._now()[index]
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-    def __repr__(self) -> str:
-        return repr(self._now())
-
-
-def is_trained(model: AttachedModel) -> bool:
-    """Tell whether an update was attempted, or a rule fired: a trap may have stopped the first update."""
-    session = model.session
-    acted = session.step > model.start or any(one.fired for one in session.status().values())
-    return acted and not model.replaced
-
-
-class TestedModels:
-    """Rules on all models that are trained within a ``with`` block."""
+    The sequence holds the sessions on the models that were trained so far, in the order of discovery.
+    """
 
     def __init__(self, rules: RuleSet, *, observe: bool, fails: bool) -> None:
         self._models = Models(Settings(rules="", observe=observe, quiet=True), rules)
         self._detector = TrainingDetector(self._models)
         self._fails = fails and not observe  # if a trap tripped
-        self.sessions = TestedSessions(self._models)
+        self._made: dict[Attachment, Session] = {}
+
+    def _sessions(self) -> list[Session]:
+        trained = [model.session for model in self._models.attached if _is_trained(model)]
+        return [self._made.setdefault(session, Session(session)) for session in trained]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._sessions()[index]
+
+    def __len__(self) -> int:
+        return len(self._sessions())
+
+    def __repr__(self) -> str:
+        return repr(self._sessions())
 
     def __enter__(self) -> Self:
         # pytest clears these next; the traceback of an earlier failure keeps the models of that test alive.
@@ -76,7 +63,7 @@ class TestedModels:
         with ExitStack() as stack:
             stack.callback(self._detector.uninstall)
             for model in list(attached):
-                if is_trained(model) or model.replaced:
+                if _is_trained(model) or model.replaced:
                     stack.callback(model.session.remove)
                 else:
                     attached.remove(model)
@@ -84,17 +71,13 @@ class TestedModels:
 
     def diagnosis(self) -> str:
         """Return the reports of all traps that have tripped."""
-        trips = [
-            event
-            for session in self.sessions
-            for event in session.events
-            if is_trip(event, {rule.id for rule in session.plan.rules.rules if rule.edits})
-        ]
-        return "\n\n".join(event.message for event in trips)
+        edits = {rule.id for rule in self._models.rules.rules if rule.edits}
+        events = (event for session in self._sessions() for event in session.events)
+        return "\n\n".join(event.message for event in events if is_trip(event, edits))
 
     def problem(self) -> str:
         """Return why the test fails although its body raised nothing; empty if it passes."""
-        if not self.sessions:
+        if not self:
             return _NOTHING_TRAINED
         try:
             self._models.check()
@@ -102,3 +85,10 @@ class TestedModels:
             complaints = "\n".join(error.complaints)
             return f"has rules that do not fit what the test trains:\n{complaints}"
         return _SWALLOWED if self._fails and self.diagnosis() else ""
+
+
+def _is_trained(model: AttachedModel) -> bool:
+    """Tell whether an update was attempted, or a rule fired: a trap may have stopped the first update."""
+    session = model.session
+    acted = session.step > model.start or any(one.fired for one in session.status().values())
+    return acted and not model.replaced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api, planning
@@ -23,67 +23,65 @@ if TYPE_CHECKING:
 _PREFIX = "gradsurgeon"
 
 
-class Applied:
+class AppliedRules:
     """The common part of both callbacks, all of it on the thread of the training.
 
     Args:
         rules: as for `gradsurgeon.load`; read at once, so mistakes show before data is loaded.
         names: patterns of tensors that get a curve each.
-        options: of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
+        **options: of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
     """
 
-    def __init__(self, rules: api.Rules, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    def __init__(self, rules: api.Rules, *, names: Sequence[str] = (), **options: Any) -> None:
+        super().__init__()
         inspect.signature(api.apply).bind(None, rules, start_step=0, **options)
         self.session: Session | None = None
         self._acting = False
         self._rules = api.load(rules)
         self._names = patterns_of(names)
         self._patterns = [compile_pattern(text) for text in self._names]
-        self._options = dict(options)
-        self._on_event = self._options.pop("on_event", None)
+        self._options = options
+        self._on_event = options.pop("on_event", None)
+
+    def _begin(self, model: nn.Module, start_step: int) -> Session:
+        """Apply the rules, after removing the rules of an earlier training."""
+        self._end(log_raised=True)
+        # Events so far by kind, and as they were logged last.
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
+        # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
         self._parts: dict[tuple[str, str, str], Parts] = {}
-
-    def begin(self, model: nn.Module, start_step: int) -> Session:
-        """Apply the rules, after removing the rules of an earlier training."""
-        self.end(log_raised=True)
-        self._counts.clear()
-        self._told.clear()
-        self._logged.clear()
-        self._parts.clear()
-        self.session = api.apply(
+        session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
-        self._acting = True
-        if text := planning.curves_of_nothing(self.session.plan, self._names):
-            self.warn(text)
-        return self.session
+        self.session, self._acting = session, True
+        if text := planning.curves_of_nothing(session.plan, self._names):
+            self._warn(text)
+        return session
 
-    def warn(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """Warn, and note the warning in the records as rules do."""
         if self.session is not None:
             log = self.session._attachment.context.event_log  # noqa: SLF001 # no rule emits it
             log.emit("notice", text, step=self.session.step, warn=True)
 
-    def warn_of_clip(self, clip: float | None, how: str) -> None:
+    def _warn_of_clip(self, clip: float | None, how: str) -> None:
         """Warn if the trainer clips norms before a rule that learns from norms sees them."""
         rules = () if self.session is None else self.session.plan.rules.rules
         if clip and (learning := [rule.id for rule in rules if rule.judges_first]):
-            self.warn(
+            self._warn(
                 f"the trainer clips the norm of the gradients to {clip:g} before rule {learning[0]} sees it, so the rule "
                 f"finds no spike: {how}, and clip by a `clip-norm` rule"
             )
 
-    def begins_anew(self, why: str) -> None:
+    def _warn_of_restart(self, step: int, why: str) -> None:
         """Warn that a training is resumed without what the rules had learnt."""
-        step = 0 if self.session is None else self.session.step
-        self.warn(
+        self._warn(
             f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
 
-    def end(self, *, log_raised: bool = False) -> None:
+    def _end(self, *, log_raised: bool = False) -> None:
         """Remove the rules. An error of `on_event` is raised, or with ``log_raised`` logged."""
         acting, self._acting = self._acting, False
         if acting and self.session is not None:
@@ -94,7 +92,7 @@ class Applied:
         if self._on_event is not None:
             self._on_event(event)
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         """Return the last measurements of each rule, and the counts of events, if they are new.
 
         Returns nothing once the rules are removed. Waits for the device that measured.
@@ -108,11 +106,8 @@ class Applied:
             ]
             # The ten largest norms belong to other tensors each time, and a trainer's log is for few numbers.
             largest = f"{row.key.rule}/top/"
-            found |= {
-                name: value
-                for name, value in getattr(summary(row, chosen), "scalars", {}).items()
-                if not name.startswith(largest)
-            }
+            scalars = getattr(summary(row, chosen), "scalars", {})
+            found |= {name: scalars[name] for name in scalars if not name.startswith(largest)}
         if not found and self._counts == self._told:
             return {}
         self._told = self._counts.copy()
@@ -121,10 +116,9 @@ class Applied:
 
     def _new_rows(self) -> Iterator[Measured]:
         """Yield the last row of each series that was not logged yet."""
-        if self.session is None:
-            return
-        for series in list(self.session._attachment.records):  # noqa: SLF001 # all series at once
-            row = _last(series, self.session.step)
+        session: Any = self.session
+        for series in list(session._attachment.records):  # noqa: SLF001 # all series at once
+            row = _last(series, session.step)
             if row is not None and row.step > self._logged.get(id(row.key), -1):
                 self._logged[id(row.key)] = row.step
                 yield self._parts.setdefault(row.key[:3], Parts()).named(row)

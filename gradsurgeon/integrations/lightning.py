@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.api import Rules
-from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.integrations.applied import Applied
+from gradsurgeon.integrations.applied import AppliedRules
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
-    from gradsurgeon.session import Session
-
 _CHECKPOINT = "gradsurgeon"
 
 
-def _lightning() -> Any:
-    """Return Lightning, under the name by which the script imported it."""
-    names = ["lightning.pytorch", "pytorch_lightning"]
-    for name in sorted(names, key=lambda name: name not in sys.modules):
-        try:
-            return import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name not in (name, name.partition(".")[0]):
-                raise
-    raise GradSurgeonError(
-        "LightningCallback needs Lightning, which is not installed: "
-        "pip install 'gradsurgeon[lightning]'"
-    )
-
-
-_pl = _lightning()
+# Lightning has two names: first the one by which the script imported it, then one that is installed.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_LOADED = [name for name in _NAMES if sys.modules.get(name)]
+_INSTALLED = [name for name in _NAMES if is_installed(name.partition(".")[0])]
+_pl = library([*_LOADED, *_INSTALLED, *_NAMES][0], "lightning", "LightningCallback")
 if not TYPE_CHECKING:
     Callback = _pl.Callback
 
 
-class LightningCallback(Callback):
+class LightningCallback(AppliedRules, Callback):
     """Applies rules while ``Trainer.fit`` trains: ``Trainer(callbacks=[LightningCallback("rules.yaml")])``.
 
     Rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
@@ -66,27 +52,22 @@ class LightningCallback(Callback):
     """
 
     def __init__(self, rules: Rules, *, names: Sequence[str] = (), **options: Any) -> None:
-        super().__init__()
-        self._applied = Applied(rules, names, options)
+        super().__init__(rules, names=names, **options)
         # The trainer's step count, which adds up several optimizers, and the state of the rules at that step.
         self._kept: dict[str, Any] = {"trainer": 0, "session": None}
         # True while an update of this batch runs.
         self._updating = False
 
-    @property
-    def session(self) -> Session | None:
-        return self._applied.session
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         kept, step = self._kept, int(trainer.global_step)
-        session = self._applied.begin(pl_module, step)
+        session = self._begin(pl_module, step)
         if kept["trainer"] == step and kept["session"] is not None:
             session.load_state_dict(kept["session"])
         elif step:
-            self._applied.begins_anew("the checkpoint was written without this callback")
+            self._warn_of_restart(step, "the checkpoint was written without this callback")
         # Clipping by value leaves norms different from each other.
         if trainer.gradient_clip_algorithm != "value":
-            self._applied.warn_of_clip(trainer.gradient_clip_val, "leave gradient_clip_val out")
+            self._warn_of_clip(trainer.gradient_clip_val, "leave gradient_clip_val out")
         _pl.utilities.rank_zero_info(str(session.plan))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -102,13 +83,13 @@ class LightningCallback(Callback):
         self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # as above
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
-        self._end(trainer)
-        self._applied.end()
+        self._log_last(trainer)
+        self._end()
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
         if self.session is not None:
-            self._end(trainer)
-            self._applied.end(log_raised=True)
+            self._log_last(trainer)
+            self._end(log_raised=True)
 
     def on_save_checkpoint(self, trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._keep(trainer)
@@ -124,7 +105,7 @@ class LightningCallback(Callback):
             state = self.session.state_dict()
             self._kept = {"trainer": int(trainer.global_step), "session": state}
 
-    def _end(self, trainer: Any) -> None:
+    def _log_last(self, trainer: Any) -> None:
         self._keep(trainer)
         # Lightning counts a batch at its end, which a batch that raised does not reach.
         stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
@@ -132,6 +113,6 @@ class LightningCallback(Callback):
         self._updating = False
 
     def _log(self, trainer: Any, step: int) -> None:
-        if trainer.is_global_zero and trainer.loggers and (metrics := self._applied.metrics()):
+        if trainer.is_global_zero and trainer.loggers and (metrics := self._metrics()):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from gradsurgeon.integrations._tested_models import TestedModels, TestedSessions
+    from gradsurgeon.integrations._tested_models import TestedModels
 
 _MARKER = (
     'gradsurgeon(rules=None, *, mode="act"): put the rules on every model that the body of the test trains; '
@@ -29,15 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def gradsurgeon_sessions(request: pytest.FixtureRequest) -> TestedSessions:
+def gradsurgeon_sessions(request: pytest.FixtureRequest) -> TestedModels:
     """The sessions on the models that the body of the test trained so far: a live sequence."""
     if _MODELS not in request.node.stash:
         pytest.fail(
             "the fixture gradsurgeon_sessions needs a marked test: add `@pytest.mark.gradsurgeon`",
             pytrace=False,
         )
-    sessions: TestedSessions = request.node.stash[_MODELS].sessions
-    return sessions
+    models: TestedModels = request.node.stash[_MODELS]
+    return models
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

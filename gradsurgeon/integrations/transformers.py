@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from types import FrameType
@@ -11,28 +11,23 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradsurgeon import _dist
-from gradsurgeon.api import Rules
-from gradsurgeon.errors import GradSurgeonError, printable, warn
-from gradsurgeon.integrations.applied import Applied
+from gradsurgeon._libraries import library
+from gradsurgeon.errors import printable, warn
+from gradsurgeon.integrations.applied import AppliedRules
 from gradsurgeon.runtime import session_state
 from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
     from gradsurgeon.session import Session
 
-try:
-    from transformers import TrainerCallback
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    raise GradSurgeonError(
-        "TransformersCallback needs transformers, which is not installed: "
-        "pip install 'gradsurgeon[transformers]'"
-    ) from error
+_transformers = library("transformers", "transformers", "TransformersCallback")
+if not TYPE_CHECKING:
+    TrainerCallback = _transformers.TrainerCallback
 
 # The rules on each model: a training that raises tells no callback, and the next may use another callback.
-_on: WeakKeyDictionary[Any, Applied] = WeakKeyDictionary()
+_on: WeakKeyDictionary[Any, AppliedRules] = WeakKeyDictionary()
 _NOT_FIRST = (
     "this release of transformers hides its list of callbacks: the numbers of the rules are in "
     "trainer.state.log_history, but may be missing in TensorBoard and other reporters; pass sinks=[...] to "
@@ -44,7 +39,7 @@ _NOT_TOLD = (
 )
 
 
-class TransformersCallback(TrainerCallback):
+class TransformersCallback(AppliedRules, TrainerCallback):
     """Applies rules while ``Trainer.train`` trains: ``Trainer(..., callbacks=[TransformersCallback("rules.yaml")])``.
 
     The rules act from the first step, after a checkpoint is restored, until the training ends. A trainer that
@@ -70,25 +65,18 @@ class TransformersCallback(TrainerCallback):
         GradSurgeonError: transformers is not installed.
     """
 
-    def __init__(self, rules: Rules, *, names: Sequence[str] = (), **options: Any) -> None:
-        self._applied = Applied(rules, names, options)
-
-    @property
-    def session(self) -> Session | None:
-        return self._applied.session
-
     def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
         if (left := _on.pop(model, None)) is not None:
-            left.end(log_raised=True)
-        session = self._applied.begin(model, state.global_step)
+            left._end(log_raised=True)  # noqa: SLF001 # of this class
+        session = self._begin(model, state.global_step)
         try:
             self._resume(session, state.global_step)
         except BaseException:
-            self._applied.end(log_raised=True)
+            self._end(log_raised=True)
             raise
-        _on[model] = self._applied
-        self._applied.warn_of_clip(args.max_grad_norm, "pass max_grad_norm=0 to TrainingArguments")
+        _on[model] = self
+        self._warn_of_clip(args.max_grad_norm, "pass max_grad_norm=0 to TrainingArguments")
         if state.is_world_process_zero:
             print(session.plan)  # noqa: T201 # as the trainer prints its log
 
@@ -101,11 +89,11 @@ class TransformersCallback(TrainerCallback):
             else:
                 name = state_name(_dist.rank())
                 where = printable(str(Path(folder) / name))
-                self._applied.begins_anew(
-                    f"there is no {where}; a training without this callback writes none"
+                self._warn_of_restart(
+                    step, f"there is no {where}; a training without this callback writes none"
                 )
         elif step:
-            self._applied.begins_anew(_NOT_TOLD)
+            self._warn_of_restart(step, _NOT_TOLD)
 
     def _restored(self) -> object:
         """Return the checkpoint that the trainer resumes from.
@@ -122,7 +110,10 @@ class TransformersCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         if self.session is None:
             return
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folder = (
+            Path(args.output_dir)
+            / f"{_transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        )
         # A rank on another machine may have no folder; it resumes from the state of the first rank.
         if not folder.is_dir() and _dist.rank():
             return
@@ -130,7 +121,7 @@ class TransformersCallback(TrainerCallback):
             session_state.write(folder, self.session._attachment.controller)  # noqa: SLF001 # as above
         except OSError as error:
             why = printable(error.strerror or str(error))
-            self._applied.warn(
+            self._warn(
                 f"cannot save what the rules learnt in {printable(str(folder))}: {why}; training continues"
             )
 
@@ -139,14 +130,14 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         if any(name.startswith("eval_") for name in logs):
             return
-        metrics = self._applied.metrics()
+        metrics = self._metrics()
         logs.update(metrics)
         # The history holds a copy, which the trainer made just before.
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, *_: Any, model: Any, **_kwargs: Any) -> None:
         _on.pop(model, None)
-        self._applied.end()
+        self._end()
 
     def _come_first(self) -> None:
         """Move before the reporters, which the trainer puts first: they report the log as they find it.

@@ -25,45 +25,36 @@ _WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink")
 
 def main(argv: Sequence[str]) -> int:
     options, target = split(argv)
-    arguments = _parser().parse_args(options)
+    given = vars(_parser().parse_args(options))
     if not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
     if is_off(os.environ):
         return _become_target(target, dict(os.environ))
-    if problem := next(_problems(arguments), ""):
+    if problem := next(_problems(**given), ""):
         return _fail(problem)
-    return _become_target(target, _settings(arguments).environment(os.environ))
+    for name in ("rules", "record", "resume", "dry_run"):
+        given[name] = str(Path(given[name]).absolute()) if given[name] else ""
+    given["sinks"] = tuple(map(absolute, given["sinks"]))
+    return _become_target(target, Settings(**given).environment(os.environ))
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
-    return Settings(
-        rules=str(Path(arguments.rules).absolute()),
-        record=str(Path(arguments.record).absolute()) if arguments.record else "",
-        dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
-        start_step=arguments.start_step,
-        resume=str(Path(arguments.resume).absolute()) if arguments.resume else "",
-        sinks=tuple(map(absolute, arguments.sink)),
-        observe=arguments.observe,
-        pdb=arguments.pdb,
-        quiet=arguments.quiet,
-    )
-
-
-def _problems(arguments: argparse.Namespace) -> Iterator[str]:
-    if not arguments.rules:
+def _problems(
+    rules: str, record: str, resume: str, sinks: Sequence[str], **_: object
+) -> Iterator[str]:
+    if not rules:
         yield "no rules are given: pass `--rules FILE`"
-    elif not Path(arguments.rules).is_file():
-        yield f"{printable(arguments.rules)}: there is no such rule file"
-    given = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
-    for flag in (flag for flag, on in given.items() if on):
+    elif not Path(rules).is_file():
+        yield f"{printable(rules)}: there is no such rule file"
+    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
+    for flag in (flag for flag, on in flags.items() if on):
         yield (
             f"the rules cannot get into the script: with {flag} Python looks at neither PYTHONPATH nor "
             f"sitecustomize: leave {flag} out"
         )
-    if arguments.record and job.is_taken(Path(arguments.record)):
-        yield f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
-    if arguments.resume:
-        folder, shown = Path(arguments.resume), printable(arguments.resume)
+    if record and job.is_taken(Path(record)):
+        yield f"{printable(record)} holds a run already: name another directory, or remove it"
+    if resume:
+        folder, shown = Path(resume), printable(resume)
         if not (folder / RUN_FILE).is_file():
             yield f"--resume: {shown} is no run directory"
         if not any(folder.glob(state_name("*"))):
@@ -71,7 +62,7 @@ def _problems(arguments: argparse.Namespace) -> Iterator[str]:
                 f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
                 "older version wrote it; pass `--start-step N` instead"
             )
-    yield from (f"--sink: {reason}" for sink in arguments.sink if (reason := why_no_sink(sink)))
+    yield from (f"--sink: {reason}" for sink in sinks if (reason := why_no_sink(sink)))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -88,16 +79,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def script_command(target: Sequence[str]) -> list[str]:
     """Return the command that runs a script as plain Python would, with the flags of this interpreter."""
-    return [sys.executable, *_flags(), *target]
-
-
-def _flags() -> list[str]:
     # `subprocess` and `multiprocessing` hand on the same flags: -O, -W, some -X and the like.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
     # They omit -u, with which `torchrun` starts its workers so that no output waits in a buffer.
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
-    return flags
+    return [sys.executable, *flags, *target]
 
 
 def _become_target(target: list[str], environment: dict[str, str]) -> int:
@@ -132,45 +119,28 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The exit code is the script's own. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
+    sinks = (
+        f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
+        "given several times"
+    )
+    resume = "load what the rules of this run had learnt, and continue its step count"
+    start_step = (
+        "number of the first update; with --resume, needed if the script's checkpoint is older than the end "
+        "of that run"
+    )
+    observe = "arm every rule, edit nothing, count what it would do"
+    dry_run = "print the plan at the first step, write params.json, and stop"
+    quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add = parser.add_argument
-    add("--rules", metavar="FILE", help="the rule file")
-    add("--record", metavar="DIR", help="write records to this run directory")
-    add(
-        "--sink",
-        metavar="KIND:PLACE",
-        action="append",
-        default=[],
-        help=f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
-        "given several times",
-    )
-    add(
-        "--resume",
-        metavar="RUN",
-        help="load what the rules of this run had learnt, and continue its step count",
-    )
-    add(
-        "--start-step",
-        metavar="N",
-        type=_step,
-        help="number of the first update; with --resume, needed if the script's checkpoint is older than the end "
-        "of that run",
-    )
-    add(
-        "--observe",
-        action="store_true",
-        help="arm every rule, edit nothing, count what it would do",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the plan at the first step, write params.json, and stop",
-    )
+    add("--rules", metavar="FILE", default="", help="the rule file")
+    add("--record", metavar="DIR", default="", help="write records to this run directory")
+    add("--sink", metavar="KIND:PLACE", action="append", dest="sinks", default=[], help=sinks)
+    add("--resume", metavar="RUN", default="", help=resume)
+    add("--start-step", metavar="N", type=_step, help=start_step)
+    add("--observe", action="store_true", help=observe)
+    add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
     add("--pdb", action="store_true", help="open the debugger at the update that a trap stops")
-    add(
-        "--quiet",
-        action="store_true",
-        help="print no header and no summary: only errors, warnings, traps and skips",
-    )
+    add("--quiet", action="store_true", help=quiet)
     return parser
 
 

@@ -31,18 +31,15 @@ def _on_end(
     # The script may have raised another error from the trap's error.
     while error is not None and not isinstance(error, TrapError):
         error = error.__cause__ or error.__context__
-    if error is not None and error.__traceback__ is not None:
-        _debug(error.__traceback__)
-
-
-def _debug(traceback: TracebackType) -> None:
+    if error is None or error.__traceback__ is None:
+        return
     if _dist.world() > 1:
         # The end of any rank makes torchrun end the others, the debugger with them.
         say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
     say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
-    cut_behind_the_script(traceback)
-    pdb.post_mortem(traceback)
+    cut_behind_the_script(error.__traceback__)
+    pdb.post_mortem(error.__traceback__)
 
 
 def cut_behind_the_script(traceback: TracebackType) -> None:

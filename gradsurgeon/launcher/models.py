@@ -3,7 +3,8 @@
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.summary import AttachedModel, write_header
+from gradsurgeon.launcher.summary import header
+from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
@@ -25,17 +27,55 @@ from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
 
 
+@dataclass(slots=True, eq=False)
+class AttachedModel:
+    """A model of the script and the rules on it.
+
+    Attributes:
+        module: the model; weak, as in the session.
+        session: the rules on it; its plan has the title, a class name with a number if there are several of one class.
+        record: the run directory, if any.
+        start: number of the first update.
+        begun: training has begun, and the header is written.
+        replaced: another model with all of its parameters took its place.
+    """
+
+    module: weakref.ref[nn.Module]
+    session: Attachment
+    record: Path | None
+    start: int
+    begun: bool = False
+    replaced: bool = False
+
+    @property
+    def title(self) -> str:
+        return self.session.plan.subject
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters of the model; none once the model is gone."""
+        module = self.module()
+        return [] if module is None else list(module.parameters())
+
+    def bound_ids(self) -> set[int]:
+        names = {name for param in self.session.plan.manifest.params for name in param.names}
+        return {
+            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the slot itself
+            for slot in planning.slots(self.module())
+            if slot.name in names
+        }
+
+
 class Models:
     def __init__(self, settings: Settings, rules: RuleSet) -> None:
         self.settings = settings
         self.rules = rules
         self.attached: list[AttachedModel] = []
-        # The run directory of the first model of this process.
-        self._folder = Path()
+        # The rank of this process; its process group may be gone at the end.
+        self.rank = 0
         # True once the rules turned out to fit the models.
         self.fitting = False
-        # By the text of the option; made for the first model.
-        self._sinks: dict[str, Sink] | None = None
+        # The run directory of the first model of this process.
+        self._folder: Path | None = None
 
     def cover(self, params: Iterable[Tensor]) -> bool:
         """Tell whether rules were bound to all of these; parameters that a model gained later are not bound."""
@@ -45,9 +85,9 @@ class Models:
     def _alive(self) -> list[AttachedModel]:
         return [m for m in self.attached if m.module() is not None and not m.session.removed]
 
-    @property
-    def is_any_waiting(self) -> bool:
-        return any(not model.begun for model in self._alive())
+    def waiting(self) -> list[AttachedModel]:
+        """Return the models whose training has not begun."""
+        return [model for model in self._alive() if not model.begun]
 
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
@@ -58,7 +98,7 @@ class Models:
             of = type(optimizer).__name__
             say(f"{free} parameters of {of} are in no module: no rule acts on them")
         for root in roots:
-            self._put_on(root, optimizer)
+            self._put_on(root, [optimizer])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Write the headers, now that training begins.
@@ -66,7 +106,7 @@ class Models:
         A model may have been incomplete when its optimizer was built, above all if the model builds the
         optimizer. A model that has grown since, or became part of a larger one, is bound again.
         """
-        waiting = [model for model in self._alive() if not model.begun]
+        waiting = self.waiting()
         params = [param for model in waiting for param in model.params()]
         for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
@@ -75,24 +115,27 @@ class Models:
             whole = {id(param) for param in root.parameters()}
             if parts and all(model.bound_ids() != whole for model in parts):
                 self._put_on(root, None)
-        for model in self._alive():
-            if not model.begun:
-                self._begin(model, optimizers)
+        # The process group may be newer than the optimizer.
+        self.rank = _dist.rank()
+        for model in self.waiting():
+            model.begun = True
+            if not (self.settings.quiet or self.settings.dry_run):
+                write(self._header(model, optimizers), self.rank)
 
-    def _begin(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> None:
-        model.begun = True
-        # The process group may be newer than the optimizer, and will be gone at the end.
-        model.rank = _dist.rank()
-        if self.settings.quiet or self.settings.dry_run:
-            return
+    def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
         params = {id(param) for param in model.params()}
-        owners = {
-            type(optimizer).__name__: None
+        owners = [
+            type(optimizer).__name__
             for optimizer in optimizers
             for group in getattr(optimizer, "param_groups", ())
             if any(id(param) in params for param in group["params"])
-        }
-        write_header(model, list(owners), list(self._made_sinks()), observing=self.settings.observe)
+        ]
+        more = ["  observing only: nothing is edited"] if self.settings.observe else []
+        if model.record is not None:
+            more.append(f"  records: {printable(str(model.record))}")
+        if self._sinks:
+            more.append(f"  sinks: {printable(', '.join(self._sinks))}")
+        return [*header(model.session.plan, [*dict.fromkeys(owners)], model.start), *more]
 
     def _replace_parts(self, root: nn.Module) -> int:
         """Take the rules off models that are parts of this one; return the step of the furthest."""
@@ -109,50 +152,41 @@ class Models:
                     self.attached.remove(model)
         return step
 
-    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
+    def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         launch_status.explain()
-        start = self._replace_parts(root)
-        plan = planning.bind(self.rules, planning.from_model(root), alone=False)
-        title = self._title(plan.manifest.origin)
-        plan = replace(plan, title=title)
         options = Options(
-            optimizers=None if optimizer is None else [optimizer],
+            optimizers,
             mode="observe" if self.settings.observe else "act",
-            start_step=start,
+            start_step=self._replace_parts(root),
             beside=True,
         )
-        while True:
-            record = self._run_directory(title)
-            try:
-                session = api.attach(
-                    root,
-                    plan,
-                    options,
-                    record=record,
-                    sinks=list(self._made_sinks().values()),
-                    title=self._prefix(),
-                )
-                break
-            except RecordError:
-                # Another process may have taken the directory meanwhile: then try the next one.
-                if record is None or record != self._folder or record == self._run_directory(""):
-                    raise
-        self._resume(session, title)
-        self.attached.append(
-            AttachedModel(
-                title,
-                weakref.ref(root),
-                plan,
-                session,
-                str(record or ""),
-                _dist.rank(),
-                start=session.step,
-            )
-        )
+        plan = planning.bind(self.rules, planning.from_model(root), alone=False)
+        plan = replace(plan, title=self._title(plan.manifest.origin))
+        session, record = self._attach(root, plan, options)
+        self._resume(session, plan.title)
+        self.rank = _dist.rank()
+        self.attached.append(AttachedModel(weakref.ref(root), session, record, session.step))
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
             for model in self.attached:
                 model.session.context.title = model.title
+
+    def _attach(
+        self, root: nn.Module, plan: Plan, options: Options
+    ) -> tuple[Attachment, Path | None]:
+        # The curves of a further model have a prefix.
+        prefix = f"model-{len(self.attached) + 1}" if self.attached else ""
+        sinks = list(self._sinks.values())
+        while True:
+            record = self._run_directory(plan.title)
+            try:
+                session = api.attach(root, plan, options, record=record, sinks=sinks, title=prefix)
+            except RecordError:
+                # Another process may have taken the directory meanwhile: then try the next one.
+                if record is None or record != self._folder or record == self._run_directory(""):
+                    raise
+            else:
+                return session, record
 
     def _resume(self, session: Attachment, title: str) -> None:
         """Load what the rules on a model learnt in the run that is resumed."""
@@ -160,17 +194,16 @@ class Models:
         if not settings.resume or session.step > (settings.start_step or 0):
             return  # A larger model replaces a part that was trained since.
         folder = Path(settings.resume, title) if self.attached else Path(settings.resume)
+        shown = printable(str(folder))
         try:
-            found = session_state.read(folder)
-            if found is not None:
+            if (found := session_state.read(folder)) is not None:
                 end = found.load(session.controller, step=settings.start_step)
                 if not settings.quiet and _dist.rank() == 0:
-                    say(f"the rules go on from {printable(str(folder))}, saved before step {end:,}")
+                    say(f"the rules go on from {shown}, saved before step {end:,}")
                 return
-            text = f"{printable(str(folder))} cannot be resumed: it has no state of this model, or of this rank"
+            say(f"{shown} cannot be resumed: it has no state of this model, or of this rank")
         except GradSurgeonError as error:
-            text = str(error)
-        say(text)
+            say(str(error))
         restart = "the rules start without what they had learnt"
         if settings.start_step is None:
             restart += (
@@ -178,22 +211,19 @@ class Models:
             )
         say(restart)
 
-    def _made_sinks(self) -> dict[str, Sink]:
-        """Return the requested sinks, which all models share; only the first rank has any."""
-        if self._sinks is None:
-            self._sinks = {}
-            wanted = self.settings.sinks if os.environ.get("RANK", "0") == "0" else ()
-            for text in () if self.settings.dry_run else wanted:
-                try:
-                    self._sinks[text] = at_place(text)
-                except Exception as error:  # noqa: BLE001 # no error of a client stops the script
-                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
-        return self._sinks
-
-    def _prefix(self) -> str:
-        """Return the prefix of the curves of a further model; empty for the first."""
-        return f"model-{len(self.attached) + 1}" if self.attached else ""
+    @cached_property
+    def _sinks(self) -> dict[str, Sink]:
+        """The requested sinks by the text of the option; all models share them, and only the first rank has any."""
+        sinks: dict[str, Sink] = {}
+        if self.settings.dry_run or os.environ.get("RANK", "0") != "0":
+            return sinks
+        for text in self.settings.sinks:
+            try:
+                sinks[text] = at_place(text)
+            except Exception as error:  # noqa: BLE001 # no error of a client stops the script
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
+        return sinks
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1
@@ -210,25 +240,25 @@ class Models:
         """
         if not self.settings.record or self.settings.dry_run:
             return None
-        if any(model.record == str(self._folder) for model in self.attached):
+        if self._folder and any(model.record == self._folder for model in self.attached):
             return self._folder / title
-        base = self._folder = Path(self.settings.record)
+        base = folder = Path(self.settings.record)
         number = 1
         # Each rank looks for its own file, so all ranks find the same number without asking each other.
-        while (
-            job.is_of_another_start(self._folder)
-            or (self._folder / database_name(_dist.rank())).exists()
-        ):
+        while job.is_of_another_start(folder) or (folder / database_name(_dist.rank())).exists():
             number += 1
-            self._folder = base / f"process-{number}"
-        return self._folder
+            folder = base / f"process-{number}"
+        self._folder = folder
+        return folder
+
+    def _plans(self) -> dict[str, Plan]:
+        return {model.title: model.session.plan for model in self.attached if not model.replaced}
 
     def check(self) -> None:
-        plans = {model.title: model.plan for model in self.attached if not model.replaced}
-        if plans and (missing := lacking(self.rules, plans)[0]):
+        if (plans := self._plans()) and (missing := lacking(self.rules, plans)[0]):
             raise BindError(missing)
         self.fitting = True
 
     def shortfalls(self) -> list[str]:
-        models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
+        models = {title: plan.manifest for title, plan in self._plans().items()}
         return planning.shortfalls(self.rules, models)

@@ -7,24 +7,23 @@ import warnings
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from gradsurgeon import _dist
 from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
 from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
-from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.summary import write_failures, write_summary
+from gradsurgeon.launcher.summary import summary
 from gradsurgeon.planning import manifest_file
 
 
 class ScriptEnd:
     """The work at the end of a process that trains; other processes have none."""
 
-    def __init__(self, settings: Settings, models: Models) -> None:
-        self._settings = settings
+    def __init__(self, models: Models) -> None:
         self._models = models
+        self._settings = models.settings
+        # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
         self._pid = 0
-        self._prepared = self._done = False
+        self._prepared = False
 
     def prepare(self) -> None:
         # Registered last, so it runs first: sessions write before their records are closed at exit.
@@ -33,26 +32,25 @@ class ScriptEnd:
         if self._prepared:
             return
         self._prepared = True
-        # The process that trains, which may be a forked worker.
         self._pid = os.getpid()
         # A worker that `multiprocessing` forked runs no functions at exit.
         Finalize(None, self._finish, exitpriority=100)
         if self._settings.pdb:
             debugger.install()
 
-    def dry_run(self) -> None:
-        """Print the plans, write the manifests and exit, if the launch is a dry run."""
+    def first_step(self) -> None:
+        """Check that the rules fit; end a dry run with the plans and the manifests."""
+        self._models.check()
         if not self._settings.dry_run or not self._models.attached:
             return
-        self._done = True
-        code = 0
-        for number, model in enumerate(self._models.attached if _dist.rank() == 0 else ()):
-            print(model.plan, flush=True)  # noqa: T201 # the product of a dry run
+        self._pid = code = 0
+        for number, model in enumerate(self._models.attached if self._models.rank == 0 else ()):
+            print(model.session.plan, flush=True)  # noqa: T201 # the product of a dry run
             path = Path(self._settings.dry_run)
             if number:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
             try:
-                manifest_file.write(model.plan.manifest, path)
+                manifest_file.write(model.session.plan.manifest, path)
             except OSError as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
                 code = 2
@@ -61,9 +59,9 @@ class ScriptEnd:
         sys.exit(code)
 
     def _finish(self) -> None:
-        if self._done or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return  # The records belong to the parent of a forked child.
-        self._done = True
+        self._pid = 0
         models = self._models
         ended_by = getattr(sys, "last_value", None)
         refused = isinstance(ended_by, BindError) and not models.fitting
@@ -80,15 +78,16 @@ class ScriptEnd:
             self._say()
 
     def _say(self) -> None:
+        models, settings = self._models, self._settings
         # If no optimizer took a step, the rules were never checked against the models.
-        problems = [] if self._models.fitting else self._models.shortfalls()
-        if self._settings.dry_run:
-            text = "dry run: no optimizer took a step, so there is no plan"
-            problems = [text, *problems]
-        elif not self._settings.quiet:
-            for model in self._models.attached:
-                write_summary(model)
-        for model in self._models.attached:
-            write_failures(model)
-        rank = self._models.attached[0].rank
-        write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
+        problems = [] if models.fitting else models.shortfalls()
+        if settings.dry_run:
+            problems.insert(0, "dry run: no optimizer took a step, so there is no plan")
+        for model in models.attached if not (settings.quiet or settings.dry_run) else ():
+            lines = summary(model.session, model.start, model.record, begun=model.begun)
+            write(lines, models.rank)
+        for model in models.attached:
+            # At the end of the process, warnings are no longer shown. Each rank names what it lost.
+            lost = model.session.context.recorder.lost
+            write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)
+        write([f"gradsurgeon: error: {problem}" for problem in problems], models.rank)

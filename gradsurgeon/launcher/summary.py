@@ -1,17 +1,11 @@
-"""One model of a launched script, and its header and summary on stderr."""
+"""The header and the summary of one model of a launched script, as lines."""
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torch import nn
-
-from gradsurgeon import planning
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
-from gradsurgeon.launcher.messages import write
 from gradsurgeon.planning import NO_MATCH, Plan
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.rules_and_events import trap_words
@@ -20,107 +14,59 @@ from gradsurgeon.runtime import Attachment
 _MOST_EVENTS = 5
 
 
-@dataclass(slots=True, eq=False)
-class AttachedModel:
-    title: str  # class name of the model, with a number if there are several of one class
-    module: weakref.ref[nn.Module]  # weak, as in the session
-    plan: Plan
-    session: Attachment
-    record: str  # the run directory, empty for none
-    rank: int  # of this process; the process group may be gone at the end
-    start: int  # number of the first update
-    begun: bool = False  # training has begun, and the header is written
-    replaced: bool = False  # another model with all of its parameters took its place
-
-    def params(self) -> list[nn.Parameter]:
-        """Return the parameters of the model; none once the model is gone."""
-        module = self.module()
-        return [] if module is None else list(module.parameters())
-
-    def bound_ids(self) -> set[int]:
-        names = {name for param in self.plan.manifest.params for name in param.names}
-        return {
-            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the slot itself
-            for slot in planning.slots(self.module())
-            if slot.name in names
-        }
-
-
-def write_header(
-    model: AttachedModel, optimizers: Sequence[str], sinks: Sequence[str], *, observing: bool
-) -> None:
-    rules, manifest = model.plan.rules, model.plan.manifest
+def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
-    by += f", from step {model.start}" if model.start else ""
-    first = (
-        f"gradsurgeon: {printable(rules.file)} on {model.title} "
-        f"({count(len(manifest.params), 'parameter')}, {count(manifest.elements, 'element')}{by})"
-    )
+    by += f", from step {start}" if start else ""
+    size = f"{count(len(plan.manifest.params), 'parameter')}, {count(plan.manifest.elements, 'element')}"
+    yield f"gradsurgeon: {printable(plan.rules.file)} on {plan.subject} ({size}{by})"
     rows = []
-    for rule in rules.rules:
-        bound = model.plan.of(rule.id)
-        what = count(len(bound), NOUNS[rule.target]) if bound else "nothing in this model"
+    for rule in plan.rules.rules:
+        bound = len(plan.of(rule.id))
+        what = count(bound, NOUNS[rule.target]) if bound else "nothing in this model"
         when = "before each update" if isinstance(rule, TrapRule) else f"at {rule.point}"
         rows.append((printable(rule.id), rule.action, when, what))
-    lines = [first, *grid(rows)]
+    yield from grid(rows)
     of_rules = [
         f"{rule}: {text}"
-        for rule, texts in model.plan.rule_warnings.items()
+        for rule, texts in plan.rule_warnings.items()
         for text in texts
         if text != NO_MATCH  # the row of the rule says so
     ]
-    lines += [f"  note: {printable(text)}" for text in (*model.plan.warnings, *of_rules)]
-    if observing:
-        lines.append("  observing only: nothing is edited")
-    if model.record:
-        lines.append(f"  records: {printable(model.record)}")
-    if sinks:
-        lines.append(f"  sinks: {printable(', '.join(sinks))}")
-    write(lines, model.rank)
+    yield from (f"  note: {printable(text)}" for text in (*plan.warnings, *of_rules))
 
 
-def write_summary(model: AttachedModel) -> None:
-    session = model.session
-    statuses = session.status()
-    if not model.begun and not any(status.fired for status in statuses.values()):
-        text = "no gradient arrived, so no rule acted on it"
-        write([f"gradsurgeon: {model.title}: {text}"], model.rank)
+def summary(session: Attachment, start: int, record: Path | None, *, begun: bool) -> Iterator[str]:
+    plan, statuses = session.plan, session.status()
+    if not begun and not any(status.fired for status in statuses.values()):
+        yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
         return
-    since = f", from step {model.start}" if model.start else ""
-    lines = [f"gradsurgeon: {model.title}, {count(session.step - model.start, 'step')}{since}"]
+    since = f", from step {start}" if start else ""
+    yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
     rows = []
-    for rule in model.plan.rules.rules:
-        if not model.plan.of(rule.id):
+    for rule in plan.rules.rules:
+        if not plan.of(rule.id):
             continue
         status = statuses[rule.id]
-        if not rule.edits and isinstance(rule, TrapRule):
+        words = [f"fired {status.fired:,}", "", ""]
+        if isinstance(rule, TrapRule) and not rule.edits:
             trips = [event for event in session.events if is_trip(event) and event.rule == rule.id]
-            rows.append((printable(rule.id), rule.action, trap_words(status, trips), "", ""))
-            continue
-        changed = f"changed {status.changed:.0%}" if rule.edits else ""
-        last = "" if status.last_step is None else f"last at step {status.last_step}"
-        rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
-    lines += grid(rows)
-    lines += _events(session.events)
-    if model.record and Path(model.record).is_dir():
-        lines.append(f"  gradsurgeon report {printable(model.record)}")
-    write(lines, model.rank)
+            words[0] = trap_words(status, trips)
+        else:
+            words[1] = f"changed {status.changed:.0%}" if rule.edits else ""
+            words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
+        rows.append((printable(rule.id), rule.action, *words))
+    yield from grid(rows)
+    shown = [event for event in session.events if event.kind != "notice"]
+    if (before := len(shown) - _MOST_EVENTS) > 0:
+        yield f"  {before} events before these"
+    yield from map(_line, shown[-_MOST_EVENTS:])
+    if record is not None and record.is_dir():
+        yield f"  gradsurgeon report {printable(str(record))}"
 
 
-def write_failures(model: AttachedModel) -> None:
-    """Say which records are lost: at the end of the process, warnings are no longer shown."""
-    lost = model.session.context.recorder.lost
-    write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)  # of any rank
-
-
-def _events(events: Sequence[Event]) -> list[str]:
-    shown = [event for event in events if event.kind != "notice"]
-    before = len(shown) - _MOST_EVENTS
-    lines = [f"  {before} events before these"] if before > 0 else []
-    for event in shown[-_MOST_EVENTS:]:
-        text = printable(event.message.partition("\n")[0])
-        rule = f", rule {printable(event.rule)}" if event.rule else ""
-        # The message of an exception begins with the step.
-        where = "" if text.startswith("step ") else f"step {event.step}{rule}: "
-        lines.append(f"  {event.kind}: {where}{text}")
-    return lines
+def _line(event: Event) -> str:
+    text = printable(event.message.partition("\n")[0])
+    rule = f", rule {printable(event.rule)}" if event.rule else ""
+    # The message of an exception begins with the step.
+    where = "" if text.startswith("step ") else f"step {event.step}{rule}: "
+    return f"  {event.kind}: {where}{text}"

@@ -36,7 +36,8 @@ def activate(settings: Settings) -> None:
     # Events of updates are logged, the first trap or skipped step of a kind at once.
     logging.getLogger("gradsurgeon").addHandler(_LogLines(logging.WARNING))
     models = Models(settings, rules)
-    TrainingDetector(models, ScriptEnd(settings, models)).install()
+    end = ScriptEnd(models)
+    TrainingDetector(models, end.prepare, end.first_step).install()
 
 
 class _LogLines(logging.Handler):
@@ -47,19 +48,32 @@ class _LogLines(logging.Handler):
         write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
 
 
+def _nothing() -> None:
+    pass
+
+
 class TrainingDetector:
     """Finds the models of the parameters that an optimizer holds.
 
-    Without a ``script_end``, the caller handles the end, and rules that match nothing.
+    Args:
+        models: receives the models.
+        found: called whenever rules were put on models.
+        first_step: called before the first step of an optimizer.
     """
 
-    def __init__(self, models: Models, script_end: ScriptEnd | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        found: Callable[[], None] = _nothing,
+        first_step: Callable[[], None] = _nothing,
+    ) -> None:
         self._models = models
-        self._script_end = script_end
+        self._found = found
+        self._first_step = first_step
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Ends the wait for the first backward pass of a new model.
         self._end_waiting: Callable[[], None] | None = None
-        self._checked = False
         self._undo = ExitStack()
 
     def install(self) -> None:
@@ -68,10 +82,10 @@ class TrainingDetector:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
         self._undo.callback(registry.unwatch_steps)
+        self._undo.callback(self._stop_waiting)
 
     def uninstall(self) -> None:
         """Stop waiting. The sessions stay on the models."""
-        self._stop_waiting()
         self._undo.close()
 
     def search_built(self) -> None:
@@ -92,62 +106,45 @@ class TrainingDetector:
             construct(optimizer, *args, **kwargs)
         self._search(optimizer)
 
-    def _wait_for_backward(self) -> None:
-        """Wait for the first backward pass of a new model."""
-        if self._end_waiting is None:
-            self._end_waiting = _backward_calls.before(self._before_backward)
-
     def _stop_waiting(self) -> None:
         if self._end_waiting is not None:
             self._end_waiting()
             self._end_waiting = None
 
     def _before_backward(self, call: BackwardCall) -> None:
-        if not call.accumulates:
-            return
-        self._stop_waiting()
-        for optimizer in list(self._sizes):
-            self._search(optimizer)
-        self._begin()
+        if call.accumulates:
+            for optimizer in list(self._sizes):
+                self._search(optimizer)
+            self._begin()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
         # The constructor of a copied or loaded optimizer never ran.
         self._search(optimizer)
-        if self._models.is_any_waiting:
-            self._stop_waiting()
+        if self._models.waiting():
             self._begin()
-        self._check()
-
-    def _check(self) -> None:
-        if self._script_end is not None and not self._checked:
-            self._checked = True
-            self._models.check()
-            self._script_end.dry_run()
-
-    def _prepare(self) -> None:
-        if self._script_end is not None:
-            self._script_end.prepare()
+        first, self._first_step = self._first_step, _nothing
+        first()
 
     def _search(self, optimizer: Optimizer) -> None:
         # A wrapper that skips the constructor of its base may have no groups.
         groups = getattr(optimizer, "param_groups", ())
-        size = sum(len(group["params"]) for group in groups)
-        if self._sizes.get(optimizer) == size:
-            return
         params = [param for group in groups for param in group["params"]]
-        if any(map(is_lazy, params)):
-            # Lazy parameters have a shape by the first backward pass.
-            self._sizes[optimizer] = -1
-            self._wait_for_backward()
+        if self._sizes.get(optimizer) == len(params):
             return
-        self._sizes[optimizer] = size
-        if not self._models.cover(params):
+        # Lazy parameters have a shape by the first backward pass.
+        lazy = any(map(is_lazy, params))
+        self._sizes[optimizer] = -1 if lazy else len(params)
+        if not lazy:
+            if self._models.cover(params):
+                return
             self._models.attach(roots_of(params), params, optimizer)
-            self._prepare()
-            self._wait_for_backward()
+            self._found()
+        if self._end_waiting is None:
+            self._end_waiting = _backward_calls.before(self._before_backward)
 
     def _begin(self) -> None:
+        self._stop_waiting()
         self._models.begin(list(self._sizes))
         if self._models.attached:
-            self._prepare()
+            self._found()

@@ -1,20 +1,155 @@
-"""Rules from the records of a healthy run. Each threshold would have bitten in a share of its steps."""
+"""Rules from the records of a healthy run. Each threshold would have bitten in a share of its steps. Needs numpy."""
 
-from gradsurgeon._libraries import library
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.planning.table import count
+from gradsurgeon.store.layout import RUN_FILE, section
+from gradsurgeon.store.memory import Key
+from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run
-from gradsurgeon.suggestion.result import MARK, Suggestion
+from gradsurgeon.suggestion.groups import groups_of, patterns_of
+from gradsurgeon.suggestion.recorded import (
+    GroupNorms,
+    behaviours,
+    group_norms,
+    skipped_steps,
+    sources,
+)
+from gradsurgeon.suggestion.rule_text import (
+    doubts_of,
+    evidence,
+    judged,
+    percent,
+    rule_id,
+    rule_lines,
+)
 
-__all__ = ["MARK", "Suggestion", "suggest"]
+# A suggestion begins with this. No other file is written over.
+MARK = "# Suggested by `gradsurgeon suggest`"
+# Reviewers read some tens of rules.
+_MOST_RULES = 24
+
+
+class Suggestion(NamedTuple):
+    """A rule file, its summary in a few words, and the findings that a reader must not overlook."""
+
+    text: str
+    summary: str
+    findings: list[str]
 
 
 def suggest(run: Run, share: float) -> Suggestion:
     """Return rules whose thresholds would have bitten in a share of the steps of a run.
 
     Raises:
-        GradSurgeonError: numpy is missing.
         RecordError: the run has no norms of parameters, or too few.
     """
-    library("numpy", "report", "suggest")
-    from gradsurgeon.suggestion import stages  # noqa: PLC0415 # needs numpy
+    where = printable(str(run.path))
+    used = sources(run)
+    if not used:
+        remedy = "record them with a `norm-log` rule, `at: step`"
+        raise RecordError(f"{where}: has no l2 norms of parameters: {remedy}")
+    if len(used) > _MOST_RULES:
+        reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
+        raise RecordError(f"{where}: {reason}")
+    known = _known(run, used.values())
+    rules: dict[str, str] = {}
+    without: dict[str, list[str]] = {}  # groups that get no rule, by reason
+    params, silent, findings = 0, list[str](), list[str]()
+    for series, group, norms in _groups(run, used, silent):
+        patterns = patterns_of(group, known)
+        size = count(len(group), "parameter")
+        edits = list(_edits_before(run, series.key, group))
+        found = judged(norms, share, series.key.rule)
+        if isinstance(found, str):
+            more = f" ({size}, such as {group[0]})" if len(group) > 1 else ""
+            alike = without.setdefault("; ".join([found, *edits]), [])
+            alike.append(f"{', '.join(patterns)}{more}")
+            continue
+        params += len(group)
+        name = rule_id("spikes" if found.drift else "clip", patterns, rules)
+        doubts = [*doubts_of(found, share), *edits]
+        findings += [f"{name}: {doubt}" for doubt in doubts]
+        early = {"accumulated": ", before any clip of the script's own"}.get(series.key.point, "")
+        source = f"{size}, by `{series.key.rule}` at {series.key.point}{early}"
+        comments = [*doubts, *evidence(source, norms, found, share)]
+        rules[name] = "\n".join(rule_lines(name, patterns, found, comments))
+    reasons = [f"{', '.join(named)}: {reason}" for reason, named in without.items()]
+    if not rules:
+        listed = "\n".join(f"  {text}" for text in reasons)
+        why = f"no group of parameters gets a rule\n{listed}"
+        raise RecordError(
+            f"{where}: {why if reasons else 'no parameter has finite norms of two steps'}"
+        )
+    missing = [f"no rule for {text}" for text in reasons]
+    head = [f"from {run.path}: thresholds that would have bitten in {percent(share)} of the steps"]
+    if (ranks := len(run.ranks)) > 1:
+        head.append(f"{ranks} ranks: of each parameter the norms of the lowest that has it")
+    if silent:
+        head.append(f"no gradient: {', '.join(patterns_of(silent, known))}")
+    comment = "\n# ".join(map(printable, [*head, *missing]))
+    body = "\n\n".join(rules.values())
+    text = f"{MARK} {comment}\nversion: 1\nrules:\n{body}\n"
+    summary = f"{count(len(rules), 'rule')} for {count(params, 'parameter')}"
+    return Suggestion(text, summary, [*findings, *missing])
 
-    return stages.suggest(run, share)
+
+def _groups(
+    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str]
+) -> Iterator[tuple[StoredSeries, list[str], GroupNorms]]:
+    """Yield the groups with their norms; parameters without a gradient go to ``silent``."""
+    skipped = skipped_steps(run)
+    for series, names in used.items():
+        alive = behaviours(series, names)
+        silent += sorted({*names} - alive.keys())
+        if alive:
+            groups = groups_of(alive, _MOST_RULES // len(used))
+            for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
+                yield series, group, norms
+
+
+def _known(run: Run, used: Iterable[Sequence[str]]) -> Mapping[str, str]:
+    """Return the canonical name of each parameter by each of its names.
+
+    Raises:
+        RecordError: a used name is not listed, so no pattern could be tried on all names.
+    """
+    known = {name: name for name in run.params}
+    for param in section(run.meta, "model").get("params") or ():
+        if isinstance(aliases := param.get("aliases"), list):
+            known |= {str(alias): param["name"] for alias in aliases}
+    if missing := sorted({name for names in used for name in names} - known.keys()):
+        raise RecordError(
+            f"{printable(str(run.path / RUN_FILE))}: is damaged, or of another run: it does not list "
+            f"{printable(missing[0][:80])}, of which there are norms; restore it, or record the run again"
+        )
+    return known
+
+
+def _edits_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
+    """Yield a doubt if rules of the run had changed the gradients before they were measured.
+
+    In a run that only observes, later rules at the same point see the edited gradient, and nothing else does.
+    """
+    roles, chains = section(run.meta, "roles"), section(section(run.meta, "plan"), "chains")
+    points = {rule["id"]: rule.get("point") for rule in run.rules}
+    edits = [rule for rule in roles if section(roles, rule).get("role") == "edit"]
+    before = set[str]()
+    for name in names:
+        chain = chains.get(name)
+        if isinstance(chain, list) and key.rule in chain:
+            earlier = chain[: chain.index(key.rule)]
+            before.update(rule for rule in edits if rule in earlier)
+    told = "the gradient was edited before it was measured, by"
+    if here := {rule for rule in before if points.get(rule) == key.point}:
+        remedy = f"put `{key.rule}` above it and record again, because `--observe` does not help"
+        yield f"{told} {_listed(here)}: {remedy}"
+    if before - here and run.meta.get("mode") != "observe":
+        remedy = "record with `--observe` to measure unedited gradients"
+        yield f"{told} {_listed(before - here)}: {remedy}"
+
+
+def _listed(rules: Iterable[str]) -> str:
+    return ", ".join(f"`{rule}`" for rule in sorted(rules))

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 from statistics import median
 
 from gradsurgeon._expressions import PatternError
@@ -17,8 +17,8 @@ from gradsurgeon.suggestion.recorded import Behaviour
 _MOST = tuple(map(math.log, (4.0, 3.0, 1.3)))
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
-_Part = list[Behaviour]
-_Measured = list[tuple[Sequence[float], _Part]]
+# Names that stay together, with the medians of their measures.
+_Part = tuple[Sequence[float], list[str]]
 
 
 def _template_of(name: str) -> str:
@@ -26,47 +26,50 @@ def _template_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def groups_of(behaviours: Sequence[Behaviour], most: int) -> list[list[str]]:
+def groups_of(behaviours: Mapping[str, Behaviour], most: int) -> list[list[str]]:
     """Return groups of names, in the order of the first of each.
 
     Names that differ in numbers only belong together, unless some of them behave differently. Parts that
     behave alike are joined. If more than ``most`` groups remain, a group may span more.
     """
-    if not behaviours:
-        return []
-    templates: dict[str, list[_Part]] = {}
-    for one in behaviours:
-        templates.setdefault(_template_of(one.name), []).append([one])
-    place = {one.name: number for number, one in enumerate(behaviours)}
+    templates: dict[str, list[list[str]]] = {}
+    for name in behaviours:
+        templates.setdefault(_template_of(name), []).append([name])
     for widening in count(1):
-        parts = [part for alike in templates.values() for part in _alike(alike, widening)]
-        groups = _alike(parts, widening)
+        parts = [
+            part for names in templates.values() for part in _alike(names, behaviours, widening)
+        ]
+        groups = _alike(parts, behaviours, widening)
         if len(groups) <= most:
             break
-    places = sorted(sorted(place[one.name] for one in group) for group in groups)
-    return [[behaviours[number].name for number in numbers] for numbers in places]
+    place = {name: number for number, name in enumerate(behaviours)}
+    ordered = (sorted(group, key=place.__getitem__) for group in groups)
+    return sorted(ordered, key=lambda group: place[group[0]])
 
 
-def _alike(parts: Sequence[_Part], widening: int) -> list[_Part]:
+def _alike(
+    parts: Sequence[list[str]], behaviours: Mapping[str, Behaviour], widening: int
+) -> list[list[str]]:
     """Join parts, and cut at the widest gaps of one measure after the other, until none spans more than allowed."""
-    measured: _Measured = [
-        ([median(values) for values in zip(*(one.measures for one in part), strict=True)], part)
-        for part in parts
+    groups: list[list[_Part]] = [
+        [([*map(median, zip(*map(behaviours.get, part), strict=True))], part) for part in parts]
     ]
-    joined = [measured]
     for number, most in enumerate(_MOST):
-        joined = [cut for group in joined for cut in _cut(group, number, widening * most)]
-    return [list(chain.from_iterable(part for _, part in group)) for group in joined]
+        groups = [cut for group in groups for cut in _cut(group, number, widening * most)]
+    return [[name for _, part in group for name in part] for group in groups]
 
 
-def _cut(items: _Measured, number: int, most: float) -> list[_Measured]:
-    ordered = sorted(items, key=lambda item: item[0][number])
-    values = [measures[number] for measures, _ in ordered]
-    if values[-1] - values[0] <= most:
-        return [ordered]
-    gaps = [after - before for before, after in pairwise(values)]
-    cut = gaps.index(max(gaps)) + 1
-    return [*_cut(ordered[:cut], number, most), *_cut(ordered[cut:], number, most)]
+def _cut(parts: Sequence[_Part], number: int, most: float) -> Iterator[list[_Part]]:
+    waiting = [sorted(parts, key=lambda part: part[0][number])]
+    while waiting:
+        group = waiting.pop()
+        values = [measures[number] for measures, _ in group]
+        if values[-1] - values[0] <= most:
+            yield group
+            continue
+        gaps = [after - before for before, after in pairwise(values)]
+        cut = gaps.index(max(gaps)) + 1
+        waiting += [group[cut:], group[:cut]]
 
 
 def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
@@ -77,16 +80,13 @@ def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
         known: the canonical name of each parameter of the model, by each of its names.
     """
     left, chosen = set(names), list[str]()
-    for candidates in (_wide, _ranges, _single):
+    for candidates in (_wide, fold_names, _single):
         matched = {text: _matched(text, known) for text in candidates(sorted(left))}
         exact = {text: found for text, found in matched.items() if found <= set(names)}
-        while exact and left:
-            # `max` takes the first of several that select equally many: the shortest of its sort.
-            text = max(exact, key=lambda text: len(exact[text] & left))
-            if not exact[text] & left:
-                break
-            chosen.append(text)
-            left -= exact[text]
+        # `max` takes the first of several that select equally many: the shortest of its sort.
+        while more := max((found & left for found in exact.values()), key=len, default=None):
+            chosen.append(next(text for text, found in exact.items() if found & left == more))
+            left -= more
     if left:
         raise RecordError(f"{printable(min(left)[:80])}...: no pattern can hold this name")
     return chosen
@@ -109,24 +109,6 @@ def _wide(names: Collection[str]) -> Iterator[str]:
     for parts in (text.split(".") for text in texts):
         yield from (f"*.{'.'.join(parts[start:])}" for start in range(len(parts) - 1, 0, -1))
         yield from (f"{'.'.join(parts[:end])}.*" for end in range(1, len(parts)))
-
-
-def _ranges(names: Collection[str]) -> Iterator[str]:
-    """Yield the names with ranges of numbers: first the largest ranges, then ranges without a gap."""
-    yield from fold_names(names)
-    runs: list[list[str]] = []
-    numbered = sorted(
-        (_template_of(name), [*map(int, _NUMBER.findall(name))], name) for name in names
-    )
-    for before, (template, numbers, name) in pairwise([("", [0], ""), *numbered]):
-        steps = template == before[0] and [
-            b - a for a, b in zip(before[1], numbers, strict=True) if a != b
-        ]
-        if steps != [1]:
-            runs.append([])
-        runs[-1].append(name)
-    for run in runs:
-        yield from fold_names(run)
 
 
 def _single(names: Collection[str]) -> Iterator[str]:

@@ -1,14 +1,12 @@
 """How each parameter of a run behaves, and the norms of groups of parameters.
 
-A series is read twice, block by block: a sample of it shows how parameters behave, all of it gives the norms of
-the groups. Memory holds four bytes per step and group.
+A sample of each series shows how parameters behave, all of it gives the norms of the groups, block by block.
+Memory holds four bytes per step and group.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +15,8 @@ from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
 from gradsurgeon.store.tables import arrays
 
-STAT = "l2"
 _POINTS = ("accumulated", "step")  # at `step` a norm is that of the final gradient: better
-_SKIPS = frozenset({"skipped-step", "scaler-skip"})
+_SKIPS = ("skipped-step", "scaler-skip")
 # The sample has so many values, and at least so many rows.
 _SAMPLED, _LEAST_ROWS = 2**22, 64
 _TINY = 1e-38  # below it a float32 loses its digits
@@ -28,40 +25,27 @@ _LARGEST = 3.4e38  # above it a norm is infinite to the rule, and as a float32
 _SPARSE = 0.05
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
+# Logarithms of the median, of the spread, and of the median of the second half of the steps divided by the median
+# of the first half.
+Behaviour = tuple[float, float, float]
 
 
-class Behaviour(NamedTuple):
-    """How large the norms of one parameter are, how far they spread, and where they go.
-
-    Attributes:
-        name: name of the parameter.
-        measures: logarithms of the median, of the spread, and of the median of the second half of the steps
-            divided by the median of the first half.
-    """
-
-    name: str
-    measures: tuple[float, float, float]
-
-
-@dataclass(slots=True)
-class GroupNorms:
+class GroupNorms(NamedTuple):
     """The norms over a group of parameters, and the number of steps that have none.
 
     Attributes:
         norms: the finite norms, oldest first.
-        first: step of the first of them.
-        last: step of the last of them.
+        steps: their steps.
         nonfinite: number of steps with a non-finite norm.
         skipped: number of steps whose update did not take place.
         every: one step in so many was recorded.
     """
 
-    norms: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-    first: int = 0
-    last: int = 0
-    nonfinite: int = 0
-    skipped: int = 0
-    every: int = 1
+    norms: Floats
+    steps: Any
+    nonfinite: int
+    skipped: int
+    every: int
 
 
 def sources(run: Run) -> dict[StoredSeries, list[str]]:
@@ -72,7 +56,7 @@ def sources(run: Run) -> dict[StoredSeries, list[str]]:
     """
     best: dict[str, tuple[tuple[int, int], StoredSeries]] = {}
     for series, repeated in of_lowest_ranks(run):
-        if series.key.stat == STAT and series.key.point in _POINTS:
+        if series.key.stat == "l2" and series.key.point in _POINTS:
             worth = _POINTS.index(series.key.point), len(series)
             for column, name in enumerate(series.key.names):
                 if column not in repeated and (name not in best or worth > best[name][0]):
@@ -87,64 +71,48 @@ def skipped_steps(run: Run) -> frozenset[int]:
     return frozenset(event.step for event in run.events if event.kind in _SKIPS)
 
 
-def _blocks(series: StoredSeries) -> Iterator[tuple[Any, Floats, Any]]:
-    """Yield steps, values, and which of the values are present."""
-    return (arrays(rows, len(series.key.names)) for rows in series.batches())
-
-
-def behaviours(series: StoredSeries, names: Sequence[str]) -> list[Behaviour]:
+def behaviours(series: StoredSeries, names: Sequence[str]) -> dict[str, Behaviour]:
     """Return how parameters behave, by a sample of the steps. A parameter without a gradient in it is left out."""
     every = max(1, len(series) // max(_LEAST_ROWS, _SAMPLED // len(names)))
-    columns, sample, read = [series.columns[name] for name in names], [], 0
-    for _, values, present in _blocks(series):
-        chosen = slice(-read % every, None, every)
-        sample.append(np.where(present[chosen], values[chosen], np.nan)[:, columns])
-        read += len(values)
-    found = []
-    for name, column in zip(names, np.concatenate(sample).T, strict=True):
-        finite = column[np.isfinite(column)]
-        if len(finite) > 1:
-            found.append(_behaviour(name, finite))
+    _, values, present = arrays(list(series.one_in(every)), len(series.key.names))
+    found = {}
+    for name in names:
+        column = series.columns[name]
+        norms = values[present[:, column] & np.isfinite(values[:, column]), column]
+        if len(norms) > 1:
+            found[name] = _behaviour(np.log(np.maximum(norms, _TINY), dtype=float))
     return found
 
 
-def _behaviour(name: str, values: Floats) -> Behaviour:
-    logarithms, middle = np.log(np.maximum(values, _TINY), dtype=float), len(values) // 2
+def _behaviour(logarithms: Floats) -> Behaviour:
+    middle = len(logarithms) // 2
     low, median, high = np.quantile(logarithms, (0.1, 0.5, 0.9))
     drift = np.median(logarithms[middle:]) - np.median(logarithms[:middle])
     # A spread of some hundredths is one of a constant norm, whatever its exact size.
-    return Behaviour(name, (float(median), float(np.log(high - low + 0.05)), float(drift)))
+    return float(median), float(np.log(high - low + 0.05)), float(drift)
 
 
 def group_norms(
     series: StoredSeries, groups: Sequence[Sequence[str]], skipped: Collection[int]
-) -> list[GroupNorms]:
-    """Return the norm over each group in each step in which a parameter of the group has a gradient."""
+) -> Iterator[GroupNorms]:
+    """Yield the norms over each group, in the steps in which a parameter of the group has a gradient."""
     columns = [[series.columns[name] for name in names] for names in groups]
-    found, parts = [GroupNorms() for _ in groups], [list[Floats]() for _ in groups]
-    gaps, before = Counter[int](), np.empty(0, np.int64)
-    for steps, values, present in _blocks(series):
-        gaps.update(np.diff(np.concatenate([before, steps])).tolist())
-        before = steps[-1:]
-        took_place = ~np.isin(steps, list(skipped))
+    steps_of, norms_of = list[Any](), list[Any]()
+    for rows in series.batches():
+        steps, values, present = arrays(rows, len(series.key.names))
         squares = np.where(present, values, 0).astype(float) ** 2
-        for group, chosen, part in zip(found, columns, parts, strict=True):
-            there = present[:, chosen].any(axis=1) & took_place
-            norms = np.sqrt(squares[:, chosen].sum(axis=1))
-            finite = there & (norms < _LARGEST)
-            if finite.any():
-                group.first = group.first if part else int(steps[finite][0])
-                group.last = int(steps[finite][-1])
-                part.append(norms[finite].astype(np.float32))
-            group.nonfinite += int((there & ~finite).sum())
-            group.skipped += int((~took_place).sum())
-    for group, part in zip(found, parts, strict=True):
-        group.norms, group.every = np.concatenate([group.norms, *part]), _every(gaps)
-        part.clear()
-    return found
-
-
-def _every(gaps: Counter[int]) -> int:
-    """Return the usual gap between recorded steps, 1 if hardly any step is left out."""
-    wide = Counter({gap: number for gap, number in gaps.items() if gap > 1})
-    return wide.most_common(1)[0][0] if wide.total() > _SPARSE * gaps.total() else 1
+        norms = np.sqrt([squares[:, chosen].sum(axis=1) for chosen in columns])
+        there = np.array([present[:, chosen].any(axis=1) for chosen in columns])
+        norms = np.where(norms < _LARGEST, norms, np.inf)
+        steps_of.append(steps)
+        # NaN is no norm at all.
+        norms_of.append(np.where(there, norms, np.nan).astype(np.float32))
+    steps, norms = np.concatenate(steps_of), np.concatenate(norms_of, axis=-1)
+    took_place = ~np.isin(steps, list(skipped))
+    gaps = np.diff(steps)
+    wide = gaps[gaps > 1]
+    every = int(np.median(wide)) if len(wide) > _SPARSE * len(gaps) else 1
+    for group in norms:
+        finite = np.isfinite(group) & took_place
+        nonfinite = int((np.isinf(group) & took_place).sum())
+        yield GroupNorms(group[finite], steps[finite], nonfinite, int((~took_place).sum()), every)

@@ -12,11 +12,7 @@ import numpy as np
 
 from gradsurgeon.suggestion.recorded import Floats
 
-# With ten expected bites, half as many or twice as many come by chance.
-ENOUGH_BITES = 10
 BETA, WARMUP = 0.97, 25
-# With fewer norms the statistic has hardly left its warm-up.
-_LEAST_STEPS = 2 * WARMUP
 # `clip-norm` adds this to a norm before it divides by it, and ZClip adds it to a standard deviation.
 _EPSILON = 1e-6
 # A threshold has so many digits. Norms that only further digits tell apart were clipped already.
@@ -27,6 +23,7 @@ _ALIKE = 1e-4
 _CHANGE = math.sqrt(2)
 # No norm is less than the lowest number of deviations above the mean, or more than the highest.
 _LOWEST, _HIGHEST = 1e-9, 1e6
+_CLOSE = 1 + 1 / 256
 # A threshold that bites as often as a threshold next to 0 tells no spike from other norms.
 _MOST = 0.9
 # More norms lie above a lower quantile, which therefore shows a drift sooner.
@@ -70,11 +67,6 @@ class Threshold(NamedTuple):
     @property
     def bitten(self) -> str:
         return f"{100 * self.bites / self.steps:.3g}%"
-
-
-def least_steps(share: float) -> int:
-    """Return the number of steps that it takes for a norm to lie above the quantile."""
-    return max(_LEAST_STEPS, math.ceil(1 / share))
 
 
 def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:
@@ -132,13 +124,11 @@ def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
 
     if asked >= _MOST * (most := bites(_LOWEST)):
         return None, most
-    low, high = 0.0, 4.0
-    while (found := bites(high)) > asked:
-        if high > _HIGHEST:  # a deviation of next to nothing
-            return None, found
-        low, high = high, 2 * high
-    while high - low > high / 256:
-        middle = (low + high) / 2
+    low, high = _LOWEST, _HIGHEST
+    if (found := bites(high)) > asked:  # a deviation of next to nothing
+        return None, found
+    while high > low * _CLOSE:
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if bites(middle) > asked else (low, middle)
     return _rounded(high, bites, asked)
 

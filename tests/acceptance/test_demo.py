@@ -16,19 +16,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(demo.__file__).resolve().parent.parent
 
-RULES = """\
-version: 1
-rules:
-  - id: norms
-    action: norm-log
-    params: "*"
-"""
-TRAP = """\
-  - id: nans
-    action: nan-trap
-    params: "{params}"
-    then: {then}
-"""
+LAST_FINITE, FIRST_NONFINITE = "fc1.weight", "conv2.weight"
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,10 +39,10 @@ def quickstart() -> subprocess.CompletedProcess[str]:
 def test_the_demo_succeeds(quickstart: subprocess.CompletedProcess[str]) -> None:
     assert quickstart.returncode == 0, quickstart.stdout + quickstart.stderr
     last = quickstart.stdout.strip().splitlines()[-1]
-    found = re.fullmatch(r"done: test accuracy ([\d.]+) %, 0 warnings", last)
+    found = re.fullmatch(r"done: test accuracy ([\d.]+) %", last)
     assert found is not None, last
     assert 95.0 <= float(found[1]) <= 100.0
-    assert "FAILED" not in quickstart.stdout
+    assert "Warning" not in quickstart.stderr
 
 
 def test_the_trap_names_step_rule_and_border(quickstart: subprocess.CompletedProcess[str]) -> None:
@@ -67,7 +55,7 @@ def test_the_trap_names_step_rule_and_border(quickstart: subprocess.CompletedPro
     assert border is not None
     assert (int(head[1]), head[2]) == (demo.FAULT_STEP, "trap")
     assert (int(head[3]), int(head[4])) == (4, 8)
-    assert border.groups() == (demo.LAST_FINITE, demo.FIRST_NONFINITE)
+    assert border.groups() == (LAST_FINITE, FIRST_NONFINITE)
     # Both linear layers are behind the fault, both convolutions before it.
     told = out[head.start() :].split("the border")[0]
     bad = re.findall(r"^ +> NaN +(\S+) ", told, re.MULTILINE)
@@ -85,6 +73,7 @@ def test_it_ends_in_the_diagnosis(quickstart: subprocess.CompletedProcess[str]) 
     assert at.startswith(f"  at {demo.__file__}:")
     assert at.endswith(", in forward: hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)")
     assert "  cause: mathematics\n" in end
+    assert end.count("diagnosis (") == 1
     assert len(end.splitlines()) < 35
 
 
@@ -125,48 +114,6 @@ def test_a_stream_without_blocks_gets_escapes() -> None:
     found = run("--epochs", "6", PYTHONIOENCODING="ascii")
     assert found.returncode == 0, found.stdout + found.stderr
     assert r"\u2588" in found.stdout
-
-
-@pytest.mark.cover_children
-def test_the_demo_fails_without_a_trap(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES, encoding="utf-8")
-    found = run("--epochs", "4", "--rules", str(rules))
-    assert found.returncode == 1, found.stdout + found.stderr
-    assert f"on {demo.FIRST_NONFINITE} at step {demo.FAULT_STEP}: none tripped" in found.stdout
-    # Weights and moments of the convolutions become NaN; with decay, everything else moves as well.
-    assert "FAILED: 32 weights or moments moved at step 100" in found.stdout
-    assert re.search(r"FAILED: test accuracy [\d.]+ % is below 95 %", found.stdout)
-    assert found.stdout.strip().splitlines()[-1].startswith("failed: ")
-
-
-def test_the_demo_fails_with_a_trap_that_looks_elsewhere(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES + TRAP.format(params="fc*", then="skip-step"), encoding="utf-8")
-    found = run("--epochs", "4", "--rules", str(rules))
-    assert found.returncode == 1, found.stdout + found.stderr
-    # By then, the NaN has reached the weights of the convolutions, and through them everything.
-    assert re.search(
-        rf"FAILED: expected one trap.*: fc\d\.\w+ at step {demo.FAULT_STEP + 1}", found.stdout
-    )
-
-
-def test_a_trap_that_raises_stops_the_demo_with_its_report(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES + TRAP.format(params="*", then="raise"), encoding="utf-8")
-    found = run("--epochs", "4", "--rules", str(rules))
-    assert found.returncode == 1, found.stdout + found.stderr
-    assert f"FAILED: a trap stopped the training: step {demo.FAULT_STEP}, rule nans" in found.stdout
-    assert "Traceback" not in found.stderr
-
-
-def test_rules_that_do_not_fit_are_an_error_of_their_own(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES.replace('"*"', '"conv9.*"'), encoding="utf-8")
-    found = run("--rules", str(rules))
-    assert found.returncode == 2
-    assert "conv9.*" in found.stderr
-    assert "Traceback" not in found.stderr
 
 
 def test_a_missing_package_names_the_extra(

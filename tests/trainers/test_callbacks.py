@@ -82,10 +82,10 @@ def test_the_package_imports_no_trainer_and_no_torch() -> None:
     assert done.stdout.splitlines() == [
         "['LightningCallback', 'TransformersCallback']",
         "[]",
-        "GradSurgeonError LightningCallback needs Lightning, which is not installed: "
-        "pip install 'gradsurgeon[lightning]'",
-        "GradSurgeonError TransformersCallback needs transformers, which is not installed: "
-        "pip install 'gradsurgeon[transformers]'",
+        "GradSurgeonError LightningCallback needs the library lightning.pytorch, which cannot be imported "
+        "(No module named 'lightning.pytorch'; 'lightning' is not a package): pip install 'gradsurgeon[lightning]'",
+        "GradSurgeonError TransformersCallback needs the library transformers, which cannot be imported "
+        "(import of transformers halted; None in sys.modules): pip install 'gradsurgeon[transformers]'",
     ]
 
 
