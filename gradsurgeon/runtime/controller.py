@@ -60,7 +60,6 @@ _NOT_MET = (
 class Controller:
     def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
-        self._modules = weakref.WeakSet(model.modules())
         self.context = context
         self._together = RankAgreement(context)
         self._agreement: DecidesAlone = DecidesAlone(context)
@@ -104,11 +103,6 @@ class Controller:
     def _meet_ranks(self) -> None:
         if self.context.meet_ranks():
             self._agreement = self._together
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the model, or the modules that outlived it."""
-        return list(self._modules if (model := self._model()) is None else model.modules())
 
     def go_last(self) -> None:
         self.param_hooks.arm()

@@ -131,7 +131,8 @@ class OptimizerWatch:
         tensors = self._context.parameters.owned(params)
         if len(tensors) < len(params):
             # The others belong to another model, or to this model under unknown names.
-            self._model.find_again()
+            self._model.compare()
+            self._model.rearm()
             tensors = self._context.parameters.owned(params)
         return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -13,8 +14,34 @@ from torch.utils.weak import TensorWeakRef
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
-# The dictionary of the owner and the key in it.
-Place = tuple[dict[str, Any], str]
+# A table of an owner, by key, and the key in it.
+Place = tuple[Any, str]
+
+
+class Survivors:
+    """Finds one parameter in the modules that outlive the model, instead of the table of its owner.
+
+    It holds no module: the modules may die one by one, and their parameters with them.
+    """
+
+    def __init__(self, owners: Iterable[tuple[nn.Module, str]]) -> None:
+        self._owners = [(weakref.ref(owner), key) for owner, key in owners]
+
+    def alive(self) -> list[tuple[nn.Module, str]]:
+        return [(owner, key) for ref, key in self._owners if (owner := ref()) is not None]
+
+    def __contains__(self, _: str) -> bool:
+        return any(key in _table(owner) for owner, key in self.alive())
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        for owner, name in self.alive():
+            if name in _table(owner):
+                return _table(owner)[name]
+        raise KeyError(key)
+
+
+def _table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # noqa: SLF001 # where torch keeps them
 
 
 def held(place: Place) -> Tensor | None:
@@ -35,15 +62,12 @@ class Parameters:
         # Held while threads compare parameters with the model, and while copies replace them: this session also
         # sees optimizers of other threads.
         self.lock = RLock()
-        by_name: dict[str, Place] = {}
-        for slot in slots(model):
-            by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
-        self._places = [by_name[name] for name in names]
+        by_name = {slot.name: slot for slot in reversed(list(slots(model)))}
+        found = [by_name[name] for name in names]
+        self._places: list[Place] = [(_table(slot.owner), slot.key) for slot in found]
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
         # The ids of the sharded parameters, by tensor.
         self._divided: dict[int, int] = {}
-        # By the id of an owner's table: its tensors, each with all its places. Filled once the model is gone.
-        self._places_in: dict[int, list[tuple[int, list[Place]]]] = {}
         self.identify(range(len(names)))
 
     def param(self, tensor: int) -> Tensor | None:
@@ -138,36 +162,27 @@ class Parameters:
         self._divided.clear()
         self.identify(range(len(self._places)))
 
-    def without_model(self, owners: Iterable[dict[str, Any]]) -> None:
-        """Record every place of every parameter: the model is gone, and its modules may die one by one."""
-        places_of = [[place] for place in self._places]
-        for table in owners:
+    def without_model(self, owners: Iterable[nn.Module]) -> None:
+        """Look the parameters up in these modules from now on: the model is gone, and they may die one by one."""
+        tensors = {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
+        found: dict[int, list[tuple[nn.Module, str]]] = {}
+        for owner in owners:
+            table = _table(owner)
             for key, param in table.items():
-                tensor = None if param is None else self.tensor_of(param)
-                if tensor is not None and self._places[tensor][0] is not table:
-                    places_of[tensor].append((table, key))
-        for tensor, places in enumerate(places_of):
-            for place in places:
-                self._places_in.setdefault(id(place[0]), []).append((tensor, places))
+                tensor = tensors.get((id(table), key))
+                # Tied parameters have other places also.
+                if tensor is None and param is not None:
+                    tensor = self.tensor_of(param)
+                if tensor is not None:
+                    found.setdefault(tensor, []).append((owner, key))
+        self._places = [
+            (Survivors(found.get(tensor, ())), key) for tensor, (_, key) in enumerate(self._places)
+        ]
 
-    def drop(self, owner: Mapping[str, object]) -> list[int]:
-        """Drop an owner that is gone; return the tensors that no other owner has.
-
-        The cost grows only with the owner's parameters: all modules of a large model may die one by one.
-        """
-        gone = []
-        for tensor, places in self._places_in.pop(id(owner), ()):
-            places[:] = [place for place in places if place[0] is not owner]
-            if places:
-                self._places[tensor] = places[0]
-                continue
-            param = held(self._places[tensor])
-            self._identities.pop(id(param), None)
-            self._divided.pop(tensor, None)
-            self._places[tensor] = ({}, self._places[tensor][1])
-            gone.append(tensor)
-        return gone
+    def is_ownerless(self, tensor: int) -> bool:
+        """Return whether a parameter died with its module, after the model."""
+        table, _ = self._places[tensor]
+        return isinstance(table, Survivors) and not table.alive()
 
     def forget(self) -> None:
-        self._places_in.clear()
         self.move({})
