@@ -279,12 +279,13 @@ class Controller:
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
         """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
-        begun = self.steps.begun(optimizer)
-        with self.context.scaling.steps(scaler, optimizer) as news:
+        with self.context.scaling.steps(scaler, optimizer) as is_outer:
+            owner = self.steps.meet(optimizer) if is_outer else None
+            before = -1 if owner is None else owner.counter.step
             yield
-            if news and self.attached:
-                owner, scale = self.steps.meet(optimizer), self.context.scaling.stepping(optimizer)
-                if owner is not None and owner.begun == begun and scale is not None:
+            if owner is not None and owner.counter.step == before and self.attached:
+                scale = self.context.scaling.stepping(optimizer)
+                if scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
 
