@@ -80,8 +80,6 @@ class ModelChanges:
         self._steps = 0
         self._next = _FIRST_LOOK
         self._modules = weakref.WeakSet(model.modules())
-        # The tensors that got gradients since their last update.
-        self.arrived: set[int] = set()
         self._swapped: set[int] = set()
         self._lock = context.parameters.lock
         self._over = False
@@ -100,11 +98,6 @@ class ModelChanges:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
-    def unowned(self) -> list[int]:
-        """Return the tensors that got gradients, and that belong to no optimizer that has stepped."""
-        counters = self._context.counters
-        return sorted(t for t in self.arrived if counters[t] is counters.common)
-
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
         with self._context.parameters.without_references(params) as tensors:
@@ -119,7 +112,6 @@ class ModelChanges:
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.compare()
-        self.arrived.difference_update(counter.tensors)
         by_counter = self._context.by_counter
         if not by_counter.any_always and self._context.rests(counter.step + 1):
             return

@@ -24,6 +24,7 @@ from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.optimizers import Update
 from gradsurgeon.runtime.training_events import TrainingEvents
@@ -49,10 +50,13 @@ class Owner:
 
 
 class OptimizerWatch:
-    def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
+    def __init__(
+        self, context: Context, events: TrainingEvents, model: ModelChanges, manual: ManualSteps
+    ) -> None:
         self._context = context
         self._events = events
         self._model = model
+        self._manual = manual
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
         # parameters are alive at a comparison, so no id stands for two of them.
@@ -98,7 +102,7 @@ class OptimizerWatch:
             if isinstance(optimizer, LBFGS):
                 self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
             if not self._owners:
-                self._events.optimizer_found()
+                self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(tensors))
             owner = self._owners[optimizer] = Owner(counter, self._hooks_on(optimizer))
         # The search above may have found parameters under new places.
