@@ -12,7 +12,7 @@ from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule,
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients, edit_gradients
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Logged
 
@@ -88,7 +88,7 @@ def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logge
                 continue
             if isinstance(rule, EditRule):
                 with torch.no_grad():
-                    edit_gradients(context, bound_rule, gradients, contributed)
+                    gradients.edit(bound_rule, contributed)
             for stat in bound_rule.keys:
                 values = gradients.statistics(stat, contributed).unbind()
                 for tensor, value in zip(contributed, values, strict=True):
@@ -139,7 +139,7 @@ def run_step_rules(
             elif isinstance(rule, TrapRule):
                 spikes.cut(bound_rule, gradients, tensors)
             else:
-                edit_gradients(context, bound_rule, gradients, tensors, due.frozen)
+                gradients.edit(bound_rule, tensors, due.frozen)
             log.count_fired(rule.id, update.step, len(tensors))
             if bound_rule.may_overflow and context.mode == "act":
                 suspicious.update(tensors)

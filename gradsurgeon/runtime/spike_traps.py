@@ -16,7 +16,7 @@ from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.conclusions import Finding, Look, StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients, shorten
+from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
     LearntByRule,
@@ -121,7 +121,7 @@ class SpikeTraps:
         tensors = [tensor for tensor in tensors if tensor in known]
         if judged is None or not tensors:
             return
-        shorten(self._context, rule, gradients, tensors, judged.factors(tensors))
+        gradients.shorten(rule, tensors, judged.factors(tensors))
         on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:

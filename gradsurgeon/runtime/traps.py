@@ -90,7 +90,10 @@ class Traps:
             gradients = dict(zip(*context.parameters.grads(doubtful), strict=True))
             bad = measure.counts(gradients)
             evidence = GradientEvidence(snapshots, (), bad, norms)
-            findings = [*self._findings(deciding, evidence), *self._flagged(counter)]
+            findings = [
+                *self._findings(deciding, evidence),
+                *self._judge_activations(counter, final=False),
+            ]
             parts = {tensor: one for tensor, one in bad.items() if one.ranks}
             found += [
                 self._objection(
@@ -142,7 +145,9 @@ class Traps:
             for look in looks
             for finding in look.findings(*(next(tripped) for _ in look.numbers))
         ]
-        return self._conclude(update, [*findings, *self._judge_activations(update.counter)])
+        return self._conclude(
+            update, [*findings, *self._judge_activations(update.counter, final=True)]
+        )
 
     def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
         """Judge gradients again that rules at `step` may have made non-finite. A collective for sharded gradients.
@@ -276,14 +281,6 @@ class Traps:
             report = threshold_report(stat, names, values.tolist(), flags)
         return [(rule, report)]
 
-    def _judge_activations(self, counter: StepCounter) -> list[Finding]:
-        if not self._context.program.site_rules:
-            return []
-        return _reported(self._context.flags.take(counter, self._context.counters.common))
-
-    def _flagged(self, counter: StepCounter) -> list[Finding]:
-        return _reported(self._context.flags.raised(counter, self._context.counters.common))
-
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
         context = self._context
         self._scaler_skips[counter] += 1
@@ -344,12 +341,16 @@ class Traps:
         reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
         return snapshots[-1].arrived if len(reached) == 1 else []
 
-
-def _reported(flags: Iterable[tuple[Flag, int]]) -> list[Finding]:
-    by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
-    for flag, count in flags:
-        by_rule[flag.rule.id].append((flag, count))
-    return [
-        (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
-        for rule, of_rule in by_rule.items()
-    ]
+    def _judge_activations(self, counter: StepCounter, *, final: bool) -> list[Finding]:
+        """Judge the flags of modules and tags; ``final`` if the update is about to take place."""
+        if not self._context.program.site_rules:
+            return []
+        flags, counters = self._context.flags, (counter, self._context.counters.common)
+        # Modules that no optimizer owns use the common counter: the next update of any optimizer judges them.
+        by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
+        for flag, count in flags.take(counters) if final else flags.raised(counters):
+            by_rule[flag.rule.id].append((flag, count))
+        return [
+            (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
+            for rule, of_rule in by_rule.items()
+        ]
