@@ -140,9 +140,8 @@ class Attachment:
             self._close()
 
     def model_gone(self) -> None:
-        """Continue on modules with parameters that outlive the model, if any; they may be dying with it."""
+        """Continue until the last module with parameters is gone; all of them may be dying with the model."""
         owners = [module for module in self.controller.model.modules if module._parameters]  # noqa: SLF001 # where torch keeps them
-        self.context.parameters.without_model(owners)
         for owner in owners:
             finalizer = weakref.finalize(owner, self._owner_gone, id(owner))
             finalizer.atexit = False

@@ -189,8 +189,11 @@ class Controller:
         context, counter = self.context, step.counter
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
+        # Without due rules, flags of modules or tags may remain to be judged.
+        has_flags = context.program.modules or context.program.tags
+        alone = not (step.inside or has_flags or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if not (step.inside or due.bound_rules or heard.severity > FINE) and self._is_idle(counter):
+        if alone and not due.bound_rules and heard.severity <= FINE:
             return GOES_ON
         rests = self._agreement.rests(heard)
         with nullcontext() if rests == context.paused else context.resting(rests=rests):
@@ -202,11 +205,6 @@ class Controller:
             self._catch_up(step)
             gradients = Gradients(context, due.final, step.scale)
             return self._judge(StepContext(counter, due, gradients, heard, step.overflow))
-
-    def _is_idle(self, counter: StepCounter) -> bool:
-        """Return whether a counter without due rules has no flags of modules or tags to judge either."""
-        program = self.context.program
-        return not (program.modules or program.tags or counter is self.context.counters.common)
 
     def _catch_up(self, step: Step) -> None:
         """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
@@ -259,7 +257,11 @@ class Controller:
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.
         if self._unstepped and self._notices.arrived and self.steps.owned:
-            self._tell_of_unowned()
+            if settled := self._notices.newly_unowned():
+                # A last search for optimizers that have not stepped yet.
+                params = context.parameters.params(settled)
+                self.steps.search(param for param in params if param is not None)
+            self._notices.tell_unowned()
         self._unstepped = False
         context.recorder.end_step()
 
@@ -289,13 +291,6 @@ class Controller:
             self._count_due(common)
             self.traps.done(common)
             common.step = counter.step
-
-    def _tell_of_unowned(self) -> None:
-        """Report parameters without an optimizer, after a last search for optimizers that have not stepped yet."""
-        if settled := self._notices.newly_unowned():
-            params = self.context.parameters.params(settled)
-            self.steps.search(param for param in params if param is not None)
-        self._notices.tell_unowned()
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         try:

@@ -142,18 +142,17 @@ class ModelChanges:
     def _rearm(self) -> None:
         swapped, self._swapped = sorted(self._swapped), set()
         self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
-        hooks, parameters = self._param_hooks, self._context.parameters
+        hooks = self._param_hooks
         if not hooks.replaced():
             return
         self.compare()  # the parameters may only have moved
         replaced = hooks.replaced()
-        params = [parameters.param(tensor) for tensor in replaced]
+        params = self._context.parameters.params(replaced)
         if any(param is not None and _dist.is_sharded(param) for param in params):
             self._adapt_to_sharding()
         there = [tensor for tensor in replaced if hooks.rearm(tensor)]
-        gone = [t for t in replaced if t not in there and not parameters.is_ownerless(t)]
         self._tell("hook-rearmed", self._names(there), _REPLACED)
-        self._tell("hook-lost", self._names(gone), _GONE)
+        self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
 
     def _adapt_to_sharding(self) -> None:
         """Refuse rules that cannot act on shards; warn of rules on shared inputs that missed the first pass."""

@@ -229,7 +229,8 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
+            asks = self._context.program.traps or self._context.due_rules(update.counter).ask_host
+            if not (asks or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
@@ -253,9 +254,6 @@ class OptimizerWatch:
             update.skip(optimizer)
         elif decision.frozen:
             update.hide([self._context.parameters.param(i) for i in decision.frozen])
-
-    def _needs_to_know(self, counter: StepCounter) -> bool:
-        return bool(self._context.program.traps) or self._context.due_rules(counter).ask_host
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -14,34 +13,8 @@ from torch.utils.weak import TensorWeakRef
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
-# A table of an owner, by key, and the key in it.
-Place = tuple[Any, str]
-
-
-class Survivors:
-    """Finds one parameter in the modules that outlive the model, instead of the table of its owner.
-
-    It holds no module: the modules may die one by one, and their parameters with them.
-    """
-
-    def __init__(self, owners: Iterable[tuple[nn.Module, str]]) -> None:
-        self._owners = [(weakref.ref(owner), key) for owner, key in owners]
-
-    def alive(self) -> list[tuple[nn.Module, str]]:
-        return [(owner, key) for ref, key in self._owners if (owner := ref()) is not None]
-
-    def __contains__(self, _: str) -> bool:
-        return any(key in _table(owner) for owner, key in self.alive())
-
-    def __getitem__(self, key: str) -> Tensor | None:
-        for owner, name in self.alive():
-            if name in _table(owner):
-                return _table(owner)[name]
-        raise KeyError(key)
-
-
-def _table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    return module._parameters  # noqa: SLF001 # where torch keeps them
+# The dictionary of the owner and the key in it.
+Place = tuple[dict[str, Any], str]
 
 
 def held(place: Place) -> Tensor | None:
@@ -62,9 +35,10 @@ class Parameters:
         # Held while threads compare parameters with the model, and while copies replace them: this session also
         # sees optimizers of other threads.
         self.lock = RLock()
-        by_name = {slot.name: slot for slot in reversed(list(slots(model)))}
-        found = [by_name[name] for name in names]
-        self._places: list[Place] = [(_table(slot.owner), slot.key) for slot in found]
+        by_name: dict[str, Place] = {}
+        for slot in slots(model):
+            by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
+        self._places = [by_name[name] for name in names]
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
         # The ids of the sharded parameters, by tensor.
         self._divided: dict[int, int] = {}
@@ -161,28 +135,6 @@ class Parameters:
         self._identities.clear()
         self._divided.clear()
         self.identify(range(len(self._places)))
-
-    def without_model(self, owners: Iterable[nn.Module]) -> None:
-        """Look the parameters up in these modules from now on: the model is gone, and they may die one by one."""
-        tensors = {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
-        found: dict[int, list[tuple[nn.Module, str]]] = {}
-        for owner in owners:
-            table = _table(owner)
-            for key, param in table.items():
-                tensor = tensors.get((id(table), key))
-                # Tied parameters have other places also.
-                if tensor is None and param is not None:
-                    tensor = self.tensor_of(param)
-                if tensor is not None:
-                    found.setdefault(tensor, []).append((owner, key))
-        self._places = [
-            (Survivors(found.get(tensor, ())), key) for tensor, (_, key) in enumerate(self._places)
-        ]
-
-    def is_ownerless(self, tensor: int) -> bool:
-        """Return whether a parameter died with its module, after the model."""
-        table, _ = self._places[tensor]
-        return isinstance(table, Survivors) and not table.alive()
 
     def forget(self) -> None:
         self.move({})
