@@ -124,12 +124,12 @@ class Attachment:
                 (rule, self.controller.why_never(due, cause))
                 for rule, due, cause in context.event_log.never_fired()
             ]
-            for rule, loss in self.controller.losses.never_given():
+            for of, loss in self.controller.losses.never_given():
                 never.append(
-                    (rule.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
+                    (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
                 )
-            for rule, text in never:
-                context.event_log.emit("never-fired", text, rule=rule, step=self.step)
+            for name, text in never:
+                context.event_log.emit("never-fired", text, rule=name, step=self.step)
         finally:  # also if the script turns a warning into an error
             self._close(at=self.step, error=error)
 

@@ -119,8 +119,8 @@ class ModelChanges:
         common = counter is self._context.counters.common
         if common or (not by_counter.any_always and self._context.rests(counter.step)):
             self.rearm()
-        taken_off = [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]
-        self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
+        if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
+            self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
 
     def before_forward(self) -> None:
         params = self._context.parameters.params()
@@ -240,9 +240,11 @@ class ModelChanges:
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True
     ) -> None:
         """Emit an event for every name, and one warning for all names: a conversion changes many parameters."""
+        if not names:
+            return
         event_log, step = self._context.event_log, self._context.counters.latest
         for name in names:
             event_log.emit(kind, f"{noun}{printable(name)} {text}", step=step, name=name)
-        if names and warn:
+        if warn:
             each = ": each" if len(names) > 1 else ""
             event_log.warn(f"{noun}{shorten_names(names)}{each} {text}")

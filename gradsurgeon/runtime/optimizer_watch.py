@@ -229,8 +229,8 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            asks = self._context.program.traps or self._context.due_rules(update.counter).ask_host
-            if not (asks or _torch.is_host(overflow)):
+            due, traps = self._context.due_rules(update.counter), self._context.program.traps
+            if not (traps or due.ask_host or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)

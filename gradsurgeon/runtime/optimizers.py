@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -56,18 +56,18 @@ def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
     if optimizer.state:
         return False
-    return any(
-        frame.f_code.co_name == "_init_optim_state"
-        and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        for frame in _callers()
-    )
+    for frame in _callers():
+        if frame.f_code.co_name == "_init_optim_state":
+            return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return False
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # documented
+def _callers() -> list[FrameType]:
+    frames, frame = [], sys._getframe(2)  # noqa: SLF001 # documented
     while frame is not None:
-        yield frame
-        frame = frame.f_back
+        frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment] # `None` ends the loop
+    return frames
 
 
 class Memory:
@@ -151,7 +151,7 @@ class Update(Step):
 
     def is_on_stack(self) -> bool:
         """Tell, in the thread of the step, whether the step still runs."""
-        return self.frame is not None and any(frame is self.frame for frame in _callers())
+        return self.frame in _callers()
 
     def undo(self) -> None:
         """Restore all optimizer changes that the missing gradients did not prevent."""
