@@ -209,13 +209,12 @@ class OptimizerWatch:
 
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
-            if not update.skipped:
-                update.give_back()
-                loss = closure()
-                self._act(optimizer, update)
-                if not update.skipped or update.loss is None:
-                    update.loss = loss
-            return update.loss
+            if update.skipped:
+                return update.loss
+            update.give_back()
+            loss = closure()
+            self._act(optimizer, update)
+            return update.settled(loss)
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
@@ -229,8 +228,8 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            due, traps = self._context.due_rules(update.counter), self._context.program.traps
-            if not (traps or due.ask_host or _torch.is_host(overflow)):
+            asks = self._context.due_rules(update.counter).ask_host
+            if not (asks or self._context.program.traps or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)

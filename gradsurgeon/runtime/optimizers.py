@@ -63,10 +63,11 @@ def only_makes_state(optimizer: Optimizer) -> bool:
 
 
 def _callers() -> list[FrameType]:
-    frames, frame = [], sys._getframe(2)  # noqa: SLF001 # documented
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # documented
+    frames = []
     while frame is not None:
         frames.append(frame)
-        frame = frame.f_back  # type: ignore[assignment] # `None` ends the loop
+        frame = frame.f_back
     return frames
 
 
@@ -152,6 +153,11 @@ class Update(Step):
     def is_on_stack(self) -> bool:
         """Tell, in the thread of the step, whether the step still runs."""
         return self.frame in _callers()
+
+    def settled(self, loss: Any) -> Any:
+        if not self.skipped or self.loss is None:
+            self.loss = loss
+        return self.loss
 
     def undo(self) -> None:
         """Restore all optimizer changes that the missing gradients did not prevent."""
