@@ -89,7 +89,7 @@ def enter(model: nn.Module, session: Attachment) -> None:
     finalizer = weakref.finalize(model, session.model_gone)
     finalizer.atexit = False
     try:
-        session.attach(partial(_leave, finalizer, session))
+        session.attach(partial(_leave, finalizer))
     except BaseException:
         finalizer.detach()
         raise
@@ -100,8 +100,8 @@ def enter(model: nn.Module, session: Attachment) -> None:
         session.discard()
         raise
     with _changing:
-        _attached.append(session)
-        _attached.sort(key=lambda one: one.options.beside)
+        # Replaced at once: another thread may be about to iterate over the sessions.
+        _attached[:] = sorted([*_attached, session], key=lambda one: one.options.beside)
         for other in _attached:
             if other.options.beside and not beside and other.model() is model:
                 other.controller.go_last()
@@ -110,11 +110,10 @@ def enter(model: nn.Module, session: Attachment) -> None:
             _watching.append(_watch())
 
 
-def _leave(finalizer: weakref.finalize[Any, Any], session: Attachment) -> None:
+def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
     with _changing:
-        # A new list: another thread may iterate over the sessions.
-        _attached[:] = [one for one in _attached if one is not session]
+        _attached[:] = [one for one in _attached if not one.removed]
         _sessions_changed()
         if _watching and not _attached:
             _watching.pop().close()
