@@ -180,24 +180,25 @@ class SpikeTraps:
                 yield rule, "the state does not have this rule: the rule restarts"
                 continue
             kind = spikes.bound.name, "rule" if spikes.over_rule else "parameter"
-            if (learnt.bound, learnt.per) != kind:
-                now = f"is `{kind[0]}`, per: {kind[1]}"
-                yield (
-                    rule,
-                    f"has learnt as `{learnt.bound}`, per: {learnt.per}, and {now}: the rule restarts",
-                )
-                continue
             unlike = list(self._unlike(rule, learnt, reshaped))
-            if unlike and spikes.over_rule:
+            if (learnt.bound, learnt.per) != kind:
+                old, new = (
+                    f"`{bound}`, per: {per}" for bound, per in ((learnt.bound, learnt.per), kind)
+                )
+                yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
+            elif unlike and spikes.over_rule:
                 yield rule, f"{unlike[0]}, so its norm is a different quantity: the rule restarts"
-                continue
-            yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
-            # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
-            for part in sorted(learnt.statistics, key=lambda part: -len(part.params)):
-                columns = [column for column, name in enumerate(part.params) if name in index]
-                tensors = tuple(index[part.params[column]] for column in columns)
-                kept = part.kept.clone() if spikes.over_rule else part.kept[:, columns]
-                self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
+            else:
+                yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
+                self._resume(rule, learnt, index)
+
+    def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:
+        # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
+        for part in sorted(learnt.statistics, key=lambda part: -len(part.params)):
+            columns = [column for column, name in enumerate(part.params) if name in index]
+            tensors = tuple(index[part.params[column]] for column in columns)
+            kept = part.kept.clone() if learnt.per == "rule" else part.kept[:, columns]
+            self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
 
     def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
         """Yield the differences between the parameters of a rule and the parameters of its learnt state."""
