@@ -57,7 +57,9 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """
     with torch.no_grad():
         if order == 2.0 and (joined := small(grads, _FEW_FOR_NORM)) is not None:  # noqa: PLR2004 # l2
-            return _of_segments(*joined)
+            flat, lengths = joined
+            # A sequential float32 sum would lose digits.
+            return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
         dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for position, grad in enumerate(dense):
@@ -208,11 +210,6 @@ def in_float32(tensor: Tensor) -> Tensor:
 def _widened(grad: Tensor) -> torch.dtype | None:
     # float16 overflows at 65504, so its norm must be computed in float32.
     return torch.float32 if grad.dtype in _HALF else None
-
-
-def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
-    # A sequential float32 sum would lose digits.
-    return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
 
 
 def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def _same_start() -> Iterator[None]:
         from gradsurgeon.runtime import registry
 
         # A session that a failed test left behind must not meet the optimizers of the next one.
-        for session in registry.alive():
+        for session in list(registry._attached):
             session.context.event_log.never_fired = list  # type: ignore[method-assign]
             session.remove()
     if "torch._dynamo.convert_frame" in sys.modules:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -53,8 +53,8 @@ class Attachment:
             event_log,
             writer,
             sinks,
-            step=self._latest,
-            state=self._state,
+            step=lambda: self.step,
+            state=lambda: session_state.state_dict(self.controller),
             pending=self.pending_steps,
         )
         self.context = Context(
@@ -73,13 +73,11 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
-        self._when_removed: Callable[[], None] | None = None
+        self.model = weakref.ref(model)
         self.removed = False
+        self._when_removed: Callable[[], None] | None = None
         # Finalizers of the modules with parameters that outlived the model.
         self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
-
-    def _state(self) -> dict[str, Any]:
-        return session_state.state_dict(self.controller)
 
     def pending_steps(self) -> dict[str, int]:
         """Return the number of the next update of each parameter whose optimizer has begun.
@@ -89,9 +87,6 @@ class Attachment:
         counters, names = self.context.counters, self.context.program.names
         found = ((name, counters[tensor]) for tensor, name in enumerate(names))
         return {name: counter.step for name, counter in found if counter.begun}
-
-    def _latest(self) -> int:
-        return self.context.counters.latest
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
@@ -118,19 +113,25 @@ class Attachment:
     @_live.uncollected()
     def remove(self, error: BaseException | None = None) -> None:
         """Take everything off; an exception that ends the script is known to the caller, or being handled."""
-        if not self.removed:
-            self.removed = True
-            try:
-                self.context.flags.close()
-                self.controller.model.compare(closing=True)
-                for rule, due, cause in self.context.event_log.never_fired():
-                    text = self.controller.why_never(due, cause)
-                    self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
-                for of, loss in self.controller.losses.never_given():
-                    text = f"no call of gradsurgeon.backward gave the loss {printable(loss)}"
-                    self.context.event_log.emit("never-fired", text, rule=of.id, step=self.step)
-            finally:  # also if the script turns a warning into an error
-                self._close(at=self.step, error=error)
+        if self.removed:
+            return
+        self.removed = True
+        context = self.context
+        try:
+            context.flags.close()
+            self.controller.model.compare(closing=True)
+            never = [
+                (rule, self.controller.why_never(due, cause))
+                for rule, due, cause in context.event_log.never_fired()
+            ]
+            for of, loss in self.controller.losses.never_given():
+                never.append(
+                    (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
+                )
+            for name, text in never:
+                context.event_log.emit("never-fired", text, rule=name, step=self.step)
+        finally:  # also if the script turns a warning into an error
+            self._close(at=self.step, error=error)
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
@@ -138,24 +139,18 @@ class Attachment:
             self.context.recorder.discard()
             self._close()
 
-    def model_gone(self) -> bool:
-        """Continue on modules with parameters that outlive the model; return False if no such module is left."""
-        if not self.removed:
-            # `controller.modules` still lists modules that are dying with the model.
-            owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # where torch keeps them
-            for owner in owners:
-                table = owner._parameters  # noqa: SLF001 # as above
-                finalizer = weakref.finalize(owner, self._owner_gone, table)
-                finalizer.atexit = False
-                self._owners[id(table)] = finalizer
-            self.context.parameters.without_model(module._parameters for module in owners)  # noqa: SLF001 # as above
-            if not owners:
-                self._close()
-        return not self.removed
+    def model_gone(self) -> None:
+        """Continue until the last module with parameters is gone; all of them may be dying with the model."""
+        owners = [module for module in self.controller.model.modules if module._parameters]  # noqa: SLF001 # where torch keeps them
+        for owner in owners:
+            finalizer = weakref.finalize(owner, self._owner_gone, id(owner))
+            finalizer.atexit = False
+            self._owners[id(owner)] = finalizer
+        if not owners:
+            self._close()
 
-    def _owner_gone(self, table: dict[str, nn.Parameter | None]) -> None:
-        self.controller.param_hooks.forget(self.context.parameters.drop(table))
-        self._owners.pop(id(table), None)
+    def _owner_gone(self, owner: int) -> None:
+        self._owners.pop(owner, None)
         if not (self._owners or self.removed):
             self._close()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +13,7 @@ from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.events import EventKind
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
@@ -33,6 +32,7 @@ UNKNOWN = (
     "stopped on this rank before the update: this rank does not know the votes of the other ranks on it (the session came after "
     "the backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
 )
+_UNTOUCHED = "no weight and no optimizer state was touched"
 # The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
 
@@ -80,13 +80,11 @@ class Trip:
         if self._is_forced:
             return self.unheard
         if self.then != self.decision.then:
-            return (
-                f"giving up: tripped {self.in_a_row} times in a row "
-                f"(give_up_after: {self.decision.give_up_after})"
-            )
+            limit = f"(give_up_after: {self.decision.give_up_after})"
+            return f"giving up: tripped {self.in_a_row} times in a row {limit}"
         return {
             "raise": "stopped before the update: no weight was moved",
-            "skip-step": "step skipped: no weight and no optimizer state was touched",
+            "skip-step": f"step skipped: {_UNTOUCHED}",
             "warn": "the update goes on (`then: warn`)" + self.report.expect,
         }[self.then]
 
@@ -97,7 +95,7 @@ class Rows:
     def __init__(self) -> None:
         self.lengths: dict[tuple[str, int], int] = {}
         # The numbers with the current update, which is judged after each call of a closure.
-        self.current: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+        self.current: dict[StepCounter, dict[str, int]] = {}
 
     def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return the numbers of trips in a row, by rule and parameter."""
@@ -128,7 +126,7 @@ class Rows:
     def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
         """Count the current update; return the row with it. `done` makes the count final."""
         times = self.of(counter, rule) + 1 if tripped else 0
-        self.current[counter][rule] = times
+        self.current.setdefault(counter, {})[rule] = times
         return times
 
     def done(self, counter: StepCounter) -> None:
@@ -187,39 +185,40 @@ class Conclusions:
         if heard.unanimous and not any(report for _, report in findings):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
-        trips = self._count(counter, findings, heard)
+        unheard = ""
+        if heard is not ALONE and heard.severity <= FINE and not known:
+            unheard = TOO_LATE if heard.known else UNKNOWN
+        trips = self._count(counter, findings, heard, unheard)
         if not (trips or heard.objections):
             return GOES_ON
-        if heard is not ALONE and heard.severity <= FINE and not known:
-            why = TOO_LATE if heard.known else UNKNOWN
-            trips = [
-                replace(trip, unheard=why if _is_nonfinite(trip.decision) else "") for trip in trips
-            ]
         reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self.diagnosis.of(reports, step, scale, heard)
-        told = [
-            (trip.severity, self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule)))
-            for trip in trips
-        ]
         # The other ranks must hear of the most severe trip.
-        worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
-        decision = StepDecision()
-        if cause is not None and worst > FINE and context.mode == "act":
-            decision = _decided(worst, cause, step)
-        if heard.severity <= worst:
-            return decision
-        return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
+        worst, cause = FINE, None
+        for trip in trips:
+            told = self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule))
+            if cause is None or trip.severity > worst:
+                worst, cause = trip.severity, told
+        if heard.severity > worst:
+            return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
+        if cause is None or worst == FINE or context.mode == "observe":
+            return GOES_ON
+        return _decided(worst, cause, step)
 
-    def _count(self, counter: StepCounter, findings: Sequence[Finding], heard: Heard) -> list[Trip]:
+    def _count(
+        self, counter: StepCounter, findings: Sequence[Finding], heard: Heard, unheard: str
+    ) -> list[Trip]:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
         trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
-        judged = dict.fromkeys(rule for rule, _ in findings)
-        absent = [(rule, None) for rule in sorted(elsewhere - judged.keys())]
-        for rule, report in [*findings, *absent]:
+        absent = sorted(elsewhere.difference(rule for rule, _ in findings))
+        for rule, report in [*findings, *((rule, None) for rule in absent)]:
             tripped = report is not None or rule in elsewhere
             times = self._rows.count(counter, rule, tripped=tripped)
             if report is not None:
-                trips.append(Trip(rule, self._context.decisions[rule], times, report))
+                decision = self._context.decisions[rule]
+                # Norms at the update are alike on all ranks, so the others trip also.
+                votes = isinstance(decision, Decision) and decision.statistic == NONFINITE
+                trips.append(Trip(rule, decision, times, report, unheard if votes else ""))
         return trips
 
     def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:
@@ -228,10 +227,9 @@ class Conclusions:
             what = "stop" if raised else "skip the step"
             text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
             text = "\n".join([text, *_diagnosed(diagnosis)])
+        kind: EventKind = "trap" if raised else "skipped-step"
         where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
-        self._context.event_log.emit(
-            "trap" if raised else "skipped-step", text, **where, quiet=raised
-        )
+        self._context.event_log.emit(kind, text, **where, quiet=raised)
         cause = StopReason(told.rank, told.rule, told.name, text, diagnosis)
         return _decided(told.severity, cause, step)
 
@@ -244,18 +242,16 @@ class Conclusions:
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
         context, report = self._context, trip.report.caused_by(ranks)
-        head = self.head(step, trip, ranks)
-        lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]
+        outcome = trip.outcome(context.mode)
+        lines = [self.head(step, trip, ranks), outcome, *report.lines, *_diagnosed(diagnosis)]
         text = "\n".join(lines)
+        log = context.event_log
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
-        context.event_log.count_changed(trip.rule, 1)
-        context.event_log.emit(
-            trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise"
-        )
+        log.count_changed(trip.rule, 1)
+        log.emit(trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise")
         if then == "skip-step":
-            message = f"step {step} skipped: no weight and no optimizer state was touched"
-            context.event_log.emit("skipped-step", message, **where)
+            log.emit("skipped-step", f"step {step} skipped: {_UNTOUCHED}", **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
 
@@ -267,10 +263,6 @@ def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
     elsewhere = diagnosis.rank != _dist.rank()
     head = f"found by rank {diagnosis.rank}, in its part of the batch:"
     return [*([head] if elsewhere else ()), *diagnosis.text()]
-
-
-def _is_nonfinite(decision: Decision | Spikes) -> bool:
-    return isinstance(decision, Decision) and decision.statistic == NONFINITE
 
 
 def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:

@@ -32,6 +32,18 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.tensors.measure import read
 
+_ONLY_NONFINITE = (
+    "rule {rule}: a trap on modules and tags can only check for non-finite elements, and this trap checks "
+    "`{statistic}`; use `params`"
+)
+_NO_CAPTURE = (
+    "rule {rule}: a CUDA graph is being captured, its replays run no Python, and {reason}: capture without the rule "
+    "(session.pause() or remove()), or train without the graph"
+)
+_CAPTURED = (
+    "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no steps, firings or "
+    "changes, and report no non-finite norms"
+)
 # Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
 
@@ -93,41 +105,37 @@ class Flags:
         if not again:
             self._last[flag.key] = flag
         if len(self._flags) >= self._most:
-            self._compact()
+            self._mention(self._taken(lambda flag: not (flag.fed or flag.can_feed)))
+            # The bound grows, because a model may have more modules than `_MOST`.
+            self._most = max(_MOST, 2 * len(self._flags))
         self._flags.append(flag)
 
-    def _compact(self) -> None:
-        kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
-        self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
-        self._flags = kept
-        # The bound grows, because a model may have more modules than `_MOST`.
-        self._most = max(_MOST, 2 * len(kept))
-
-    def raised(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
+    def raised(self, counters: Sequence[StepCounter]) -> list[tuple[Flag, int]]:
         """Return, with their counts, the flags so far that the next update must judge."""
-        return _counted(f for f in self._flags if f.fed and f.counter() in (counter, common))
+        return _counted([f for f in self._flags if f.fed and f.counter() in counters])
 
-    def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
-        """Remove and return, with their counts, the flags that an update must judge. Reads the device once.
-
-        Modules that no optimizer owns use the ``common`` counter: the next update of any optimizer judges them.
-        """
+    def take(self, counters: Sequence[StepCounter]) -> list[tuple[Flag, int]]:
+        """Remove and return, with their counts, the flags that an update must judge. Reads the device once."""
         self._last.clear()
-        if not self._flags:
-            return []
-        counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
-        self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]
+        counted = self._taken(lambda flag: flag.counter() in counters)
         fed = [(flag, count) for flag, count in counted if flag.fed]
         trapped = {flag.key for flag, count in fed if count}
-        self._mention((f, c) for f, c in counted if not f.fed and f.key not in trapped)
+        self._mention([(f, c) for f, c in counted if not f.fed and f.key not in trapped])
         return fed
 
     def forget(self, counter: StepCounter) -> None:
         self._flags = [flag for flag in self._flags if flag.counter() is not counter]
 
     def close(self) -> None:
-        self._mention(_counted(self._flags))
-        self._flags = []
+        self._mention(self._taken(lambda _: True))
+
+    def _taken(self, is_wanted: Callable[[Flag], bool]) -> list[tuple[Flag, int]]:
+        if not self._flags:
+            return []
+        wanted = [flag for flag in self._flags if is_wanted(flag)]
+        taken = set(map(id, wanted))
+        self._flags = [flag for flag in self._flags if id(flag) not in taken]
+        return _counted(wanted)
 
     def _mention(self, dropped: Iterable[tuple[Flag, int]]) -> None:
         for flag, count in dropped:
@@ -140,10 +148,8 @@ class Flags:
                 self._event_log.emit("notice", text, rule=rule, step=step, name=flag.name)
 
 
-def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
-    flags = list(flags)
-    unread = [flag.count for flag in flags if isinstance(flag.count, Tensor)]
-    counts = iter(read(unread))
+def _counted(flags: Sequence[Flag]) -> list[tuple[Flag, int]]:
+    counts = iter(read([flag.count for flag in flags if isinstance(flag.count, Tensor)]))
     return [(f, next(counts) if isinstance(f.count, Tensor) else f.count) for f in flags]
 
 
@@ -197,12 +203,8 @@ class Context:
         for rule, _ in self.program.site_rules:
             decision = self.decisions.get(rule.id)
             if isinstance(decision, Decision) and decision.statistic != NONFINITE:
-                raise BindError(
-                    [
-                        f"rule {rule.id}: a trap on modules and tags can only check for non-finite elements, "
-                        f"and this trap checks `{decision.statistic}`; use `params`"
-                    ]
-                )
+                text = _ONLY_NONFINITE.format(rule=rule.id, statistic=decision.statistic)
+                raise BindError([text])
         self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
 
     def meet_ranks(self) -> bool:
@@ -242,15 +244,8 @@ class Context:
         if self.paused or not _torch.is_capturing():
             return
         for rule, reason in rules_lost_in_replay(self.program):
-            raise GradSurgeonError(
-                f"rule {rule}: a CUDA graph is being captured, its replays run no Python, and {reason}: "
-                "capture without the rule (session.pause() or remove()), or train without the graph"
-            )
-        text = (
-            "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no steps, "
-            "firings or changes, and report no non-finite norms"
-        )
-        self.event_log.notice_once("cuda-graph", text, step=self.counters.latest)
+            raise GradSurgeonError(_NO_CAPTURE.format(rule=rule, reason=reason))
+        self.event_log.notice_once("cuda-graph", _CAPTURED, step=self.counters.latest)
 
 
 def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:

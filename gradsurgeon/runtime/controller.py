@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -19,25 +19,17 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
 from gradsurgeon.runtime.gradient_rules import after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
-from gradsurgeon.runtime.manual_steps import NO_PARAMETER, ManualSteps, how_to_tick
+from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import (
-    SETTLED,
-    UnownedParams,
-    awaits_sum,
-    count_due_rules,
-    count_passes,
-    warn_of_missing_pass,
-    why_never,
-)
+from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -54,7 +46,6 @@ _NOT_MET = (
 class Controller:
     def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
-        self._modules = weakref.WeakSet(model.modules())
         self.context = context
         self._together = RankAgreement(context)
         self._agreement: DecidesAlone = DecidesAlone(context)
@@ -65,17 +56,17 @@ class Controller:
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
-        self._module_counters = ModuleCounters(context.counters, context.program.names)
-        self.activations = ActivationRules(context, self.backward, self._module_counters)
+        counters = ModuleCounters(context.counters, context.program.names)
+        self.activations = ActivationRules(context, self.backward, counters)
         shared = SharedInputs(self.activations, self.losses.effects)
         self._module_hooks = ModuleHooks(context.program.modules, self.activations, shared)
         self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
-        self.steps = OptimizerWatch(context, self, self.model)
+        self.steps = OptimizerWatch(context, self, self.model, self.manual)
+        self._notices = Notices(context, counters.of)
         self._search_on = options.optimizers is None
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
         self._steps = 0
-        self._unowned = UnownedParams(context)
         # A parameter that the last pass reached, in a tuple; empty before the first pass.
         self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
@@ -98,11 +89,6 @@ class Controller:
     def _meet_ranks(self) -> None:
         if self.context.meet_ranks():
             self._agreement = self._together
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the model, or the modules that outlived it."""
-        return list(self._modules if (model := self._model()) is None else model.modules())
 
     def go_last(self) -> None:
         self.param_hooks.arm()
@@ -128,20 +114,21 @@ class Controller:
         if reached is None or reached:
             with self._kept.spared():
                 tensors = None if reached is None else sorted(reached)
-                accumulates = bool(
-                    self._kept.reaching and self.context.parameters.grads(tensors)[0]
-                )
-                self._kept.keep_loss(graph, accumulates=accumulates)
+                having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
+                self._kept.keep_loss(graph, accumulates=bool(having))
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
         try:
             self.context.ranks.refuse_uneven()
             self._agreement.find_sessions(done)
-            by_hand, accumulated = self._see(done)
-            if self._agreement.votes(done):
-                with self.manual.in_step(accumulated=accumulated):
-                    objections = self.traps.objections(done)
+            by_hand = self._note_pass(done)
+            accumulated = by_hand and self.manual.accumulates(done)
+            # The records of a pass use the counter of the step that the pass feeds.
+            with self.manual.in_step(accumulated=accumulated):
+                self._take_snapshots(done)
+                objections = self.traps.objections(done) if self._agreement.votes(done) else ()
+            self._end_pass(done)
         finally:
             # Always cast the vote: other ranks may wait for it.
             self._agreement.cast(done, objections)
@@ -155,8 +142,8 @@ class Controller:
     def backward_failed(self, done: BackwardPass) -> None:
         self._agreement.cast(done, ())
 
-    def _see(self, done: BackwardPass) -> tuple[bool, bool]:
-        """Run rules on the gradients of a pass; return whether it is a manual step, and whether it continues one."""
+    def _note_pass(self, done: BackwardPass) -> bool:
+        """Note which gradients came; return whether the pass counts as a manual step."""
         context = self.context
         if context.ranks.shard_groups(done.tensors):
             context.recorder.shared.passes += 1
@@ -164,56 +151,79 @@ class Controller:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
         self._last = done.tensors[:1] or self._last
-        self.model.arrived.update(done.tensors)
+        self._notices.arrived.update(done.tensors)
         context.flags.passed()
-        # The records of a pass use the counter of the step that the pass feeds.
-        by_hand = self._feeds_a_parameter(done) and (
-            self.manual.active or not self.expects_update()
-        )
-        accumulated = by_hand and self.manual.accumulates(done)
-        with self.manual.in_step(accumulated=accumulated):
-            for counter, snapshot in after_pass(context, done).items():
-                self.traps.add_snapshot(counter, snapshot)
-        count_passes(context, done)
+        # Checked once: searching for optimizers after each of many passes would be slow.
+        if not done.tensors and context.event_log.is_noticed("no parameter"):
+            return False
+        if not self.manual.active and self.expects_update():
+            return False
+        params = context.parameters.params() if not done.tensors else ()
+        if any(param is not None and param.requires_grad for param in params):
+            self.manual.note_no_parameter()
+            return False
+        return True
+
+    def _take_snapshots(self, done: BackwardPass) -> None:
+        for counter, snapshot in after_pass(self.context, done).items():
+            self.traps.add_snapshot(counter, snapshot)
+
+    def _end_pass(self, done: BackwardPass) -> None:
+        for counter in self.context.counters.among(done.tensors):
+            counter.passes += 1
+        self._notices.passed(done)
         self.losses.passed(done.tensors)
         self._kept.reaching += 1
-        return by_hand, accumulated
 
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
+        # Without due rules, flags of modules or tags may remain to be judged.
+        has_flags = context.program.modules or context.program.tags
+        alone = not (step.inside or has_flags or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if not (step.inside or due.bound_rules or heard.severity > FINE) and self._is_idle(counter):
+        if alone and not due.bound_rules and heard.severity <= FINE:
             return GOES_ON
         rests = self._agreement.rests(heard)
-        if rests == context.paused:
-            return self._act(step, heard, NOTHING_DUE if rests else due)
-        with context.resting(rests=rests):
-            return self._act(step, heard, NOTHING_DUE if rests else due)
+        with nullcontext() if rests == context.paused else context.resting(rests=rests):
+            if rests and not step.inside:
+                return self.traps.rest(counter, heard)
+            due = NOTHING_DUE if rests else due
+            if not step.inside:
+                self._agreement.check_norms(counter, due)
+            self._catch_up(step)
+            gradients = Gradients(context, due.final, step.scale)
+            return self._judge(StepContext(counter, due, gradients, heard, step.overflow))
 
-    def _act(self, step: Step, heard: Heard, due: DueRules) -> StepDecision:
-        if not step.inside:
-            if self.context.paused:
-                return self.traps.rest(step.counter, heard)
-            self._agreement.check_norms(step.counter, due)
-        self._catch_up(step)
-        return self._judge(step, heard, due)
+    def _catch_up(self, step: Step) -> None:
+        """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
+        # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
+        # backward pass and the update that the pass feeds.
+        counter = step.counter
+        if not step.inside and (counter.passes or self.manual.active):
+            return
+        having, _ = self.context.parameters.grads(counter.tensors)
+        if step.inside:
+            # Measured now: the script clears this gradient before the pass ends.
+            after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
+        elif having and not counter.begun:
+            # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
+            self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
+        elif having:
+            self._notices.missing_pass(counter, having)
 
-    def _judge(self, step: Step, heard: Heard, due: DueRules) -> StepDecision:
-        context, counter = self.context, step.counter
-        gradients = Gradients(context, due.final, step.scale)
-        update = StepContext(counter, due, gradients, heard, step.overflow)
+    def _judge(self, update: StepContext) -> StepDecision:
+        context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
-        stopped = decision.skip or decision.error is not None
-        suspicious = run_step_rules(context, self.spikes, update, acting=not stopped)
+        suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
-        if due.judged_again and not stopped:
+        if due.judged_again and not decision.stops:
             decision = self.traps.decide_edited(update, suspicious)
-        if decision.skip or decision.error is not None:
-            self.spikes.forget(counter)
+        if decision.stops:
+            self.spikes.forget(update.counter)
         if context.mode == "act" and due.frozen:
             decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
@@ -223,11 +233,10 @@ class Controller:
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)
-            self._count_due_rules(counter)
-            if (
-                not step.inside
-            ):  # a step inside backward: hooks on this gradient may still be running
+            self._count_due(counter)
+            if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
+                self._notices.arrived.difference_update(counter.tensors)
         if context.spikes:
             self.spikes.forget(counter)
         self.traps.done(counter)
@@ -238,77 +247,18 @@ class Controller:
         self._steps += 1
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.
-        if self._unstepped and self.model.arrived and self.steps.owned:
-            self._tell_of_unowned()
+        if self._unstepped and self._notices.arrived and self.steps.owned:
+            if settled := self._notices.newly_unowned():
+                # A last search for optimizers that have not stepped yet.
+                params = context.parameters.params(settled)
+                self.steps.search(param for param in params if param is not None)
+            self._notices.tell_unowned()
         self._unstepped = False
         context.recorder.end_step()
 
-    def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        try:
-            self.traps.skipped_by_scaler(counter, scale)
-        finally:
-            self.context.flags.forget(counter)
-            # The step did not take place, so no rule at `step` could fire.
-            self.step_finished(Step(counter), took_place=False)
-
-    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
-        """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
-        matter = awaits_sum(self.context, held)
-        if not (self.steps.owned or self.manual.declared):
-            # If no rule edits at `step`, one tensor is enough.
-            matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
-        return matter
-
-    def expects_update(self) -> bool:
-        if self.steps.owned:
-            return True
-        if self._search_on:
-            model = self._model()
-            survivors = (one for one in self.context.parameters.params() if one is not None)
-            if self.steps.search(survivors if model is None else model.parameters()):
-                self._search_on = False
-        return not self._search_on
-
-    def optimizer_found(self) -> None:
-        """Hand the step count to the first optimizer: the last pass may have counted as a manual step."""
-        self.manual.withdraw()
-
-    @contextmanager
-    def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
-        """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
-        begun = self.steps.begun(optimizer)
-        with self.context.scaling.steps(scaler, optimizer) as news:
-            yield
-            if news and self.attached:
-                owner, scale = self.steps.meet(optimizer), self.context.scaling.stepping(optimizer)
-                if owner is not None and owner.begun == begun and scale is not None:
-                    self.step_skipped_by_scaler(owner.counter, scale)
-        self.context.event_log.raise_raised()
-
-    def why_never(self, due: int, cause: str) -> str:
-        """Return the reason that the summary gives for a rule that never fired."""
-        return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
-
-    def _count_due_rules(self, counter: StepCounter) -> None:
+    def _count_due(self, counter: StepCounter) -> None:
         if self.context.event_log.silent:
-            of, owned = self._module_counters.of, self.steps.owned
-            count_due_rules(self.context, counter, of, owned=owned, arrived=self.model.arrived)
-
-    def _feeds_a_parameter(self, done: BackwardPass) -> bool:
-        """Return whether an update can follow a pass; if not, and updates are manual, emit a notice once."""
-        if done.tensors:
-            return True
-        params = self.context.parameters.params()
-        if not any(param is not None and param.requires_grad for param in params):
-            return True
-        event_log = self.context.event_log
-        # Checked once: searching for optimizers after each of many passes would be slow.
-        if not (self.manual.declared or event_log.is_noticed("no parameter")) and (
-            self.manual.active or not self.expects_update()
-        ):
-            text = NO_PARAMETER.format(tick=how_to_tick(self.context))
-            event_log.notice_once("no parameter", text, step=self.context.counters.latest)
-        return False
+            self._notices.count_due(counter, owned=self.steps.owned)
 
     def _is_awaited(self) -> bool:
         """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
@@ -321,32 +271,6 @@ class Controller:
             if counter is not counters.common or self._steps < SETTLED
         )
 
-    def _is_idle(self, counter: StepCounter) -> bool:
-        """Return whether a counter without due rules has no flags of modules or tags to judge either."""
-        program = self.context.program
-        return not (program.modules or program.tags or counter is self.context.counters.common)
-
-    def _catch_up(self, step: Step) -> None:
-        """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
-        # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
-        # backward pass and the update that the pass feeds.
-        counter = step.counter
-        if step.inside:
-            # Measured now: the script clears this gradient before the pass ends.
-            having, _ = self.context.parameters.grads(counter.tensors)
-            after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
-            return
-        if counter.passes or self.manual.active:
-            return
-        having, _ = self.context.parameters.grads(counter.tensors)
-        if having and not counter.begun:
-            # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            done = BackwardPass(tuple(having), scale=step.scale)
-            for owner, snapshot in after_pass(self.context, done).items():
-                self.traps.add_snapshot(owner, snapshot)
-        elif having:
-            warn_of_missing_pass(self.context, counter, having)
-
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
         counters = self.context.counters
@@ -355,13 +279,49 @@ class Controller:
             # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
-            self._count_due_rules(common)
+            self._count_due(common)
             self.traps.done(common)
             common.step = counter.step
 
-    def _tell_of_unowned(self) -> None:
-        """Report parameters without an optimizer, after a last search for optimizers that have not stepped yet."""
-        if settled := self._unowned.add(self.model.unowned()):
-            params = self.context.parameters.params(settled)
-            self.steps.search(param for param in params if param is not None)
-        self._unowned.tell(self.model.unowned())
+    def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
+        try:
+            self.traps.skipped_by_scaler(counter, scale)
+        finally:
+            self.context.flags.forget(counter)
+            # The step did not take place, so no rule at `step` could fire.
+            self.step_finished(Step(counter), took_place=False)
+
+    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
+        """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
+        matter = self._notices.awaits_sum(held)
+        if not (self.steps.owned or self.manual.declared):
+            # If no rule edits at `step`, one tensor is enough.
+            matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
+        return matter
+
+    def expects_update(self) -> bool:
+        """Return whether an optimizer is going to step; search for one as long as none is known."""
+        if self._search_on and not self.steps.owned:
+            model = self._model()
+            survivors = (one for one in self.context.parameters.params() if one is not None)
+            self._search_on = not self.steps.search(
+                survivors if model is None else model.parameters()
+            )
+        return self.steps.owned or not self._search_on
+
+    @contextmanager
+    def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
+        """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
+        with self.context.scaling.steps(scaler, optimizer) as is_outer:
+            owner = self.steps.meet(optimizer) if is_outer else None
+            before = -1 if owner is None else owner.counter.step
+            yield
+            if owner is not None and owner.counter.step == before and self.attached:
+                scale = self.context.scaling.stepping(optimizer)
+                if scale is not None:
+                    self.step_skipped_by_scaler(owner.counter, scale)
+        self.context.event_log.raise_raised()
+
+    def why_never(self, due: int, cause: str) -> str:
+        """Return the reason that the summary gives for a rule that never fired."""
+        return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))

@@ -57,9 +57,7 @@ class StepCounters:
         first = self._of[tensors[0]]
         if len(first.tensors) == len(self._of):  # nearly always one optimizer owns all tensors
             return [first]
-        return list(
-            {id(counter): counter for counter in map(self._of.__getitem__, tensors)}.values()
-        )
+        return list(dict.fromkeys(map(self._of.__getitem__, tensors)))
 
     @property
     def latest(self) -> int:
@@ -67,15 +65,13 @@ class StepCounters:
 
     def begin(self, tensors: Iterable[int]) -> int:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
-        return max(
-            [self._resumed.get(tensor, self.start) for tensor in tensors], default=self.start
-        )
+        return max((self._resumed.get(t, self.start) for t in tensors), default=self.start)
 
     def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
         """Resume from the numbers of tensors; tensors without a number begin with the latest."""
         self._resumed = dict(steps)
         self.common.step, self.start = common, latest
-        for counter in {id(holder): holder for holder in self._of}.values():
+        for counter in set(self._of):
             if counter is not self.common:
                 counter.step = self.begin(counter.tensors)
 
@@ -93,15 +89,15 @@ class StepCounters:
         for tensor in held:
             self._of[tensor] = self.common
         earlier = [self._of[tensor] for tensor in wanted]
-        counter.step = max(
-            [counter.step, *(holder.step for holder in earlier if holder is not self.common)]
-        )
-        # Passes that came before their optimizer was known still feed its next update.
-        counter.passes = max([counter.passes, *(holder.passes for holder in earlier)])
+        for holder in earlier:
+            if holder is not self.common:
+                counter.step = max(counter.step, holder.step)
+            # Passes that came before their optimizer was known still feed its next update.
+            counter.passes = max(counter.passes, holder.passes)
         for tensor in wanted:
             self._of[tensor] = counter
         counter.tensors = wanted
-        for other in {id(holder): holder for holder in (*self._of, *earlier, self.common)}.values():
+        for other in {*self._of, *earlier, self.common}:
             other.tensors = tuple(i for i, holder in enumerate(self._of) if holder is other)
         self.version += 1
 
@@ -203,9 +199,8 @@ class RulesByCounter:
         moments, step = self._of(counter), counter.step
         key = counter, tuple([schedule.due(step) for schedule in self._schedules])
         if key not in self._due:
-            self._due[key] = DueRules(
-                *([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
-            )
+            due = ([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
+            self._due[key] = DueRules(*due)
         return self._due[key]
 
     def any_due(self, step: int) -> bool:

@@ -12,7 +12,7 @@ from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, Tra
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients, NormClip, changes, edit_gradients
+from gradsurgeon.runtime.gradients import Gradients, NormClip, changes
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot
 from gradsurgeon.tensors import measure
@@ -149,7 +149,7 @@ def run_step_rules(
             elif isinstance(rule, TrapRule):
                 spikes.cut(bound_rule, gradients, tensors)
             else:
-                edit_gradients(context, bound_rule, gradients, tensors, due.frozen)
+                gradients.edit(bound_rule, tensors, due.frozen)
             log.count_fired(rule.id, update.step, len(tensors))
             if bound_rule.may_overflow and context.mode == "act":
                 suspicious.update(tensors)

@@ -18,6 +18,8 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
+LEFT_ALONE = "the norm is not finite: the gradients were left alone"
+
 
 class Gradients:
     """The gradients that a backward pass left, or that an update is about to consume.
@@ -165,8 +167,85 @@ class Gradients:
                 self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
 
+    def edit(
+        self, bound_rule: BoundRule, tensors: Sequence[int], frozen: Collection[int] = ()
+    ) -> None:
+        """Edit some of the gradients that a rule matched, in true units, and count how many changed.
 
-LEFT_ALONE = "the norm is not finite: the gradients were left alone"
+        What ``frozen`` hides from the optimizer has no part in a norm over the rule.
+        """
+        rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
+        if not bound_rule.keeps_zero:
+            for tensor in tensors:
+                check_layout(rule, self._now[tensor], self._context.program.names[tensor])
+        if edit.by_norm is None:
+            self._edit_elements(rule, edit, tensors)
+            return
+        if edit.by_norm.over_rule and frozen:
+            tensors = [tensor for tensor in tensors if tensor not in frozen]
+        if tensors:
+            self._clip(bound_rule, edit.by_norm, tensors)
+
+    def _edit_elements(self, rule: Rule, edit: Edit, tensors: Sequence[int]) -> None:
+        event_log, grads = self._context.event_log, self.of(tensors)
+        parts = _dist.parts(grads)
+        answers = changed(edit, parts)
+        event_log.count_changed(rule.id, sum(answer is True for answer in answers))
+        for answer in answers:
+            if isinstance(answer, Tensor):
+                event_log.count_changed(rule.id, answer)
+        # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
+        # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
+        written = [
+            tensor
+            for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
+            if answer is not False or grad is not part
+        ]
+        edited = _dist.parts(self.writable(written))
+        if dense := [grad for grad in edited if grad.layout is torch.strided]:
+            edit.apply_(dense)
+        for grad in edited if len(dense) < len(edited) else ():
+            if grad.layout is not torch.strided:
+                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
+                grad.copy_(_numbers.on_values(edit.apply, grad))
+
+    def _clip(self, bound_rule: BoundRule, edit: ByNorm, tensors: Sequence[int]) -> None:
+        event_log, rule, step = self._context.event_log, bound_rule.rule.id, bound_rule.counter.step
+        norms = self.norms(tensors, edit.order)
+        if edit.over_rule:
+            norms = _numbers.over(norms, edit.order)
+        factors = edit.factor(norms)
+
+        def tell(norms: Tensor) -> None:
+            if not norms.isfinite().all():
+                event_log.emit("notice", LEFT_ALONE, rule=rule, step=step)
+            if not _torch.is_host(factors):
+                shorter = edit.factor(norms).expand(len(tensors)) < 1.0
+                event_log.count_changed(rule, shorter.sum())
+
+        # Events and counts are computed on the host; norms of a device arrive there later.
+        event_log.when_read(norms, tell)
+        self.shorten(rule, tensors, factors)
+
+    def shorten(self, rule: str, tensors: Sequence[int], factors: Tensor) -> None:
+        """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
+
+        On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
+        """
+        if _torch.is_host(factors):
+            numbers = factors.tolist() * (len(tensors) // len(factors))
+            biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
+            self._context.event_log.count_changed(rule, len(biting))
+            if biting:
+                shortening = [factor for factor in numbers if factor < 1.0]
+                _numbers.scale_(_dist.parts(self.writable(biting)), shortening)
+            return
+        parts = _dist.parts(self.writable(tensors))
+        if len(factors) == 1:
+            _numbers.multiply_(parts, factors)
+            return
+        for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
+            _numbers.multiply_([part], factor)
 
 
 def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
@@ -240,116 +319,3 @@ class NormClip:
         if not isinstance(self._factor, float) or self._factor == 1.0:
             spoilt = self._norm.isfinite().logical_not_()
             context.event_log.emit_if(spoilt, LEFT_ALONE, rule=rule, step=step)
-
-
-def edit_gradients(
-    context: Context,
-    bound_rule: BoundRule,
-    gradients: Gradients,
-    tensors: Sequence[int],
-    frozen: Collection[int] = (),
-) -> None:
-    """Edit some of the gradients that a rule matched, and count how many changed.
-
-    Args:
-        context: the context of the session.
-        bound_rule: the rule.
-        gradients: the gradients in true units.
-        tensors: the tensors to edit.
-        frozen: tensors that are hidden from the optimizer, so a norm over the rule leaves them out.
-    """
-    rule = bound_rule.rule
-    edit = context.edits[rule.id]
-    if not bound_rule.keeps_zero:
-        for tensor in tensors:
-            check_layout(rule, gradients[tensor], context.program.names[tensor])
-    if edit.by_norm is not None:
-        if edit.by_norm.over_rule and frozen:
-            tensors = [tensor for tensor in tensors if tensor not in frozen]
-        if tensors:
-            _by_norm(context, bound_rule, edit.by_norm, gradients, tensors)
-    else:
-        _elementwise(context, rule, edit, gradients, tensors)
-
-
-def _elementwise(
-    context: Context, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
-) -> None:
-    event_log, grads = context.event_log, gradients.of(tensors)
-    parts = _dist.parts(grads)
-    answers = changed(edit, parts)
-    event_log.count_changed(rule.id, sum(answer is True for answer in answers))
-    for answer in answers:
-        if isinstance(answer, Tensor):
-            event_log.count_changed(rule.id, answer)
-    # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
-    # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
-    written = [
-        tensor
-        for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
-        if answer is not False or grad is not part
-    ]
-    _apply(edit, _dist.parts(gradients.writable(written)))
-
-
-def _by_norm(
-    context: Context,
-    bound_rule: BoundRule,
-    edit: ByNorm,
-    gradients: Gradients,
-    tensors: Sequence[int],
-) -> None:
-    event_log, rule = context.event_log, bound_rule.rule
-    norms = gradients.norms(tensors, edit.order)
-    if edit.over_rule:
-        norms = _numbers.over(norms, edit.order)
-    factors, step = edit.factor(norms), bound_rule.counter.step
-
-    def tell(norms: Tensor) -> None:
-        if not norms.isfinite().all():
-            event_log.emit("notice", LEFT_ALONE, rule=rule.id, step=step)
-        if not _torch.is_host(factors):
-            shorter = edit.factor(norms).expand(len(tensors)) < 1.0
-            event_log.count_changed(rule.id, shorter.sum())
-
-    # Events and counts are computed on the host; norms of a device arrive there later.
-    event_log.when_read(norms, tell)
-    shorten(context, rule.id, gradients, tensors, factors)
-
-
-def shorten(
-    context: Context, rule: str, gradients: Gradients, tensors: Sequence[int], factors: Tensor
-) -> None:
-    """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
-
-    On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
-    """
-    if not _torch.is_host(factors):
-        _shorten(gradients.writable(tensors), factors)
-        return
-    numbers = factors.tolist() * (len(tensors) // len(factors))
-    biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
-    context.event_log.count_changed(rule, len(biting))
-    if biting:
-        shortening = [factor for factor in numbers if factor < 1.0]
-        _numbers.scale_(_dist.parts(gradients.writable(biting)), shortening)
-
-
-def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
-    parts = _dist.parts(grads)
-    if len(factors) == 1:
-        _numbers.multiply_(parts, factors)
-        return
-    for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
-        _numbers.multiply_([part], factor)
-
-
-def _apply(edit: Edit, grads: list[Tensor]) -> None:
-    dense = [grad for grad in grads if grad.layout is torch.strided]
-    if dense:
-        edit.apply_(dense)
-    if len(dense) < len(grads):
-        for grad in grads:
-            if grad.layout is not torch.strided:
-                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
-                grad.copy_(_numbers.on_values(edit.apply, grad))

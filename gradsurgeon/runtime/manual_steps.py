@@ -32,21 +32,17 @@ _TAKEN_OVER = (
     "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
     "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
-
-NO_PARAMETER = (
+_NO_PARAMETER = (
     "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
     "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
     "right before each update"
 )
 
 
-def how_to_tick(context: Context) -> str:
-    if context.outside:
-        return (
-            "apply the rules in the script by gradsurgeon.apply(model, rules, optimizer=[]) and call tick() "
-            "of that session"
-        )
-    return "pass optimizer=[] to apply() and call session.tick()"
+_NO_FREEZE = (
+    "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
+    "use `zero`"
+)
 
 
 class ManualSteps:
@@ -59,6 +55,12 @@ class ManualSteps:
         self._counted = False
         self._last = StepDecision()
         self._began = context.counters.common.step
+        self._tick = "pass optimizer=[] to apply() and call session.tick()"
+        if context.outside:
+            self._tick = (
+                "apply the rules in the script by gradsurgeon.apply(model, rules, optimizer=[]) and call tick() "
+                "of that session"
+            )
 
     @property
     def active(self) -> bool:
@@ -76,8 +78,8 @@ class ManualSteps:
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         compounded = [tensor for tensor in self.edited() if tensor in onto]
         if compounded and self._context.mode == "act" and not self._context.paused:
-            name, tick = self._context.program.names[compounded[0]], how_to_tick(self._context)
-            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
+            name = self._context.program.names[compounded[0]]
+            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=self._tick))
         return bool(onto)
 
     def edited(self) -> list[int]:
@@ -86,25 +88,25 @@ class ManualSteps:
         acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
         return sorted({tensor for stage in acting for tensor in stage.tensors})
 
+    def note_no_parameter(self) -> None:
+        if not self.declared:
+            text, step = _NO_PARAMETER.format(tick=self._tick), self._context.counters.latest
+            self._context.event_log.notice_once("no parameter", text, step=step)
+
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
-        tick = how_to_tick(self._context)
-        event_log.notice_once("manual", _NOTICE.format(tick=tick), step=step)
+        event_log.notice_once("manual", _NOTICE.format(tick=self._tick), step=step)
         for stage in (*self._context.program.traps, *self._context.program.at_step):
             if getattr(stage.rule, "then", "") == "skip-step":
-                text = _NO_SKIP.format(tick=tick)
+                text = _NO_SKIP.format(tick=self._tick)
                 event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
 
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
-            text = (
-                "weights are updated by hand, so there is no optimizer to hide a gradient from; set "
-                "requires_grad to False, or use `zero`"
-            )
-            raise BindError([f"rule {rule}: {text}" for rule in refused])
+            raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
 
     @contextmanager
     def in_step(self, *, accumulated: bool) -> Iterator[None]:
@@ -124,17 +126,19 @@ class ManualSteps:
             return
         step = Step(self._context.counters.common)
         with self.in_step(accumulated=accumulated):
-            number, decision = step.counter.step, self._events.step_starting(step)
+            number, self._last = step.counter.step, self._events.step_starting(step)
         if not accumulated:
             self._counted = True
             self._events.step_finished(step, took_place=True)
-        self._last = decision
+        self._raise(self._last)
+        if self._last.skip and (cause := self._last.cause) is not None:
+            no_skip = _NO_SKIP.format(tick=self._tick)
+            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
+
+    def _raise(self, decision: StepDecision) -> None:
         if decision.error is not None:
             raise decision.error
         self._context.event_log.raise_raised()
-        if decision.skip and (cause := decision.cause) is not None:
-            no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
-            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
@@ -149,14 +153,10 @@ class ManualSteps:
     def tick(self) -> bool:
         self._refuse_freezes()
         first, self._counts = not self.declared, "ticks"
-        if first and self._counted:
-            # The pass before this first tick was already counted and judged; from now on only ticks count.
-            decision = self._last
-        else:
+        # The pass before a first tick was already counted and judged; from now on only ticks count.
+        if not (first and self._counted):
             step = Step(self._context.counters.common)
-            decision = self._events.step_starting(step)
+            self._last = self._events.step_starting(step)
             self._events.step_finished(step, took_place=True)
-        if decision.error is not None:
-            raise decision.error
-        self._context.event_log.raise_raised()
-        return not decision.skip
+        self._raise(self._last)
+        return not self._last.skip

@@ -7,7 +7,7 @@ bind again by itself, because its rules would then act in ways that no reviewed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -48,12 +48,15 @@ _RENAMED = (
     "has a new name ({names}): its rules keep acting, under the old name; they may have missed one step. "
     "Call gradsurgeon.apply(..., replace=True) to bind the rules to the new names"
 )
-_OTHER_MODULE = "was replaced by another module: its rules act on the new one"
-_LATE = " from now on, and may have missed the steps since the replacement"
+_OTHER_MODULE = "was replaced by another module: its rules act on the new one from now on"
 _NO_MODULE = (
     "is gone from the model, or torch.jit now runs it without hooks: rules on it no longer act"
 )
 _UNNOTICED = "was replaced or removed: no rule acted on it since then"
+_NEW = (
+    "matches {count} that came after the rules were applied{examples}, but does not act there: call "
+    "gradsurgeon.apply(..., replace=True) once the model has its final form"
+)
 
 
 class ModelChanges:
@@ -72,21 +75,19 @@ class ModelChanges:
         self._plan = plan
         self._param_hooks = param_hooks
         self._module_hooks = module_hooks
-        manifest = plan.manifest
-        self._known = {
-            "params": {name for param in manifest.params for name in param.names},
-            "modules": {name for module in manifest.modules for name in module.names},
-        }
-        # Aliases, by the canonical name of their parameter.
-        self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
+        # The names of modules in the plan, and all other names that were reported.
+        self._known = {name for module in plan.manifest.modules for name in module.names}
         self._steps = 0
         self._next = _FIRST_LOOK
         self._modules = weakref.WeakSet(model.modules())
-        # The tensors that got gradients since their last update.
-        self.arrived: set[int] = set()
         self._swapped: set[int] = set()
         self._lock = context.parameters.lock
         self._over = False
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the model, or the modules that outlived it."""
+        return list(self._modules if (model := self._model()) is None else model.modules())
 
     def let_go(self) -> None:
         """Stop all checks: the session is about to remove its rules from the model."""
@@ -96,11 +97,6 @@ class ModelChanges:
     def check(self) -> None:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
-
-    def unowned(self) -> list[int]:
-        """Return the tensors that got gradients, and that belong to no optimizer that has stepped."""
-        counters = self._context.counters
-        return sorted(t for t in self.arrived if counters[t] is counters.common)
 
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
@@ -116,7 +112,6 @@ class ModelChanges:
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.compare()
-        self.arrived.difference_update(counter.tensors)
         by_counter = self._context.by_counter
         if not by_counter.any_always and self._context.rests(counter.step + 1):
             return
@@ -125,134 +120,121 @@ class ModelChanges:
         if common or (not by_counter.any_always and self._context.rests(counter.step)):
             self.rearm()
         if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
-            self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
+            self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
 
     def before_forward(self) -> None:
         params = self._context.parameters.params()
         # Between passes, a sharded model has other parameters than at a step.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
-            self.compare(at_once=True)
+            # New names are not reported yet: the script or the launcher may still apply rules to them.
+            self.compare(new=False)
             self.rearm()
-
-    def find_again(self) -> None:
-        self.compare()
-        self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
         return module in self._modules
 
-    def rearm(self) -> list[int]:
-        """Move rules to parameters that replaced others; return the tensors that were replaced or are gone."""
+    def rearm(self) -> None:
+        """Move rules to parameters that replaced others."""
         with self._lock:
-            return [] if self._over else self._rearm()
+            if not self._over:
+                self._rearm()
 
-    def _rearm(self) -> list[int]:
+    def _rearm(self) -> None:
         swapped, self._swapped = sorted(self._swapped), set()
-        self._tell_params("hook-rearmed", swapped, _SWAPPED)
-        if not self._param_hooks.replaced():
-            return []
+        self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
+        hooks = self._param_hooks
+        if not hooks.replaced():
+            return
         self.compare()  # the parameters may only have moved
-        replaced = self._param_hooks.replaced()
-        params = [self._context.parameters.param(tensor) for tensor in replaced]
+        replaced = hooks.replaced()
+        params = self._context.parameters.params(replaced)
         if any(param is not None and _dist.is_sharded(param) for param in params):
-            self.check()
-            self._context.ranks.look_again()
-            if (model := self._model()) is not None:
-                # Hooks of `fully_shard` give each module a tensor of its own, so ours must run before them.
-                rules = self._module_hooks.put_first(named_modules(model))
-                self._tell_of_sharding(rules)
-        there = [tensor for tensor in replaced if self._param_hooks.rearm(tensor)]
-        self._tell_params("hook-rearmed", there, _REPLACED)
-        self._tell_params("hook-lost", [t for t in replaced if t not in there], _GONE)
-        return replaced
+            self._adapt_to_sharding()
+        there = [tensor for tensor in replaced if hooks.rearm(tensor)]
+        self._tell("hook-rearmed", self._names(there), _REPLACED)
+        self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
 
-    def _tell_of_sharding(self, rules: Collection[str]) -> None:
-        """Warn of rules on modules that missed the first pass, because their modules were sharded one by one."""
-        event_log, step = self._context.event_log, self._context.counters.latest
-        for rule, *_ in event_log.never_fired():
-            if rule in rules:
-                event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
+    def _adapt_to_sharding(self) -> None:
+        """Refuse rules that cannot act on shards; warn of rules on shared inputs that missed the first pass."""
+        self.check()
+        self._context.ranks.look_again()
+        if (model := self._model()) is not None:
+            # Hooks of `fully_shard` give each module a tensor of its own, so ours must run before them.
+            rules = self._module_hooks.put_first(named_modules(model))
+            event_log, step = self._context.event_log, self._context.counters.latest
+            for rule, *_ in event_log.never_fired():
+                if rule in rules:
+                    event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
 
-    def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
+    def compare(self, *, closing: bool = False, new: bool = True) -> None:
         """Find the parameters and modules of the plan in the current model, and report the changes.
 
-        ``at_once``: no forward pass has run through the new parts yet. ``closing``: report changes that went
-        unnoticed as events, without warnings.
+        Args:
+            closing: the session ends, so changes that went unnoticed become events without warnings.
+            new: whether to report new names that rules match.
         """
         with self._lock:
-            if (model := self._model()) is not None and not self._over:
-                self._compare(model, closing=closing, at_once=at_once)
+            if (model := self._model()) is None or self._over:
+                return
+            self._modules = weakref.WeakSet(model.modules())
+            names = self._follow_params(model, warn=not closing)
+            modules = named_modules(model)
+            exchanged = self._module_hooks.refresh(modules)
+            gone = [name for name, there in exchanged if not there]
+            others = [name for name, there in exchanged if there]
+            if closing:
+                lost = self._names(self._param_hooks.replaced())
+                self._tell("hook-lost", lost, _UNNOTICED, warn=False)
+                self._tell("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
+            else:
+                self._tell("hook-rearmed", others, _OTHER_MODULE, noun="module ")
+                self._tell("hook-lost", gone, _NO_MODULE, noun="module ")
+            if new and (unknown := {*names, *modules} - self._known):
+                self._tell_of_new(model, unknown, warn=not closing)
 
-    def _compare(self, model: nn.Module, *, closing: bool, at_once: bool) -> None:
-        self._modules = weakref.WeakSet(model.modules())
-        renamed = self._follow_params(model)
-        text = _RENAMED.format(names=shorten_names(list(renamed.values())))
-        self._tell_params("hook-rearmed", list(renamed), text, warn=not closing)
-        exchanged = self._module_hooks.refresh(named_modules(model))
-        gone = [name for name, there in exchanged if not there]
-        others = [name for name, there in exchanged if there]
-        if closing:
-            self._tell_params("hook-lost", self._param_hooks.replaced(), _UNNOTICED, warn=False)
-            self._tell("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
-        else:
-            text = _OTHER_MODULE + ("" if at_once else _LATE)
-            self._tell("hook-rearmed", others, text, noun="module ")
-            self._tell("hook-lost", gone, _NO_MODULE, noun="module ")
-        if not at_once:
-            # Not reported at once: the script or the launcher may still apply rules to the new parts.
-            self._mention_new(model, warn=not closing)
-
-    def _follow_params(self, model: nn.Module) -> Mapping[int, str]:
-        tensors = {name: tensor for tensor, name in enumerate(self._context.program.names)}
+    def _follow_params(self, model: nn.Module, *, warn: bool) -> set[str]:
+        """Look the parameters up at their current places; return the names of parameters that are new."""
+        index = {name: tensor for tensor, name in enumerate(self._context.program.names)}
         places: dict[int, Place] = {}
         moved: dict[int, tuple[str, Place]] = {}
+        others: dict[str, Tensor] = {}
         for slot in slots(model):
             place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
             param = place[0][place[1]]
             # A known parameter was in the model before, maybe in another place.
-            carried = self._context.parameters.tensor_of(param)
-            tensor = tensors.get(slot.name)
-            if tensor is not None and carried in (None, tensor):
+            tensor, carried = index.get(slot.name), self._context.parameters.tensor_of(param)
+            if tensor is None:
+                others[slot.name] = param
+                if carried is not None:
+                    moved.setdefault(carried, (slot.name, place))
+            elif carried in (None, tensor):
                 places.setdefault(tensor, place)
-            elif (first := self._alias_of.get(slot.name)) is not None:
-                owner, key = places.get(tensors.get(first, -1), ({}, ""))
-                if key and owner[key] is not param:  # no longer tied, so it is a new parameter
-                    del self._alias_of[slot.name]
-                    self._known["params"].discard(slot.name)
-            elif tensor is None and carried is not None:
-                moved.setdefault(carried, (slot.name, place))
-        self._context.parameters.move({**{i: place for i, (_, place) in moved.items()}, **places})
-        known = self._known["params"]
-        renamed = {i: n for i, (n, _) in moved.items() if i not in places and n not in known}
-        known.update(renamed.values())
-        return renamed
+        renamed = {i: name for i, (name, _) in moved.items() if i not in places}
+        places |= {tensor: moved[tensor][1] for tensor in renamed}
+        self._context.parameters.move(places)
+        news = {i: name for i, name in renamed.items() if name not in self._known}
+        text = _RENAMED.format(names=shorten_names(list(news.values())))
+        self._tell("hook-rearmed", self._names(news), text, warn=warn)
+        self._known.update(news.values())
+        followed = {id(table[key]) for table, key in places.values()}
+        return {name for name, param in others.items() if id(param) not in followed}
 
-    def _mention_new(self, model: nn.Module, *, warn: bool) -> None:
-        now = {"params": {slot.name for slot in slots(model)}, "modules": set(named_modules(model))}
-        new = {kind: names - self._known[kind] for kind, names in now.items()}
-        if not any(new.values()):
-            return
+    def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
             if rule.target not in indexes or not self._plan.of(rule.id):
                 continue
-            index, names = indexes[rule.target], new[rule.target]
-            gained = [thing for thing in index.select(rule) if names.issuperset(thing.names)]
+            index = indexes[rule.target]
+            gained = [thing for thing in index.select(rule) if unknown.issuperset(thing.names)]
             if gained:
-                text = (
-                    f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "
-                    f"rules were applied{examples(gained)}, but does not act there: call "
-                    "gradsurgeon.apply(..., replace=True) once the model has its final form"
-                )
+                count = f"{len(gained)} {index.noun}{'s' if len(gained) > 1 else ''}"
+                text = _NEW.format(count=count, examples=examples(gained))
                 self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
-        for kind, names in new.items():
-            self._known[kind] |= names
+        self._known |= unknown
 
-    def _tell_params(
-        self, kind: EventKind, tensors: Sequence[int], text: str, *, warn: bool = True
-    ) -> None:
-        self._tell(kind, [self._context.program.names[i] for i in tensors], text, warn=warn)
+    def _names(self, tensors: Iterable[int]) -> list[str]:
+        return [self._context.program.names[tensor] for tensor in tensors]
 
     def _tell(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True

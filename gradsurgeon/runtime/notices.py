@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -18,6 +17,8 @@ from gradsurgeon.runtime.loss_rules import RESTS
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
+# By this pass most scripts have stepped their optimizers; the session searches for others.
+SETTLED = 3
 _PASSES = (
     "bounds the contribution of each backward pass, and several passes feed one update: their sum can "
     "exceed the bound; use `at: step` to bound the sum"
@@ -35,154 +36,15 @@ _REENTRANT = (
     "checkpoint(use_reentrant=True) makes them, and more than one of them reached {name}; use "
     "`use_reentrant=False`, or `at: step` to get the sum"
 )
-
-
-def count_passes(context: Context, done: BackwardPass) -> None:
-    counters = context.counters.among(done.tensors)
-    for counter in counters:
-        counter.passes += 1
-    if not context.program.contributing:
-        return
-    if done.held and any(read(list(done.held.values()))):
-        several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
-        _say(context, "accumulation", several, _PASSES, linear=False)
-        _say(context, "accumulation", several, _CALLS, linear=False, of_losses=True)
-    if done.averaging:
-        averaged, param = context.ranks.averaged(), context.parameters.param
-        reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
-        _say(context, "ranks", reduced, _RANKS, linear=False)
-    parts = (tensor for tensor, times in done.calls.items() if times > 1)
-    _say(context, "reentrant", parts, _REENTRANT, linear=True)
-
-
-def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
-    """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
-    rules, is_noticed = context.program.contributing, context.event_log.is_noticed
-    added_to = (t for t in held if t in rules and context.counters[t].passes)
-    bounded = (
-        t
-        for t in added_to
-        if any(not (rule.linear or is_noticed("accumulation", rule.id)) for rule in rules[t])
-    )
-    return list(islice(bounded, 1))
-
-
-def _say(
-    context: Context,
-    topic: str,
-    tensors: Iterable[int],
-    text: str,
-    *,
-    linear: bool,
-    of_losses: bool = False,
-) -> None:
-    """Warn once per rule at `backward` that acts on some of the tensors; ``linear`` includes linear observers."""
-    event_log = context.event_log
-    for tensor in tensors:
-        step = context.counters[tensor].step
-        for rule in context.program.contributing.get(tensor, ()):
-            concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
-            concerned &= isinstance(rule, LossRule) is of_losses
-            if concerned and rule.steps.due(step) and not event_log.is_noticed(topic, rule.id):
-                said = text.replace("{name}", context.program.names[tensor])
-                event_log.notice_once(topic, said, rule=rule.id, step=step, warn=True)
-
-
-def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
-    """Warn the rules at `backward` and `accumulated` about an update whose gradients came from no backward pass.
-
-    The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
-    unchanged tensor can have new content.
-    """
-    due_rules = context.due_rules(counter)
-    for bound_rule in (*due_rules.in_backward, *due_rules.after):
-        rule = bound_rule.rule
-        if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
-            text = _NOT_BY_BACKWARD.format(point=rule.point)
-            context.event_log.notice_once(
-                "no pass", text, rule=rule.id, step=counter.step, warn=True
-            )
-
-
 _NOT_BY_BACKWARD = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
     "gradients that a backward pass delivers (`at: {point}`): use `at: step` to see the gradients of the update"
 )
-
-
-class UnownedParams:
-    """Parameters that get gradients but that no stepped optimizer owns: each rule reports them once, by name."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        # The number of passes after which each parameter had no owner.
-        self._seen: Counter[int] = Counter()
-        self._told: defaultdict[str, set[int]] = defaultdict(set)
-
-    def add(self, tensors: Sequence[int]) -> list[int]:
-        """Count one more pass in which the tensors had no owner; return the tensors that just reached the limit."""
-        self._seen.update(tensors)
-        return [tensor for tensor in tensors if self._seen[tensor] == SETTLED]
-
-    def tell(self, tensors: Collection[int]) -> None:
-        """Report tensors that have reached the limit, once per rule."""
-        settled = {tensor for tensor in tensors if self._seen[tensor] >= SETTLED}
-        context, step = self._context, self._context.counters.latest
-        for rule, matched in self._rules_at_update() if settled else ():
-            news = [t for t in matched if t in settled and t not in self._told[rule.id]]
-            cause = context.event_log.cause(rule.id)
-            # A rule that was not due yet may still meet their optimizer. One notice per rule is enough.
-            if not news or not (cause or context.event_log.has_fired(rule.id)):
-                continue
-            self._told[rule.id].update(news)
-            if cause != _UNOWNED:
-                names = shorten_names([context.program.names[tensor] for tensor in news])
-                text = _NO_OPTIMIZER.format(names=names)
-                context.event_log.emit("notice", text, rule=rule.id, step=step, warn=True)
-
-    def _rules_at_update(self) -> Iterable[tuple[Rule, Sequence[int]]]:
-        program = self._context.program
-        stages = {stage.rule.id: stage for stage in (*program.traps, *program.at_step)}
-        return [(stage.rule, stage.tensors) for stage in stages.values()]
-
-
-# By this pass most scripts have stepped their optimizers; the session searches for others.
-SETTLED = 3
 _NO_OPTIMIZER = (
     "gradients come to {names}, but no optimizer that has stepped so far owns these parameters: this rule acts right "
     "before an update, so it does not act there; give them to an optimizer, or exclude them"
 )
-
-
-def count_due_rules(
-    context: Context,
-    counter: StepCounter,
-    counter_of: Callable[[str], StepCounter],
-    *,
-    owned: bool,
-    arrived: AbstractSet[int],
-) -> None:
-    """Count a step for every rule that is due in it.
-
-    Args:
-        context: the context of the session.
-        counter: the counter of the optimizer that has stepped.
-        counter_of: returns the counter of a module.
-        owned: whether an optimizer owns parameters.
-        arrived: the tensors that have received gradients since their last update.
-    """
-    for bound_rule in context.due_rules(counter).bound_rules:
-        rule, tensors = bound_rule.rule, bound_rule.tensors
-        cause = partial(_why_silent, context, rule, tensors, owned=owned, arrived=arrived)
-        context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
-    for rule, owner in context.program.site_rules:
-        if counter_of(owner) is counter and context.is_due(rule, counter):
-            context.event_log.note_due(
-                rule.id, counter.step, partial(_why_no_tensor, context, rule)
-            )
-
-
 _UNOWNED = "no optimizer that steps owns any parameter the rule matched"
 _UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
 _NONE_REACHED = "no gradient reached any parameter the rule matched"
@@ -192,25 +54,134 @@ _CLEARED = (
 )
 
 
-def _why_silent(
-    context: Context,
-    rule: Rule,
-    tensors: Sequence[int],
-    *,
-    owned: bool,
-    arrived: AbstractSet[int],
-) -> str:
-    params = [param for param in context.parameters.params(tensors) if param is not None]
-    if not params:
-        return "the parameters the rule matched are gone from the model"
-    if not any(param.requires_grad for param in params):
-        return "no parameter the rule matched has requires_grad"
-    if isinstance(rule, LossRule):
-        return _why_no_loss(context, rule)
-    if all(param.grad is None for param in params):
-        return _NONE_REACHED if arrived.isdisjoint(tensors) else _CLEARED
-    unowned = owned and context.counters[tensors[0]] is context.counters.common
-    return _UNOWNED if unowned else _UNSEEN
+class Notices:
+    """Knows which gradients came, and reports each rule that misses some of them once.
+
+    Args:
+        context: the context of the session.
+        counter_of: returns the counter of a module.
+    """
+
+    def __init__(self, context: Context, counter_of: Callable[[str], StepCounter]) -> None:
+        self._context = context
+        self._log = context.event_log
+        self._counter_of = counter_of
+        # The tensors that got gradients since their last update.
+        self.arrived: set[int] = set()
+        # The number of updates after which each parameter had a gradient and no owner, and the reported ones.
+        self._unowned: Counter[int] = Counter()
+        self._told: defaultdict[str, set[int]] = defaultdict(set)
+
+    def awaits_sum(self, held: Mapping[int, Tensor]) -> list[int]:
+        """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
+        rules, counters = self._context.program.contributing, self._context.counters
+        bounded = (
+            tensor
+            for tensor in held
+            if tensor in rules
+            and counters[tensor].passes
+            and any(
+                not (r.linear or self._log.is_noticed("accumulation", r.id)) for r in rules[tensor]
+            )
+        )
+        return list(islice(bounded, 1))
+
+    def passed(self, done: BackwardPass) -> None:
+        """Warn rules at `backward` that see only a part of a gradient in this pass."""
+        context = self._context
+        if not context.program.contributing:
+            return
+        if done.held and any(read(list(done.held.values()))):
+            several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
+            self._say("accumulation", several, lambda rule: _CALLS if _of_loss(rule) else _PASSES)
+        if done.averaging:
+            averaged, param = context.ranks.averaged(), context.parameters.param
+            reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
+            self._say("ranks", reduced, lambda rule: "" if _of_loss(rule) else _RANKS)
+        parts = (tensor for tensor, times in done.calls.items() if times > 1)
+        self._say("reentrant", parts, lambda rule: "" if _of_loss(rule) else _REENTRANT)
+
+    def _say(self, topic: str, tensors: Iterable[int], text_of: Callable[[Rule], str]) -> None:
+        """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
+        for tensor in tensors:
+            step = self._context.counters[tensor].step
+            for rule in self._context.program.contributing.get(tensor, ()):
+                # Sums of scaled parts are right, but the sum of their statistics is not.
+                splits = not rule.linear or (
+                    topic == "reentrant" and not isinstance(rule, EditRule)
+                )
+                if splits and rule.steps.due(step) and not self._log.is_noticed(topic, rule.id):
+                    text = text_of(rule).replace("{name}", self._context.program.names[tensor])
+                    if text:
+                        self._log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
+
+    def missing_pass(self, counter: StepCounter, having: Sequence[int]) -> None:
+        """Warn the rules at `backward` and `accumulated` about an update whose gradients came from no backward pass.
+
+        The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
+        unchanged tensor can have new content.
+        """
+        due = self._context.due_rules(counter)
+        for bound in (*due.in_backward, *due.after):
+            rule = bound.rule
+            if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound.tensors):
+                text = _NOT_BY_BACKWARD.format(point=rule.point)
+                self._log.notice_once("no pass", text, rule=rule.id, step=counter.step, warn=True)
+
+    def newly_unowned(self) -> list[int]:
+        """Count an update; return the tensors that had gradients and no owner for some updates by now."""
+        unowned = self._without_owner()
+        self._unowned.update(unowned)
+        return [tensor for tensor in unowned if self._unowned[tensor] == SETTLED]
+
+    def _without_owner(self) -> list[int]:
+        counters = self._context.counters
+        return sorted(t for t in self.arrived if counters[t] is counters.common)
+
+    def tell_unowned(self) -> None:
+        """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
+        settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
+        context, step = self._context, self._context.counters.latest
+        program = context.program
+        stages = {stage.rule.id: stage for stage in (*program.traps, *program.at_step)}
+        for rule, stage in stages.items() if settled else ():
+            news = [t for t in stage.tensors if t in settled and t not in self._told[rule]]
+            cause = self._log.cause(rule)
+            # A rule that was not due yet may still meet their optimizer. One notice per rule is enough.
+            if news and (cause or self._log.has_fired(rule)):
+                self._told[rule].update(news)
+                if cause != _UNOWNED:
+                    names = shorten_names([program.names[tensor] for tensor in news])
+                    text = _NO_OPTIMIZER.format(names=names)
+                    self._log.emit("notice", text, rule=rule, step=step, warn=True)
+
+    def count_due(self, counter: StepCounter, *, owned: bool) -> None:
+        """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
+        context = self._context
+        for bound in context.due_rules(counter).bound_rules:
+            cause = partial(self._why_silent, bound.rule, bound.tensors, owned=owned)
+            self._log.note_due(bound.rule.id, counter.step, cause)
+        for rule, owner in context.program.site_rules:
+            if self._counter_of(owner) is counter and context.is_due(rule, counter):
+                cause = partial(_why_no_tensor, context, rule)
+                self._log.note_due(rule.id, counter.step, cause)
+
+    def _why_silent(self, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
+        counters, params = self._context.counters, self._context.parameters.params(tensors)
+        there = [param for param in params if param is not None]
+        if not there:
+            return "the parameters the rule matched are gone from the model"
+        if not any(param.requires_grad for param in there):
+            return "no parameter the rule matched has requires_grad"
+        if isinstance(rule, LossRule):
+            return _why_no_loss(self._context, rule)
+        if all(param.grad is None for param in there):
+            return _NONE_REACHED if self.arrived.isdisjoint(tensors) else _CLEARED
+        return _UNOWNED if owned and counters[tensors[0]] is counters.common else _UNSEEN
+
+
+def _of_loss(rule: Rule) -> bool:
+    return isinstance(rule, LossRule)
 
 
 def _why_no_loss(context: Context, rule: LossRule) -> str:

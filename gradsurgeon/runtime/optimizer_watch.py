@@ -24,6 +24,7 @@ from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.optimizers import Update
 from gradsurgeon.runtime.training_events import TrainingEvents
@@ -44,24 +45,25 @@ class Owner:
     counter: StepCounter
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
+    # The version of the counters after this owner has claimed its tensors.
     version: int = -1
-    # The number of steps begun. A scaler that skips a step does not raise it.
-    begun: int = 0
 
 
 class OptimizerWatch:
-    def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
+    def __init__(
+        self, context: Context, events: TrainingEvents, model: ModelChanges, manual: ManualSteps
+    ) -> None:
         self._context = context
         self._events = events
         self._model = model
+        self._manual = manual
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
         # parameters are alive at a comparison, so no id stands for two of them.
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
         )
-        # Steps under way, by thread and optimizer: each thread may step its own optimizers, one inside
-        # another.
+        # Steps under way, by thread and optimizer: each thread may step its own optimizers, one inside another.
         self._running: dict[tuple[int, int], Update] = {}
 
     @property
@@ -94,15 +96,15 @@ class OptimizerWatch:
         self._model.rearm()
         tensors = self._held(params)
         if owner is None and tensors:
-            if self._is_inner(tensors):
+            # `ZeroRedundancyOptimizer` steps an inner optimizer of its own.
+            if any(set(tensors) <= set(outer.counter.tensors) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
                 self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
             if not self._owners:
-                self._events.optimizer_found()
-            start = self._context.counters.begin(tensors)
-            owner = Owner(StepCounter(start), self._hooks_on(optimizer))
-            self._owners[optimizer] = owner
+                self._manual.withdraw()
+            counter = StepCounter(self._context.counters.begin(tensors))
+            owner = self._owners[optimizer] = Owner(counter, self._hooks_on(optimizer))
         # The search above may have found parameters under new places.
         self._known[optimizer] = held, self._context.parameters.ids()
         if owner is not None:
@@ -131,16 +133,20 @@ class OptimizerWatch:
         tensors = self._context.parameters.owned(params)
         if len(tensors) < len(params):
             # The others belong to another model, or to this model under unknown names.
-            self._model.find_again()
+            self._model.compare()
+            self._model.rearm()
             tensors = self._context.parameters.owned(params)
         return tensors
 
-    def _is_inner(self, tensors: Iterable[int]) -> bool:
-        """Tell whether the tensors are those of an optimizer that a stepping `ZeroRedundancyOptimizer` wraps."""
-        held = set(tensors)
-        return any(held <= set(outer.counter.tensors) for outer in self._under_way())
+    def _claim(self, owner: Owner) -> None:
+        """Give the tensors of an optimizer back to its counter if another counter has claimed them since."""
+        counters = self._context.counters
+        if owner.version != counters.version:
+            counters.claim(owner.tensors, owner.counter)
+            owner.version = counters.version
 
     def _is_part_of(self, owner: Owner, outer: Update) -> bool:
+        """Tell whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
         optimizer = outer.optimizer()
         around = None if optimizer is None else self._owners.get(optimizer)
         if around is None:
@@ -154,15 +160,12 @@ class OptimizerWatch:
 
     def _under_way(self) -> list[Update]:
         """Return the steps that this thread is in the middle of; end the steps that have raised."""
-        updates = [
-            update
-            for update in list(self._running.values())
-            if update.thread == threading.get_ident()
-        ]
-        for update in updates:
-            if not update.is_on_stack():
-                self.end(update, took_place=False)
-        return [update for update in updates if not update.ended]
+        thread = threading.get_ident()
+        updates = [update for (of, _), update in list(self._running.items()) if of == thread]
+        failed = [update for update in updates if not update.is_on_stack()]
+        for update in failed:
+            self._end(update, took_place=False)
+        return [update for update in updates if update not in failed]
 
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
         held, program = set(tensors), self._context.program
@@ -171,17 +174,6 @@ class OptimizerWatch:
         rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
         if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
             raise BindError([f"rule {rule}: {why}" for rule in refused])
-
-    def _claim(self, owner: Owner) -> None:
-        """Give the tensors of an optimizer back to its counter if another counter has claimed them since."""
-        counters = self._context.counters
-        if owner.version != counters.version:
-            counters.claim(owner.tensors, owner.counter)
-            owner.version = counters.version
-
-    def begun(self, optimizer: Optimizer) -> int:
-        owner = self._owners.get(_torch.stepping(optimizer) or optimizer)
-        return 0 if owner is None else owner.begun
 
     def close(self) -> None:
         for update in list(self._running.values()):
@@ -198,14 +190,13 @@ class OptimizerWatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizers.only_makes_state(optimizer):
             return None
-        frame = sys._getframe(1)  # noqa: SLF001 # only the frame tells a nested step from a failed step
         owner = self._owners[optimizer]
         if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
-            # `super().step()`, or a wrapper that steps an inner optimizer, is one update: rules act once.
+            # The two steps are one update: rules act once.
             return None
-        owner.begun += 1
         self._claim(owner)
-        update = Update(optimizer, owner.counter, frame)
+        # Only the frame tells a nested step from a failed step.
+        update = Update(optimizer, owner.counter, sys._getframe(1))  # noqa: SLF001 # documented
         if update.inside:
             self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
         self._running[update.key] = update
@@ -214,15 +205,8 @@ class OptimizerWatch:
             self._act(optimizer, update)
             return None
         if not optimizers.evaluates_before_moving(optimizer):
-            update.snapshot = optimizers.snapshot(optimizer)
-        wrapped = self._wrapped(closure, optimizer, update)
-        if len(args) > 1:
-            return (args[0], wrapped, *args[2:]), kwargs
-        return args, {**kwargs, "closure": wrapped}
+            update.memory = optimizers.Memory(optimizer, whole=True)
 
-    def _wrapped(
-        self, closure: Callable[[], Any], optimizer: Optimizer, update: Update
-    ) -> Callable[[], Any]:
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
@@ -232,47 +216,43 @@ class OptimizerWatch:
             self._act(optimizer, update)
             return update.settled(loss)
 
-        return evaluate
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         self._context.refuse_graph_capture()
+        event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
+            asks = self._context.due_rules(update.counter).ask_host
+            if not (asks or self._context.program.traps or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
-                self._context.event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
+                event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
                 update.overflow = overflow
             elif bool(overflow):
                 update.overflowed = scaler
                 return
         decision = self._events.step_starting(update)
         update.judged = True
-        raised = self._context.event_log.raised()
+        raised = event_log.raised()
         if decision.error is not None and raised is not None:
             # Scripts catch a trap's error by its type; the context shows the other error also.
             decision.error.__context__ = raised
         error = decision.error or raised
         if error is not None:
             update.undo()
-            self.end(update, took_place=decision.error is not None)
+            self._end(update, took_place=decision.error is not None)
             raise error
         if decision.skip:
-            update.skipped = True
-            update.undo()
-            # A zero gradient would still decay the weight and feed the moments. Optimizers skip parameters
-            # without a gradient. `undo` restores the optimizer's own counters.
-            update.kept = optimizers.counters(optimizer)
-            update.hide(optimizers.params_of(optimizer))
+            update.skip(optimizer)
         elif decision.frozen:
             update.hide([self._context.parameters.param(i) for i in decision.frozen])
-
-    def _needs_to_know(self, counter: StepCounter) -> bool:
-        return bool(self._context.program.traps) or self._context.due_rules(counter).ask_host
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -282,10 +262,10 @@ class OptimizerWatch:
             return
         if update.skipped:
             update.undo()
-        self.end(update)
+        self._end(update)
         self._context.event_log.raise_raised()
 
-    def end(self, update: Update, *, took_place: bool = True) -> None:
+    def _end(self, update: Update, *, took_place: bool = True) -> None:
         self._running.pop(update.key, None)
         update.end()
         if update.overflowed is not None:

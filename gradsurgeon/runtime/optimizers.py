@@ -20,11 +20,6 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.training_events import Step
 
-# The numbers that an optimizer keeps for itself, each with the dictionary that keeps it.
-Counters = list[tuple[dict[Any, Any], dict[Any, Any]]]
-# Copies of weights and state for a later restore.
-Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
-
 
 def owning(params: Iterable[Tensor]) -> list[Optimizer]:
     wanted = {id(param) for param in params}
@@ -61,60 +56,76 @@ def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
     if optimizer.state:
         return False
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code.co_name == "_init_optim_state":
             return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        frame = frame.f_back
     return False
 
 
-def snapshot(optimizer: Optimizer) -> Snapshot:
-    params = params_of(optimizer)
-    weights = [(param, param.detach().clone()) for param in params]
-    # The parameters themselves are the keys of the state, and must not be copied.
-    return weights, copy.deepcopy(dict(optimizer.state), {id(param): param for param in params})
+def _callers() -> list[FrameType]:
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # documented
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
-def restore(optimizer: Optimizer, kept: Snapshot) -> None:
-    weights, context = kept
-    with torch.no_grad():
-        for param, value in weights:
-            param.copy_(value)
-    optimizer.state.clear()
-    optimizer.state.update(copy.deepcopy(context, {id(p): p for p in params_of(optimizer)}))
-
-
-def counters(optimizer: Optimizer) -> Counters:
-    """Copy the numbers that an optimizer keeps besides the state of its parameters.
+class Memory:
+    """An optimizer before a step: the numbers that it counts for itself, and its weights and state if asked for.
 
     A step without gradients leaves weights and their state alone. Optimizers still count steps, weights and learning
     rates per group, under their own names in the state, or on themselves.
+
+    Args:
+        optimizer: the optimizer.
+        whole: whether to keep weights and state also.
     """
-    parts: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
-    return [
-        (part, copy.deepcopy({key: it for key, it in part.items() if _is_counter(key, it)}))
-        for part in parts
-    ]
+
+    def __init__(self, optimizer: Optimizer, *, whole: bool) -> None:
+        params = params_of(optimizer) if whole else []
+        self._weights = [(param, param.detach().clone()) for param in params]
+        self._state = _copied(dict(optimizer.state), optimizer) if whole else None
+        self._numbers = [
+            copy.deepcopy({key: it for key, it in part.items() if _is_number(key, it)})
+            for part in _tables(optimizer)
+        ]
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        with torch.no_grad():
+            for param, value in self._weights:
+                param.copy_(value)
+        if self._state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(_copied(self._state, optimizer))
+        for part, values in zip(_tables(optimizer), self._numbers, strict=False):
+            for key in [key for key, it in part.items() if _is_number(key, it)]:
+                if key not in values:
+                    del part[key]
+            for key, value in values.items():
+                now = part.get(key)
+                if (
+                    isinstance(now, Tensor)
+                    and isinstance(value, Tensor)
+                    and now.shape == value.shape
+                ):
+                    # Captured graphs and schedulers hold the tensor itself, so its content is restored in place.
+                    with torch.no_grad():
+                        now.copy_(value)
+                else:
+                    part[key] = value
 
 
-def put_back(kept: Counters) -> None:
-    """Restore the numbers that `counters` copied, and remove counters added since."""
-    for part, values in kept:
-        for key in [key for key, value in part.items() if _is_counter(key, value)]:
-            if key not in values:
-                del part[key]
-        for key, value in values.items():
-            now = part.get(key)
-            if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-                # Captured graphs and schedulers hold the tensor itself, so its content is restored in place.
-                with torch.no_grad():
-                    now.copy_(value)
-            else:
-                part[key] = value
+def _copied(state: dict[Any, Any], optimizer: Optimizer) -> dict[Any, Any]:
+    # The parameters themselves are the keys of the state, and must not be copied.
+    return copy.deepcopy(state, {id(param): param for param in params_of(optimizer)})
 
 
-def _is_counter(key: object, value: object) -> bool:
+def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    return [optimizer.state, vars(optimizer), *optimizer.param_groups]
+
+
+def _is_number(key: object, value: object) -> bool:
     """Tell whether a value is a number of the optimizer itself, and no parameter, state or table."""
     return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
 
@@ -125,29 +136,23 @@ class Update(Step):
     def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: FrameType) -> None:
         super().__init__(counter, inside=_torch.graph_task() != -1)
         self.optimizer = weakref.ref(optimizer)
-        self.thread = threading.get_ident()
-        self.key = self.thread, id(optimizer)
+        self.key = threading.get_ident(), id(optimizer)
         # The frame that calls the hooks, torch's wrapper around `step`: torch calls no hook after a step that raises.
         self.frame: FrameType | None = frame
-        self.snapshot: Snapshot | None = None
-        # The optimizer's own counters before a skipped step.
-        self.kept: Counters = []
+        # Present if the optimizer may have moved, or if the step is skipped.
+        self.memory: Memory | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._clearing: Patch | None = None
-        # Whether traps have judged the gradients, and the last loss that a closure returned before the
-        # skip.
+        # Whether traps have judged the gradients, and the last loss that a closure returned before the skip.
         self.judged = False
         self.loss: Any = None
         # The scale under which the gradients overflowed, so the scaler skips the update.
         self.overflowed: Tensor | None = None
-        self.skipped = self.ended = False
+        self.skipped = False
 
     def is_on_stack(self) -> bool:
         """Tell, in the thread of the step, whether the step still runs."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        return self.frame in _callers()
 
     def settled(self, loss: Any) -> Any:
         if not self.skipped or self.loss is None:
@@ -157,12 +162,17 @@ class Update(Step):
     def undo(self) -> None:
         """Restore all optimizer changes that the missing gradients did not prevent."""
         optimizer = self.optimizer()
-        if optimizer is not None and self.snapshot is not None:
-            restore(optimizer, self.snapshot)
-        put_back(self.kept)
+        if optimizer is not None and self.memory is not None:
+            self.memory.put_back(optimizer)
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
+        self.skipped = True
+        self.undo()
+        self.memory = self.memory or Memory(optimizer, whole=False)
+        self.hide(params_of(optimizer))
 
     def end(self) -> None:
-        self.ended = True
         self.frame = None
         self.give_back()
 

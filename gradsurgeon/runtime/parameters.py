@@ -42,8 +42,6 @@ class Parameters:
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
         # The ids of the sharded parameters, by tensor.
         self._divided: dict[int, int] = {}
-        # By the id of an owner's table: its tensors, each with all its places. Filled once the model is gone.
-        self._places_in: dict[int, list[tuple[int, list[Place]]]] = {}
         self.identify(range(len(names)))
 
     def param(self, tensor: int) -> Tensor | None:
@@ -138,36 +136,5 @@ class Parameters:
         self._divided.clear()
         self.identify(range(len(self._places)))
 
-    def without_model(self, owners: Iterable[dict[str, Any]]) -> None:
-        """Record every place of every parameter: the model is gone, and its modules may die one by one."""
-        places_of = [[place] for place in self._places]
-        for table in owners:
-            for key, param in table.items():
-                tensor = None if param is None else self.tensor_of(param)
-                if tensor is not None and self._places[tensor][0] is not table:
-                    places_of[tensor].append((table, key))
-        for tensor, places in enumerate(places_of):
-            for place in places:
-                self._places_in.setdefault(id(place[0]), []).append((tensor, places))
-
-    def drop(self, owner: Mapping[str, object]) -> list[int]:
-        """Drop an owner that is gone; return the tensors that no other owner has.
-
-        The cost grows only with the owner's parameters: all modules of a large model may die one by one.
-        """
-        gone = []
-        for tensor, places in self._places_in.pop(id(owner), ()):
-            places[:] = [place for place in places if place[0] is not owner]
-            if places:
-                self._places[tensor] = places[0]
-                continue
-            param = held(self._places[tensor])
-            self._identities.pop(id(param), None)
-            self._divided.pop(tensor, None)
-            self._places[tensor] = ({}, self._places[tensor][1])
-            gone.append(tensor)
-        return gone
-
     def forget(self) -> None:
-        self._places_in.clear()
         self.move({})

@@ -1,4 +1,4 @@
-"""The session of each model, and the hooks and patches that all sessions share."""
+"""The sessions of all models, and the hooks and patches that all sessions share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -34,15 +33,10 @@ from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# Values are strong: a session lives as long as its model, even if the caller drops the session.
-_sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-# Sessions of the launcher, and of a test that it runs, beside the sessions that the script has made.
-_beside: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-# Sessions whose model is gone but not all of its modules: a script may pass several modules to `apply` in a container.
-_without_model: list[Attachment] = []
-# A cache of all live sessions, rebuilt when a session comes or goes.
-_alive: list[Attachment] = []
-# Several threads may train, and the tables must not change during an iteration.
+# All sessions, in the order in which they act: the sessions of the launcher act after those of the script.
+# A session lives as long as its model or one of its modules, even if the caller drops the session.
+_attached: list[Attachment] = []
+# Several threads may train, and sessions must not come or go during an iteration.
 _changing = RLock()
 # The shared watches on optimizer steps, scaler calls, backward passes, and replaced parameters and modules.
 _watching: list[ExitStack] = []
@@ -55,23 +49,20 @@ _on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    session = _sessions.get(model)
-    return None if session is None or session.removed else session
-
-
-def alive() -> list[Attachment]:
-    with _changing:
-        sessions = [*_sessions.values(), *chain(*_beside.values()), *_without_model]
-    return [session for session in sessions if not session.removed]
+    return next((one for one in applied_to(model) if one.model() is model), None)
 
 
 def applied_to(model: nn.Module) -> list[Attachment]:
     """Return the session of a model, and sessions left behind by an earlier container of its modules."""
     with _changing:
-        others = [one for one in _without_model if not (one.removed or one.options.beside)]
-    modules = set(model.modules()) if others else set()
-    left = [one for one in others if not modules.isdisjoint(one.controller.modules)]
-    return left if (session := find(model)) is None else [session, *left]
+        sessions = [one for one in _attached if not (one.removed or one.options.beside)]
+    modules = set(model.modules()) if any(one.model() is None for one in sessions) else set()
+    return [
+        one
+        for one in sessions
+        if one.model() is model
+        or (one.model() is None and not modules.isdisjoint(one.controller.model.modules))
+    ]
 
 
 def watch_steps() -> None:
@@ -95,7 +86,7 @@ def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
     old = [] if beside else applied_to(model)
     # The finalizer notices when a model dies; it must not keep the model alive.
-    finalizer = weakref.finalize(model, _model_gone, session)
+    finalizer = weakref.finalize(model, session.model_gone)
     finalizer.atexit = False
     try:
         session.attach(partial(_leave, finalizer))
@@ -109,24 +100,29 @@ def enter(model: nn.Module, session: Attachment) -> None:
         session.discard()
         raise
     with _changing:
-        if beside:
-            _beside.setdefault(model, []).append(session)
-        else:
-            _sessions[model] = session
-            for other in _beside.get(model, ()):
-                if not other.removed:
-                    other.controller.go_last()
-        _count_rules()
+        # Replaced at once: another thread may be about to iterate over the sessions.
+        _attached[:] = sorted([*_attached, session], key=lambda one: one.options.beside)
+        for other in _attached:
+            if other.options.beside and not beside and other.model() is model:
+                other.controller.go_last()
+        _sessions_changed()
         if not _watching:
             _watching.append(_watch())
 
 
-def _model_gone(session: Attachment) -> None:
-    _without_model.append(session)
-    if session.model_gone():
-        _count_rules()
-    else:
-        _forget_removed()
+def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
+    finalizer.detach()
+    with _changing:
+        _attached[:] = [one for one in _attached if not one.removed]
+        _sessions_changed()
+        if _watching and not _attached:
+            _watching.pop().close()
+
+
+def _sessions_changed() -> None:
+    programs = [one.context.program for one in _controllers()]
+    _on_tags[:] = [rule.id for program in programs for rule in program.tags]
+    loss_backward.note_retained(wanted=any(program.of_losses for program in programs))
 
 
 def _watch() -> ExitStack:
@@ -165,34 +161,8 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on each loss's gradient."""
     sessions = _with_loss_rules()
-    modules = (module for one in sessions for module in one.modules)
+    modules = (module for one in sessions for module in one.model.modules)
     loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
-
-
-def _count_rules() -> None:
-    _alive[:] = alive()
-    programs = [controller.context.program for controller in _controllers()]
-    _on_tags[:] = [rule.id for program in programs for rule in program.tags]
-    loss_backward.note_retained(wanted=any(program.of_losses for program in programs))
-
-
-def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
-    finalizer.detach()
-    _forget_removed()
-
-
-def _forget_removed() -> None:
-    with _changing:
-        _without_model[:] = [session for session in _without_model if not session.removed]
-        for model in [model for model, session in _sessions.items() if session.removed]:
-            del _sessions[model]
-        for model, sessions in list(_beside.items()):
-            sessions[:] = [session for session in sessions if not session.removed]
-            if not sessions:
-                del _beside[model]
-        _count_rules()
-        if _watching and not (_sessions or _beside or _without_model):
-            _watching.pop().close()
 
 
 @uncompiled
@@ -200,12 +170,12 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     # Hooks registered on the optimizer here still run in this same step, after the hooks that the script
     # registered before.
     del args, kwargs
-    for controller in _controllers():
+    controllers = _controllers()
+    for controller in controllers:
         controller.steps.about_to_step(optimizer)
-    if _beside and _sessions:
-        with _changing:
-            others = [other.controller.steps for other in _sessions.values()]
-            beside = [session.controller.steps for session in chain(*_beside.values())]
+    beside = [one.steps for one in controllers if one.context.outside]
+    if beside and len(beside) < len(controllers):
+        others = [one.steps for one in controllers if not one.context.outside]
         for steps in beside:
             steps.go_after(others, optimizer)
 
@@ -261,4 +231,4 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    return [session.controller for session in _alive if not session.removed]
+    return [session.controller for session in list(_attached) if not session.removed]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, InstanceOf, ValidationInfo
@@ -49,7 +49,8 @@ class JudgedNorms:
         columns: the places of the tensors in the statistic, ``None`` if the statistic has no other tensors.
         each: their norms, float64 of shape ``[len(tensors)]``.
         norms: the norms to compare: one norm over all tensors, or the norm of each.
-        passed: the same norms as the bound lets them through.
+        before: the state that the bound kept so far, of shape ``[rows, len(norms)]``.
+        passed: the norms as the bound lets them through.
         after: the state to keep if the update takes place.
     """
 
@@ -60,16 +61,9 @@ class JudgedNorms:
     columns: Tensor | None
     each: Tensor
     norms: Tensor
+    before: Tensor
     passed: Tensor
     after: Tensor
-
-    @property
-    def before(self) -> Tensor:
-        """The learnt state before this update, of shape ``[rows, len(norms)]``."""
-        kept = self.statistic.kept
-        if self.spikes.over_rule or self.columns is None:
-            return kept
-        return kept[:, self.columns]
 
     @property
     def usual(self) -> Tensor:
@@ -83,10 +77,8 @@ class JudgedNorms:
     def flags(self) -> Norms:
         """One number per norm, non-finite for a spike, to be read together with other norms."""
         passes = self.passed.ge(self.norms) & self.norms.isfinite()
-        places = tuple(range(len(self.norms)))
-        return (
-            (places, torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)),
-        )
+        flags = torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)
+        return ((tuple(range(len(self.norms))), flags),)
 
     def to_be_read(self) -> Tensor:
         """Return the numbers that `read` needs, in one tensor."""
@@ -119,13 +111,18 @@ class JudgedNorms:
         places = tuple([place[tensor] for tensor in tensors])
         return factors[_torch.integers(places, factors.device)]
 
-
-def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
-    """Return the running means after an update. A spike enters with the norm that `clip` would have let through."""
-    each = judged.each * judged.factors(judged.tensors)
-    old = judged.usual
-    new = (_BETA * old + (1 - _BETA) * each).where(old > 0, each).where(each.isfinite(), old)
-    return new if judged.columns is None else usual.index_copy(0, judged.columns, new)
+    def learn(self) -> None:
+        """Enter the norms into the statistic. A spike enters with the norm that `clip` would have let through."""
+        old, columns, over_rule = self.statistic, self.columns, self.spikes.over_rule
+        if over_rule or columns is None:
+            old.kept = self.after
+        else:
+            old.kept = old.kept.index_copy(1, columns, self.after)
+        if over_rule and self.spikes.then != "clip":
+            each, usual = self.each * self.factors(self.tensors), self.usual
+            new = (_BETA * usual + (1 - _BETA) * each).where(usual > 0, each)
+            new = new.where(each.isfinite(), usual)
+            old.usual = new if columns is None else old.usual.index_copy(0, columns, new)
 
 
 def regrouped(
@@ -135,18 +132,16 @@ def regrouped(
 
     If some tensors are new, or each had its own norm, one norm over all of them is a new quantity without a past.
     """
-    rows = spikes.bound.rows
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
-    zeros = torch.zeros(rows, len(tensors), dtype=_wide_dtype(device), device=device)
-    new = RunningStatistic(
-        tensors, zeros[:, :1].clone() if spikes.over_rule else zeros, zeros[0].clone()
-    )
+    columns = 1 if spikes.over_rule else len(tensors)
+    kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)
+    new = RunningStatistic(tensors, kept, kept.new_zeros(len(tensors)))
     for place, (tensor, old) in enumerate(zip(tensors, earlier, strict=True)):
         if old is not None:
             column = old.tensors.index(tensor)
             new.usual[place] = old.usual[column].to(device)
             if not spikes.over_rule:
-                new.kept[:, place] = old.kept[:, column].to(device)
+                kept[:, place] = old.kept[:, column].to(device)
     whole = earlier[0]
     if spikes.over_rule and whole is not None and all(one is whole for one in earlier):
         new.kept = whole.kept.clone()
@@ -161,47 +156,41 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
 
 
-_Value = TypeVar("_Value")
 # Rows of the learnt state: a count and a mean. Rounding may put a variance, the third row, below 0.
 _ABOVE_0 = 2
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    flaws = []
     # The checks below need plain memory.
     is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
     if not (is_plain and tensor.is_floating_point()):
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        flaws.append(f"is of {kind}, and should hold floating point numbers")
-    elif bad := int((~tensor.isfinite()).sum()):
-        flaws.append(
-            f"{bad} of {tensor.numel()} numbers are NaN or infinite, which a rule never learns"
-        )
-    elif bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
-        flaws.append("has numbers below 0, but no count or norm is negative")
-    return _sound(tensor.detach(), flaws)
+        raise _flaw(f"is of {kind}, and should hold floating point numbers")
+    if bad := int((~tensor.isfinite()).sum()):
+        count = tensor.numel()
+        raise _flaw(f"{bad} of {count} numbers are NaN or infinite, which a rule never learns")
+    if bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
+        raise _flaw("has numbers below 0, but no count or norm is negative")
+    return tensor.detach()
 
 
-def sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
-    rows: Mapping[str, int] = info.context or {}
-    flaws = []
+def _sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     for number, part in enumerate(rule.statistics):
-        if len(set(part.params)) < len(part.params):
-            flaws.append(f"statistic {number} names a parameter twice")
         count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
-        height = rows.get(rule.bound, kept[0] if kept else 0)
-        wanted = {"kept": (height, 1 if rule.per == "rule" else count), "usual": (count,)}
-        for what, size in {"kept": kept, "usual": usual}.items():
-            if size != wanted[what]:
-                told = f"{what!r} is of size {size} and, for {count} parameters, should be of {wanted[what]}"
-                flaws.append(f"in statistic {number} {told}")
-    return _sound(rule, flaws)
+        if len(set(part.params)) < count:
+            raise _flaw(f"statistic {number} names a parameter twice")
+        # The bound of a rule that is gone has an unknown number of rows.
+        rows = (info.context or {}).get(rule.bound, kept[0] if kept else 0)
+        columns = 1 if rule.per == "rule" else count
+        for what, size, wanted in (("kept", kept, (rows, columns)), ("usual", usual, (count,))):
+            if size != wanted:
+                should = f"for {count} parameters, should be of {wanted}"
+                raise _flaw(f"in statistic {number} {what!r} is of size {size} and, {should}")
+    return rule
 
 
-def _sound(value: _Value, flaws: list[str]) -> _Value:
-    if flaws:
-        raise PydanticCustomError("state", "{flaws}", {"flaws": "; ".join(flaws)})
-    return value
+def _flaw(text: str) -> PydanticCustomError:
+    return PydanticCustomError("state", "{text}", {"text": text})
 
 
 _Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
@@ -224,3 +213,6 @@ class LearntByRule:
     per: Literal["rule", "parameter"]
     params: list[str]
     statistics: list[Learnt]
+
+
+CheckedLearntByRule = Annotated[LearntByRule, AfterValidator(_sizes)]

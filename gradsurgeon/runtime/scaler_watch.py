@@ -141,7 +141,6 @@ def watched(
     Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does. A class
     defined later than this call is intercepted from its first object on.
     """
-    watching: set[type] = set()
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
@@ -150,33 +149,27 @@ def watched(
         on_scale(scaler, [loss for loss in losses if isinstance(loss, Tensor)])
         return scaled
 
-    def step(
-        original: Callable[..., Any],
-        scaler: GradScaler,
-        optimizer: Optimizer,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def step(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0] if args else kwargs["optimizer"]
         with around_step(scaler, optimizer):
-            return original(scaler, optimizer, *args, **kwargs)
+            return original(scaler, *args, **kwargs)
 
     def construct(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         watch(type(args[0]))
         original(*args, **kwargs)
 
-    def patch(base: type[Any], name: str, way: Callable[..., Any]) -> None:
-        if name in vars(base):
-            patches.callback(Patch(base, name, way).undo)
+    watching: set[type] = set()
 
     def watch(kind: type[Any]) -> None:
         for base in kind.__mro__:
             if issubclass(base, GradScaler) and base not in watching:
                 watching.add(base)
-                patch(base, "scale", scale)
-                patch(base, "step", step)
+                for name, around in (("scale", scale), ("step", step)):
+                    if name in vars(base):
+                        patches.callback(Patch(base, name, around).undo)
 
     with ExitStack() as patches:
         for kind in _live.derived(GradScaler):
             watch(kind)
-        patch(GradScaler, "__init__", construct)
+        patches.callback(Patch(GradScaler, "__init__", construct).undo)
         yield

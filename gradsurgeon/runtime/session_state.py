@@ -10,81 +10,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from gradsurgeon import _bounded_load, _dist
 from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
-from gradsurgeon.runtime.running_norms import LearntByRule, sizes
+from gradsurgeon.runtime.running_norms import CheckedLearntByRule
 from gradsurgeon.store.files import replacing_bytes
 from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
-if TYPE_CHECKING:
-    from gradsurgeon.runtime.controller import Controller
 
+_VERSION = 1
+_KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
 # A damaged state of a large model has as many flaws as the model has parameters.
 _MOST_SHOWN = 20
+_MOST_BYTES = 2**30
+_NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
+_NEWER = (
+    "the state is of version {version}, and this gradsurgeon reads version 1: update gradsurgeon"
+)
 _RESTART = "the state is damaged: resume from another one, or from none, and the rules restart what they learn"
-
+_UNREADABLE = "resume from another file, or remove this one: then the rules restart what they learn"
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, slots=True)
-class SessionState:
-    """The checked result of `session.state_dict()`."""
+class _State:
+    """The result of `state_dict`, checked."""
 
     step: _Count
     common_step: _Count
     steps: dict[str, _Count]
     in_a_row: dict[str, dict[str, _Count]]
-    rules: dict[str, Annotated[LearntByRule, AfterValidator(sizes)]]
+    rules: dict[str, CheckedLearntByRule]
     # The shapes of parameters, by name; states of earlier versions have none.
     shapes: dict[str, list[_Count]] = field(default_factory=dict)
 
 
-_FORM = TypeAdapter(SessionState)
-
-
-def checked(state: Mapping[str, Any], rows: Mapping[str, int]) -> SessionState:
-    """Return a checked state, from which a session can resume.
-
-    Args:
-        state: the result of `session.state_dict()`.
-        rows: the number of rows that each bound keeps, by the names of the bounds.
-
-    Raises:
-        GradSurgeonError: the state is not valid; the text lists every problem.
-    """
-    try:
-        return _FORM.validate_python(dict(state), context=rows)
-    except ValidationError as found:
-        errors = found.errors(include_url=False)
-    lines = [_told(error) for error in errors[:_MOST_SHOWN]]
-    if more := len(errors) - len(lines):
-        lines.append(f"... and {more:,} more")
-    head = f"{len(errors):,} problem{'s' * (len(errors) > 1)} in the state of a session; nothing was changed"
-    raise GradSurgeonError("\n".join([head, *lines, _RESTART]))
-
-
-def _told(error: Any) -> str:
-    place = "".join(f"[{part!r}]" for part in error["loc"])
-    if error["type"] == "state":
-        return f"state{printable(place)}: {printable(error['msg'])}"
-    if error["type"] == "missing":
-        return f"state{printable(place)}: is missing"
-    given = reprlib.repr(error["input"])
-    wanted = error["msg"].removeprefix("Input ")
-    return f"state{printable(place)}: {printable(given)} {printable(wanted)}"
-
-
-VERSION = 1
-_KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
-_NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
-_NEWER = (
-    "the state is of version {version}, and this gradsurgeon reads version 1: update gradsurgeon"
-)
+_FORM = TypeAdapter(_State)
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:
@@ -92,12 +57,12 @@ def state_dict(controller: Controller) -> dict[str, Any]:
     context = controller.context
     names, counters = context.program.names, context.counters
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "step": counters.latest,
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "in_a_row": controller.traps.rows.by_name(controller.context.program.names),
+        "in_a_row": controller.traps.rows.by_name(names),
         "rules": controller.spikes.state(),
     }
 
@@ -116,18 +81,38 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     """
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise GradSurgeonError(_NOT_OURS)
-    if state["version"] != VERSION:
+    if state["version"] != _VERSION:
         raise GradSurgeonError(_NEWER.format(version=printable(str(state["version"]))))
-    bounds = [spikes.bound for spikes in controller.context.spikes.values()]
-    sound = checked(state, {bound.name: bound.rows for bound in bounds})
+    context = controller.context
+    bounds = [spikes.bound for spikes in context.spikes.values()]
+    try:
+        sound = _FORM.validate_python(
+            dict(state), context={bound.name: bound.rows for bound in bounds}
+        )
+    except ValidationError as found:
+        flaws = [_told(error) for error in found.errors(include_url=False)]
+        more = [f"... and {len(flaws) - _MOST_SHOWN:,} more"] if len(flaws) > _MOST_SHOWN else []
+        problems = f"{len(flaws):,} problem{'s' * (len(flaws) > 1)}"
+        head = f"{problems} in the state of a session; nothing was changed"
+        lines = [head, *flaws[:_MOST_SHOWN], *more, _RESTART]
+        raise GradSurgeonError("\n".join(lines)) from None
     end = sound.step
     if step is not None:
         sound = replace(sound, step=step, common_step=step, steps=dict.fromkeys(sound.steps, step))
-    complaints = list(_resume(controller, sound))
-    event_log, latest = controller.context.event_log, controller.context.counters.latest
-    for rule, text in complaints:
-        event_log.emit("notice", text, rule=rule, step=latest, warn=True)
+    mismatches = list(_resume(controller, sound))
+    for rule, text in mismatches:
+        context.event_log.emit("notice", text, rule=rule, step=context.counters.latest, warn=True)
     return end
+
+
+def _told(error: Any) -> str:
+    place = "".join(f"[{part!r}]" for part in error["loc"])
+    told = printable(error["msg"].removeprefix("Input "))
+    if error["type"] == "missing":
+        told = "is missing"
+    elif error["type"] != "state":
+        told = f"{printable(reprlib.repr(error['input']))} {told}"
+    return f"state{printable(place)}: {told}"
 
 
 def _shapes(controller: Controller) -> dict[str, list[int]]:
@@ -137,30 +122,21 @@ def _shapes(controller: Controller) -> dict[str, list[int]]:
     return {name: list(param.shape) for name, param in named if param is not None}
 
 
-def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, str]]:
+def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
     context.counters.resume(steps, common=state.common_step, latest=state.step)
     controller.traps.rows.resume(state.in_a_row, index)
-    yield from _other_names(index, state)
-    shapes = _shapes(controller)
-    reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
-    yield from controller.spikes.load(state.rules, index, reshaped)
-
-
-def _other_names(index: Mapping[str, int], state: SessionState) -> Iterator[tuple[str, str]]:
     if gone := [name for name in state.steps if name not in index]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
     if new := [name for name in index if name not in state.steps]:
         text = "which the state does not have: rules restart what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"
-
-
-_REMEDY = "resume from another file, or remove this one: then the rules restart what they learn"
-
-_MOST_BYTES = 2**30
+    shapes = _shapes(controller)
+    reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
+    yield from controller.spikes.load(state.rules, index, reshaped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +182,7 @@ def read(folder: Path) -> StateFile | None:
         why = f"cannot be read: {printable(error.strerror or str(error))}"
     except _bounded_load.RefusedError as error:
         why = printable(str(error))
-    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_REMEDY}")
+    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_UNREADABLE}")
 
 
 def write(folder: Path, controller: Controller) -> None:

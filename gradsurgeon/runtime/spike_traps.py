@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.conclusions import Finding, Look, StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients, shorten
+from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
-    Learnt,
     LearntByRule,
     RunningStatistic,
-    moved,
     regrouped,
     wide,
 )
 from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
+
+# Returns the order in which the gradients of an update came.
+_Arrived = Callable[[], Sequence[Sequence[int]]]
 
 
 class SpikeTraps:
@@ -41,40 +41,29 @@ class SpikeTraps:
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
-    def looks(
-        self, update: StepContext, arrived: Callable[[], Sequence[Sequence[int]]]
-    ) -> list[Look]:
+    def looks(self, update: StepContext, arrived: _Arrived) -> list[Look]:
         """Compare the norms of an update with earlier updates; return the looks of rules that may stop it.
 
         Sharded gradients need a collective. The call never waits for the device.
-
-        Args:
-            update: the update.
-            arrived: returns the order in which its gradients came.
         """
         judged = self._judged[update.counter] = {}
+        looks = []
         for bound_rule in update.due.spike_traps:
-            rule = bound_rule.rule.id
             # The optimizer does not consume a gradient that a `freeze` hides in this step.
             having = update.gradients.having(bound_rule.tensors)
-            if tensors := [tensor for tensor in having if tensor not in update.due.frozen]:
-                with torch.no_grad():
-                    judged[rule] = self._compare(
-                        bound_rule, update.gradients, tensors, update.overflow
-                    )
-                if not bound_rule.edits:
-                    self._context.event_log.count_fired(rule, update.step)
-        return [
-            Look((one.flags,), partial(self._findings, one, arrived))
-            for one in judged.values()
-            if not one.bound_rule.edits
-        ]
+            tensors = [tensor for tensor in having if tensor not in update.due.frozen]
+            if not tensors:
+                continue
+            with torch.no_grad():
+                one = self._compare(bound_rule, update.gradients, tensors, update.overflow)
+            judged[bound_rule.rule.id] = one
+            if not bound_rule.edits:
+                self._context.event_log.count_fired(bound_rule.rule.id, update.step)
+                looks.append(Look((one.flags,), partial(self._findings, one, arrived)))
+        return looks
 
     def _findings(
-        self,
-        judged: JudgedNorms,
-        arrived: Callable[[], Sequence[Sequence[int]]],
-        spikes: Sequence[int],
+        self, judged: JudgedNorms, arrived: _Arrived, spikes: Sequence[int]
     ) -> list[Finding]:
         names = self._context.program.names
         report = spike_report(names, judged, arrived()) if spikes else None
@@ -92,21 +81,17 @@ class SpikeTraps:
         if overflow is not None:
             each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
-        statistic = self._statistic(bound_rule, spikes, each.device)
-        columns = None
+        statistic = self._statistic(bound_rule, each.device)
+        columns, kept = None, statistic.kept
         if len(tensors) < len(bound_rule.tensors):
             columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
-        kept = statistic.kept
-        if columns is not None and not spikes.over_rule:
-            kept = kept[:, columns]
+            kept = kept if spikes.over_rule else kept[:, columns]
         passed, after = spikes.bound.advance(kept, norms)
         return JudgedNorms(
-            bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, passed, after
+            bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, kept, passed, after
         )
 
-    def _statistic(
-        self, bound_rule: BoundRule, spikes: Spikes, device: torch.device
-    ) -> RunningStatistic:
+    def _statistic(self, bound_rule: BoundRule, device: torch.device) -> RunningStatistic:
         """Return the learnt state of a rule for the tensors of a counter, on a device.
 
         If counters have exchanged tensors since, an optimizer keeps what the rule has learnt of those tensors.
@@ -117,38 +102,37 @@ class SpikeTraps:
             earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
             # Another optimizer may have owned some of these tensors meanwhile.
             own = (one for one in earlier if one is not None and one.tensors == tensors)
-            statistic = next(own, None)
-        if statistic is None:
-            statistic = regrouped(spikes, tensors, earlier)
-            self.statistics.update({(rule, tensor): statistic for tensor in tensors})
+            statistic = next(own, None) or regrouped(self._context.spikes[rule], tensors, earlier)
+            if statistic not in earlier:
+                self._keep(rule, statistic)
         if statistic.kept.device != device:
             statistic.kept = statistic.kept.to(device)
             statistic.usual = statistic.usual.to(device)
         return statistic
 
+    def _keep(self, rule: str, statistic: RunningStatistic) -> None:
+        self.statistics.update({(rule, tensor): statistic for tensor in statistic.tensors})
+
     def cut(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
         """Shorten gradients whose norms exceed the bound of a rule."""
-        judged = self._judged.get(bound_rule.counter, {}).get(bound_rule.rule.id)
-        if judged is None:
-            return
-        known = set(judged.tensors)
-        tensors = [tensor for tensor in tensors if tensor in known]
-        if not tensors:
-            return
-        shorten(self._context, bound_rule.rule.id, gradients, tensors, judged.factors(tensors))
         rule, step = bound_rule.rule.id, bound_rule.counter.step
+        judged = self._judged.get(bound_rule.counter, {}).get(rule)
+        known = set() if judged is None else set(judged.tensors)
+        tensors = [tensor for tensor in tensors if tensor in known]
+        if judged is None or not tensors:
+            return
+        gradients.shorten(rule, tensors, judged.factors(tensors))
         on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:
             log, (norms, passed, _) = self._context.event_log, judged.read(numbers)
             if not all(map(math.isfinite, norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            cut = sum(map(operator.lt, passed, norms))
-            if cut:
+            if cut := sum(map(operator.lt, passed, norms)):
                 text, name = told_of_cut(self._context.program.names, judged, numbers)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            if cut and not on_host:
-                log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
+                if not on_host:
+                    log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
 
@@ -165,19 +149,17 @@ class SpikeTraps:
                 kept, usual = earlier.get(id(one), (one.kept, one.usual))
                 params = [names[tensor] for tensor in one.tensors]
                 parts.append({"params": params, "kept": kept.cpu(), "usual": usual.cpu()})
-            found[rule] = {
-                "bound": spikes.bound.name,
-                "per": "rule" if spikes.over_rule else "parameter",
-                "params": self._bound(rule),
-                "statistics": parts,
-            }
+            per = "rule" if spikes.over_rule else "parameter"
+            params = self._params(rule)
+            learnt = {"bound": spikes.bound.name, "per": per, "params": params}
+            found[rule] = {**learnt, "statistics": parts}
         return found
 
     def load(
         self,
         rules: Mapping[str, LearntByRule],
         index: Mapping[str, int],
-        reshaped: Collection[str] = (),
+        reshaped: Collection[str],
     ) -> Iterator[tuple[str, str]]:
         """Resume from the result of `state`; yield each mismatch with its rule.
 
@@ -190,69 +172,55 @@ class SpikeTraps:
         self.statistics.clear()
         self._judged.clear()
         self._before.clear()
-        for rule, of_rule in rules.items():
-            spikes = self._context.spikes.get(rule)
-            if spikes is None:
-                yield (
-                    "",
-                    f"the state knows a rule {printable(rule)}, which learns nothing here or is gone: ignored",
-                )
+        for rule in [rule for rule in rules if rule not in self._context.spikes]:
+            told = "which learns nothing here or is gone: ignored"
+            yield "", f"the state knows a rule {printable(rule)}, {told}"
+        for rule, spikes in self._context.spikes.items():
+            if (learnt := rules.get(rule)) is None:
+                yield rule, "the state does not have this rule: the rule restarts"
                 continue
-            per = "rule" if spikes.over_rule else "parameter"
-            if (of_rule.bound, of_rule.per) != (spikes.bound.name, per):
-                old = f"`{of_rule.bound}`, per: {of_rule.per}"
-                yield (
-                    rule,
-                    f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts",
+            kind = spikes.bound.name, "rule" if spikes.over_rule else "parameter"
+            unlike = list(self._unlike(rule, learnt, reshaped))
+            if (learnt.bound, learnt.per) != kind:
+                old, new = (
+                    f"`{bound}`, per: {per}" for bound, per in ((learnt.bound, learnt.per), kind)
                 )
-                continue
-            unlike = list(self._unlike(rule, of_rule, reshaped))
-            if unlike and spikes.over_rule:
+                yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
+            elif unlike and spikes.over_rule:
                 yield rule, f"{unlike[0]}, so its norm is a different quantity: the rule restarts"
-                continue
-            yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
-            # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
-            for part in sorted(of_rule.statistics, key=lambda part: -len(part.params)):
-                self._load(rule, spikes, part, index)
-        for rule in self._context.spikes.keys() - rules.keys():
-            yield rule, "the state does not have this rule: the rule restarts"
+            else:
+                yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
+                self._resume(rule, learnt, index)
+
+    def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:
+        # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
+        for part in sorted(learnt.statistics, key=lambda part: -len(part.params)):
+            columns = [column for column, name in enumerate(part.params) if name in index]
+            tensors = tuple(index[part.params[column]] for column in columns)
+            kept = part.kept.clone() if learnt.per == "rule" else part.kept[:, columns]
+            self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
 
     def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
         """Yield the differences between the parameters of a rule and the parameters of its learnt state."""
-        bound = set(self._bound(rule))
-        if odd := bound.intersection(learnt.params, reshaped):
+        params = set(self._params(rule))
+        if odd := params.intersection(learnt.params, reshaped):
             yield f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
-        if changed := bound.symmetric_difference(learnt.params):
+        if changed := params.symmetric_difference(learnt.params):
             yield f"acts on other parameters than in the state ({shorten_names(sorted(changed))})"
 
-    def _bound(self, rule: str) -> list[str]:
-        """Return the parameters that a rule is bound to."""
+    def _params(self, rule: str) -> list[str]:
         program = self._context.program
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
         return [program.names[tensor] for stage in stages for tensor in stage.tensors]
-
-    def _load(self, rule: str, spikes: Spikes, part: Learnt, index: Mapping[str, int]) -> None:
-        columns = [column for column, name in enumerate(part.params) if name in index]
-        if not columns:
-            return
-        tensors = tuple(index[part.params[column]] for column in columns)
-        kept = part.kept.clone() if spikes.over_rule else part.kept[:, columns]
-        statistic = RunningStatistic(tensors, kept, part.usual[columns])
-        self.statistics.update({(rule, tensor): statistic for tensor in tensors})
 
     def update(self, counter: StepCounter) -> None:
         """Learn from the update that was judged last: it has taken place."""
         self._before, self._entered = {}, (counter, counter.step)
         for judged in self._judged.pop(counter, {}).values():
-            statistic, spikes = judged.statistic, judged.spikes
+            statistic = judged.statistic
             self._before[id(statistic)] = statistic.kept, statistic.usual
             with torch.no_grad():
-                if spikes.over_rule or judged.columns is None:
-                    statistic.kept = judged.after
-                else:
-                    statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
-                if spikes.over_rule and spikes.then != "clip":
-                    statistic.usual = moved(statistic.usual, judged)
+                judged.learn()
 
     def forget(self, counter: StepCounter) -> None:
         """Discard the update that was judged last: it did not take place."""

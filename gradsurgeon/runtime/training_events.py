@@ -120,6 +120,10 @@ class StepDecision:
     # The reason, for ranks that have seen nothing.
     cause: StopReason | None = None
 
+    @property
+    def stops(self) -> bool:
+        return self.skip or self.error is not None
+
 
 # The optimizer does its update.
 GOES_ON = StepDecision()
@@ -144,12 +148,6 @@ class TrainingEvents(Protocol):
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors for which a rule must know whether their gradients were zero before the pass."""
-
-    def expects_update(self) -> bool:
-        """Tell whether an optimizer is going to step: waiting gradients may be delivered then."""
-
-    def optimizer_found(self) -> None:
-        """Receive the first optimizer that owns parameters, before it becomes an owner."""
 
     def step_starting(self, step: Step) -> StepDecision:
         """Act right before an update; return the decision on it."""

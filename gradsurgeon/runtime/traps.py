@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -51,6 +51,7 @@ SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflow
 class Traps:
     def __init__(self, context: Context, kept: KeptCalls, spikes: SpikeTraps) -> None:
         self._context = context
+        self._names = context.program.names
         self._spikes = spikes
         self.rows = Rows()
         self._conclusions = Conclusions(context, kept, self.rows)
@@ -78,62 +79,38 @@ class Traps:
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
-        context, found = self._context, []
+        context, rank, found = self._context, _dist.rank(), []
         for counter in context.counters.among(done.tensors):
+            concerns = self._names[counter.tensors[0]]
             deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
             snapshots = self._snapshots[counter] if deciding else []
             norms = snapshots[-1].norms if snapshots else ()
             (doubtful,) = measure.nonfinite(norms)
             if doubtful and done.scale is not None:
-                found.append(self._overflow(counter))
+                text = _OVERFLOW.format(step=counter.step, rank=rank)
+                found.append(Objection(rank, "", OVERFLOWED, "skipped-step", concerns, "", text))
                 continue
-            gradients = dict(zip(*context.parameters.grads(doubtful), strict=True))
-            bad = measure.counts(gradients)
+            bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
+            parts = {self._names[t]: (one.kind, one.number) for t, one in bad.items() if one.ranks}
             evidence = GradientEvidence(snapshots, (), bad, norms)
-            findings = [*self._findings(deciding, evidence), *self._flagged(counter)]
-            parts = {tensor: one for tensor, one in bad.items() if one.ranks}
-            found += [
-                self._objection(
-                    counter, Trip(rule, decision, self.rows.of(counter, rule) + 1, report), parts
-                )
-                for rule, report in findings
-                if report is not None and decides(decision := context.decisions[rule])
-            ]
+            flagged = self._judge_activations(counter, final=False)
+            for rule, report in [*self._findings(deciding, evidence), *flagged]:
+                decision = context.decisions[rule]
+                if report is None or not decides(decision):
+                    continue
+                trip = Trip(rule, decision, self.rows.of(counter, rule) + 1, report)
+                text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
+                where = rule, trip.severity, "trap", concerns, report.name
+                found.append(Objection(rank, *where, text, report.guilty, parts))
         return found
-
-    def _objection(
-        self, counter: StepCounter, trip: Trip, parts: Mapping[int, NonfiniteCount]
-    ) -> Objection:
-        names, report = self._context.program.names, trip.report
-        return Objection(
-            _dist.rank(),
-            trip.rule,
-            trip.severity,
-            "trap",
-            names[counter.tensors[0]],
-            report.name,
-            "\n".join([self._conclusions.head(counter.step, trip), *report.lines]),
-            report.guilty,
-            {names[tensor]: (one.kind, one.number) for tensor, one in parts.items()},
-        )
-
-    def _overflow(self, counter: StepCounter) -> Objection:
-        name, rank = self._context.program.names[counter.tensors[0]], _dist.rank()
-        text = _OVERFLOW.format(step=counter.step, rank=rank)
-        return Objection(rank, "", OVERFLOWED, "skipped-step", name, "", text)
 
     def decide(self, update: StepContext) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips.pop(update.counter, None)
-        looks = [
-            *self._look_at_gradients(update),
-            *(
-                self._spikes.looks(update, partial(self._arrived, update.counter))
-                if update.due.spike_traps
-                else ()
-            ),
-            *self._look_at_statistics(update),
-        ]
+        looks = self._look_at_gradients(update)
+        if update.due.spike_traps:
+            looks += self._spikes.looks(update, partial(self._arrived, update.counter))
+        looks += self._look_at_statistics(update)
         # The snapshots after backward reach the host together with the current numbers.
         numbers = [one for look in looks for one in look.numbers]
         tripped = iter(measure.nonfinite(*numbers) if numbers else ())
@@ -142,7 +119,8 @@ class Traps:
             for look in looks
             for finding in look.findings(*(next(tripped) for _ in look.numbers))
         ]
-        return self._conclude(update, [*findings, *self._judge_activations(update.counter)])
+        findings += self._judge_activations(update.counter, final=True)
+        return self._conclude(update, findings)
 
     def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
         """Judge gradients again that rules at `step` may have made non-finite. A collective for sharded gradients.
@@ -150,8 +128,7 @@ class Traps:
         All ranks have the same rules and the same averaged or sharded gradients, so all of them find the same.
         """
         context, trapped = self._context, update.due.trapped
-        gradients = context.parameters.grads(sorted(edited.intersection(trapped)))
-        norms = measure.norms(*gradients)
+        norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad, numbers = measure.counts(suspects), measure.as_dict(norms) if doubtful else {}
@@ -160,7 +137,7 @@ class Traps:
         order, _ = context.parameters.grads(trapped)
         moment = "right before the update, and finite before the rules at `step`"
         findings = [
-            (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
+            (bound.rule.id, gradient_report(self._names, moment, order, bad, {}))
             for bound in update.due.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
@@ -195,46 +172,36 @@ class Traps:
         doubtful: Sequence[int],
     ) -> list[Finding]:
         """Return the findings of traps, given the tensors with a doubtful norm after backward and now."""
-        context, gradients = self._context, update.gradients
+        event_log, gradients = self._context.event_log, update.gradients
         there = set(tensors)
         fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
         for bound in fired:
-            context.event_log.count_fired(bound.rule.id, update.step)
+            event_log.count_fired(bound.rule.id, update.step)
         elsewhere = self._counted_elsewhere(gradients, update.heard)
         if not (before or doubtful or elsewhere):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         for tensor, others in elsewhere.items():
-            own = [bad[tensor]] if tensor in bad else []
-            bad[tensor] = measure.merged([*own, *others])
-        divided = {t for t in tensors if _dist.is_sharded(gradients[t])}
-        evidence = GradientEvidence(
-            self._snapshots[update.counter],
-            tensors,
-            bad,
-            norms,
-            frozenset(elsewhere),
-            frozenset(divided),
-        )
+            bad[tensor] = measure.merged([*([bad[tensor]] if tensor in bad else ()), *others])
+        snapshots = self._snapshots[update.counter]
+        divided = frozenset(t for t in tensors if _dist.is_sharded(gradients[t]))
+        evidence = GradientEvidence(snapshots, tensors, bad, norms, frozenset(elsewhere), divided)
+        objecting = {one.rule for one in update.heard.objections}
         for bound in fired:
-            repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
-            objected = any(one.rule == bound.rule.id for one in update.heard.objections)
-            if repaired and not objected and bad.keys().isdisjoint(bound.tensors):
-                names = [context.program.names[tensor] for tensor in repaired]
+            rule = bound.rule.id
+            names = [self._names[tensor] for tensor in bound.tensors if tensor in evidence.repaired]
+            if names and rule not in objecting and bad.keys().isdisjoint(bound.tensors):
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
-                rule, step = bound.rule.id, update.step
-                context.event_log.emit("notice", text, rule=rule, step=step, name=names[0])
+                event_log.emit("notice", text, rule=rule, step=update.step, name=names[0])
         return self._findings(fired, evidence)
 
     def _counted_elsewhere(
         self, gradients: Gradients, heard: Heard
     ) -> dict[int, list[NonfiniteCount]]:
         """Return the counts of other ranks in their parts of gradients, by tensor."""
-        found: dict[int, list[NonfiniteCount]] = {}
         told = [one for one in heard.objections if one.counts and one.rank != _dist.rank()]
-        if not told:
-            return found
-        tensors = {name: tensor for tensor, name in enumerate(self._context.program.names)}
+        tensors = {name: tensor for tensor, name in enumerate(self._names)} if told else {}
+        found: dict[int, list[NonfiniteCount]] = {}
         for one in told:
             for name, (kind, number) in one.counts.items():
                 tensor = tensors.get(name, -1)
@@ -249,40 +216,24 @@ class Traps:
     def _look_at_statistics(self, update: StepContext) -> Iterator[Look]:
         for bound in update.due.thresholds:
             if tensors := update.gradients.having(bound.tensors):
-                self._context.event_log.count_fired(bound.rule.id, update.step)
-                decision = self._context.decisions[bound.rule.id]
+                rule = bound.rule.id
+                self._context.event_log.count_fired(rule, update.step)
+                decision = self._context.decisions[rule]
                 assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
                 values = update.gradients.statistics(decision.statistic, tensors)
                 # A non-finite number marks a tensor that trips.
-                tripped = values.new_zeros(len(values)).masked_fill(
-                    decision.trips(values), math.inf
-                )
-                stat = decision.statistic
-                told = partial(self._over_threshold, bound.rule.id, stat, tensors, values)
-                yield Look((((tuple(tensors), tripped),),), told)
+                flags = values.new_zeros(len(values)).masked_fill(decision.trips(values), math.inf)
+                told = partial(self._over_threshold, rule, decision.statistic, tensors, values)
+                yield Look((((tuple(tensors), flags),),), told)
 
     def _over_threshold(
-        self,
-        rule: str,
-        stat: str,
-        tensors: Sequence[int],
-        values: Tensor,
-        tripped: Sequence[int],
+        self, rule: str, stat: str, tensors: Sequence[int], values: Tensor, tripped: Sequence[int]
     ) -> list[Finding]:
-        report = None
-        if tripped:
-            names = [self._context.program.names[tensor] for tensor in tensors]
-            flags = [tensor in tripped for tensor in tensors]
-            report = threshold_report(stat, names, values.tolist(), flags)
-        return [(rule, report)]
-
-    def _judge_activations(self, counter: StepCounter) -> list[Finding]:
-        if not self._context.program.site_rules:
-            return []
-        return _reported(self._context.flags.take(counter, self._context.counters.common))
-
-    def _flagged(self, counter: StepCounter) -> list[Finding]:
-        return _reported(self._context.flags.raised(counter, self._context.counters.common))
+        if not tripped:
+            return [(rule, None)]
+        names = [self._names[tensor] for tensor in tensors]
+        flags = [tensor in tripped for tensor in tensors]
+        return [(rule, threshold_report(stat, names, values.tolist(), flags))]
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
         context = self._context
@@ -296,11 +247,11 @@ class Traps:
         if not stuck or context.mode == "observe":
             return []
         # A scaler checks before the script can repair or clip, so the trap must do the same.
-        if (snapshots := self._snapshots[counter]) and snapshots[-1].norms:
-            seen = snapshots[-1].norms
-        else:
-            seen = measure.norms_here(*context.parameters.grads(due_rules.trapped))
-        norms = measure.as_dict(seen)
+        snapshots = self._snapshots[counter]
+        seen = snapshots[-1].norms if snapshots else ()
+        norms = measure.as_dict(
+            seen or measure.norms_here(*context.parameters.grads(due_rules.trapped))
+        )
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         # A skip caused by other tensors says nothing about this trap: its row goes on.
         guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
@@ -315,7 +266,7 @@ class Traps:
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
     ) -> list[Finding]:
-        names, bad = self._context.program.names, evidence.now.keys()
+        names, bad = self._names, evidence.now.keys()
         return [
             (bound.rule.id, None if bad.isdisjoint(bound.tensors) else evidence.report(names, why))
             for bound in bound_rules
@@ -324,15 +275,11 @@ class Traps:
     def _conclude(
         self, update: StepContext, findings: Sequence[Finding], *, known: bool = False
     ) -> StepDecision:
-        if update.heard is ALONE and not self._has_tripped(findings):
+        rows = self.rows.lengths or self.rows.current
+        if update.heard is ALONE and not rows and not any(report for _, report in findings):
             return GOES_ON
         scale = self._scale(update.counter)
         return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)
-
-    def _has_tripped(self, findings: Sequence[Finding]) -> bool:
-        """Tell whether a trap tripped in this update or in earlier ones, so a row has to be counted."""
-        rows = self.rows
-        return bool(rows.lengths or rows.current) or any(report for _, report in findings)
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))
@@ -344,12 +291,16 @@ class Traps:
         reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
         return snapshots[-1].arrived if len(reached) == 1 else []
 
-
-def _reported(flags: Iterable[tuple[Flag, int]]) -> list[Finding]:
-    by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
-    for flag, count in flags:
-        by_rule[flag.rule.id].append((flag, count))
-    return [
-        (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
-        for rule, of_rule in by_rule.items()
-    ]
+    def _judge_activations(self, counter: StepCounter, *, final: bool) -> list[Finding]:
+        """Judge the flags of modules and tags; ``final`` if the update is about to take place."""
+        if not self._context.program.site_rules:
+            return []
+        flags, counters = self._context.flags, (counter, self._context.counters.common)
+        # Modules that no optimizer owns use the common counter: the next update of any optimizer judges them.
+        by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
+        for flag, count in flags.take(counters) if final else flags.raised(counters):
+            by_rule[flag.rule.id].append((flag, count))
+        return [
+            (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
+            for rule, of_rule in by_rule.items()
+        ]

@@ -175,7 +175,7 @@ def test_ctrl_c_while_it_waits_for_one_leaves_nothing_behind(
             gradsurgeon.apply(model, ONLY_NORMS, replace=True)
         else:
             session.remove()
-    assert not registry._sessions.get(model)
+    assert not registry.find(model)
     assert torch.autograd.backward is backward
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     with gradsurgeon.open_run(tmp_path / "run") as run:
@@ -189,5 +189,5 @@ def test_a_warning_that_is_an_error_leaves_nothing_behind() -> None:
     with warnings.catch_warnings(), pytest.raises(GradSurgeonWarning):
         warnings.simplefilter("error")
         session.remove()
-    assert not registry._sessions.get(model)
+    assert not registry.find(model)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

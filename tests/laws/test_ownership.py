@@ -179,12 +179,15 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
         assert [step for step, _ in session.history(name, rule="early")] == [1, 2, 3]
 
 
-def test_an_optimizer_that_steps_now_and_then_is_no_news() -> None:
+@pytest.mark.parametrize("made", [0, 1], ids=["before training", "after the first update"])
+def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    often, seldom = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    often = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with gradsurgeon.apply(model, rules(SKIP)) as session:
         for number in range(10):
+            if number == made:
+                seldom = torch.optim.SGD(model[1].parameters(), lr=0.1)
             model(data(number, 3, 4)).square().sum().backward()
             often.step()
             if number % 5 == 4:
