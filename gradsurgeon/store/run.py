@@ -16,6 +16,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
+from gradsurgeon.store.memory import matching
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
 from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
@@ -121,13 +122,7 @@ class Run(RecordQueries):
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
         """Return the series that measure one tensor, from the lowest rank that recorded it."""
-        matches = [
-            series
-            for series in self
-            if series.key.stat == stat
-            and name in series.columns
-            and rule in (None, series.key.rule)
-        ]
+        matches = matching(self, name, stat, rule)
         return [series for series in matches if series.rank == matches[0].rank]
 
     def lowest(self) -> Iterator[StoredSeries]:
