@@ -8,7 +8,8 @@ Only the reducer knows the pass that it awaits: trainers set it up themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,7 @@ class _Reduction:
     awaits: bool = False
 
 
-_reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = (
-    weakref.WeakKeyDictionary()
-)
+_reductions: weakref.WeakKeyDictionary[Any, _Reduction] = weakref.WeakKeyDictionary()
 
 
 def watch() -> Callable[[], object]:
@@ -67,15 +66,22 @@ _torch.compile_within_caller(_prepared)
 
 
 def find(params: Iterable[Tensor]) -> None:
-    """Search for wrappers of some parameters that the script used before the watch, or never."""
-    _note(_dist.data_parallel(params))
+    """Search for wrappers of some parameters that the script used before the watch, or never.
+
+    The search covers all live objects: a wrapper may have come after the session, and nothing on a parameter
+    refers to it.
+    """
+    if _dist.world() > 1:
+        wanted = set(map(id, params))
+        wrappers = _live.instances(DistributedDataParallel)
+        _note(w for w in wrappers if not wanted.isdisjoint(map(id, w.parameters())))
 
 
 def _note(wrappers: Iterable[Any]) -> None:
     for wrapper in wrappers:
         if wrapper not in _reductions:
             # A reducer never averages a parameter that is frozen now, even if the script unfreezes it later.
-            params = [param for param in _dist.averaged_by(wrapper) if param.requires_grad]
+            params = [param for param in averaged_by(wrapper) if param.requires_grad]
             _reductions[wrapper] = _Reduction(frozenset(map(id, params)))
 
 
@@ -110,9 +116,39 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
     over = []
     for wrapper, reduction in list(_reductions.items()):
         # A wrapper can get its gradients in several passes, and averages in the last of them.
-        if not reduction.awaits or not (failed or _dist.is_reduced(wrapper)):
-            continue
-        if reaches(reduction.params):
+        is_over = reduction.awaits and (failed or _is_reduced(wrapper))
+        if is_over and reaches(reduction.params):
             reduction.awaits = False
             over.append(wrapper)
     return over
+
+
+def _is_reduced(wrapper: Any) -> bool:
+    """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
+    try:
+        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
+    except RuntimeError:
+        return False
+    return True
+
+
+def averaged_by(wrapper: Any) -> list[Tensor]:
+    """Return the parameters whose gradients a wrapper averages; a script can exclude some."""
+    # There are no public names. The reducer averages the second list in one go, early or late.
+    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
+
+
+@contextmanager
+def extra_pass(wrappers: Sequence[Any]) -> Iterator[None]:
+    """Run backward passes that give no parameter a gradient, hidden from the wrappers."""
+    # With a static graph the very first pass sets up the reduction. A first pass that reaches no parameter
+    # would leave the reduction without a set-up for good.
+    name = "_static_graph_delay_allreduce_enqueued"
+    waiting = [wrapper for wrapper in wrappers if getattr(wrapper, name, None) is False]
+    for wrapper in waiting:
+        setattr(wrapper, name, True)
+    try:
+        yield
+    finally:
+        for wrapper in waiting:
+            setattr(wrapper, name, False)

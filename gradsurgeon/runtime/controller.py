@@ -37,7 +37,7 @@ from gradsurgeon.runtime.notices import (
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, Heard, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -62,12 +62,11 @@ class Controller:
         self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self.context = context
-        self._together = RankAgreement(context)
-        self._agreement: DecidesAlone = DecidesAlone(context)
+        self._agreement = RankAgreement(context)
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._kept, self.spikes)
-        self.losses = LossRules(context, self._together)
+        self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
@@ -88,7 +87,7 @@ class Controller:
         self.attached = False
 
     def attach(self) -> None:
-        self._meet_ranks()
+        self.context.meet_ranks()
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
@@ -100,10 +99,6 @@ class Controller:
                 text = _NOT_MET.format(kind=type(optimizer).__name__)
                 self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
-
-    def _meet_ranks(self) -> None:
-        if self.context.meet_ranks():
-            self._agreement = self._together
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -118,7 +113,7 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
-        self._together.close()
+        self._agreement.close()
         self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
@@ -129,7 +124,7 @@ class Controller:
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
-        self._meet_ranks()
+        self.context.meet_ranks()
         self.steps.end_failed()
         if reached is None or reached:
             with self._kept.spared():

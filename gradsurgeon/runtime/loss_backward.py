@@ -281,7 +281,7 @@ def _gradients(
     """
     found: dict[int, dict[str, Tensor]] = {}
     buffers = _Buffers(modules)
-    with _dist.extra_pass(wrappers), current_pass.taking() as tasks:
+    with data_parallel.extra_pass(wrappers), current_pass.taking() as tasks:
         for name, loss in losses.items():
             with _torch.without_hooks(params), buffers.put_back(), _retained_put_back(loss):
                 for param, grad in _gradients_of(name, loss, params):
