@@ -7,8 +7,9 @@ parts and merge the results of the ranks.
 
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, cast
@@ -18,6 +19,8 @@ from torch import Tensor
 
 Op = Literal["sum", "max"]
 Groups = tuple[Any, ...]
+# Seconds between two looks for the keys of other ranks.
+_PAUSE = 0.002
 
 
 def rank() -> int:
@@ -248,6 +251,29 @@ def server(port: int | None, limit: timedelta) -> Any:
     return distributed.TCPStore(
         "127.0.0.1", port or 0, None, port is None, limit, wait_for_workers=False
     )
+
+
+def present(
+    shared: Any, prefix: str, ranks: Iterable[int], limit: float, until: str = ""
+) -> list[int]:
+    """Return the ranks that set their key below a prefix of a store in time, or before another key was set.
+
+    Args:
+        shared: the store.
+        prefix: the prefix; the key of a rank is its number.
+        ranks: the ranks to wait for.
+        limit: seconds.
+        until: the other key.
+    """
+    missing, end = set(ranks), time.monotonic() + limit
+    wanted = sorted(missing)
+    while True:
+        over = time.monotonic() > end or (until and shared.check([until]))
+        # Polled, because `wait` of the store writes to stderr when it gives up.
+        missing = {rank for rank in missing if not shared.check([f"{prefix}/{rank}"])}
+        if not missing or over:
+            return [rank for rank in wanted if rank not in missing]
+        time.sleep(_PAUSE)
 
 
 def is_flattened(param: Tensor) -> bool:

@@ -173,22 +173,16 @@ class Voter:
         if self.is_over:
             return {}
         self._met += 1
-        prefix, end = f"{self._passes}/met/{self._met}", time.monotonic() + limit
+        prefix = f"{self._passes}/met/{self._met}"
+        own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
         try:
-            self._store.set(f"{prefix}/{_dist.rank()}", cast("Any", pickle.dumps(value)))
-            self._keys.append((self._passes, f"{prefix}/{_dist.rank()}"))
-            while True:
-                here = [rank for rank in self.ranks if self._store.check([f"{prefix}/{rank}"])]
-                over = time.monotonic() > end or self._store.check([f"{prefix}/closed"])
-                if over or len(here) == len(self.ranks):
-                    break
-                time.sleep(_LONGEST / 10)
-            closed = json.loads(self._store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
+            self._store.set(own, cast("Any", pickle.dumps(value)))
+            self._keys.append((self._passes, own))
+            here = _dist.present(self._store, prefix, self.ranks, limit, closed)
+            agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
             # The ranks of one job trust each other: torch sends pickled objects in the same way.
-            return {
-                rank: pickle.loads(self._store.get(f"{prefix}/{rank}"))  # noqa: S301 # see above
-                for rank in closed
-            }
+            told = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
+            return {rank: pickle.loads(text) for rank, text in told.items()}  # noqa: S301 # see above
         except RuntimeError as error:
             self._end(error)
             return {}

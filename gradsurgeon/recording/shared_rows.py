@@ -10,7 +10,7 @@ import pickle
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ _Series = tuple[str, str, str, int]
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
 _PAUSE = 0.005
-# A rank with this many unread batches sends no more.
+# A rank that has not read this many batches of each rank gets no more.
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
@@ -68,9 +68,8 @@ class SharedRows:
         # The parts that have come, by series and rank, each with the number of its pass.
         self._parts: defaultdict[tuple[_Series, int], dict[int, bytes]] = defaultdict(dict)
         self._newest: dict[tuple[_Series, int], int] = {}
-        # By rank: the parts to send, and the tickets of the batches that it has not read.
+        # The parts to send, by rank, and the number of batches that this rank has read.
         self._outgoing: defaultdict[int, list[tuple[_Series, int, bytes]]] = defaultdict(list)
-        self._unread: defaultdict[int, deque[int]] = defaultdict(deque)
         self._read = 0
         self._closed: set[int] = set()
         self._ending = False
@@ -146,7 +145,9 @@ class SharedRows:
         try:
             if not leads:
                 self._store.set(f"{key}/{rank}", "")
-            if absent := self._absent(key, ranks[1:] if leads else [leader]):
+            wanted = ranks[1:] if leads else ranks[:1]
+            here = _dist.present(self._store, key, wanted, LIMIT)
+            if absent := [other for other in wanted if other not in here]:
                 texts = {"name": name, "ranks": named, "absent": _dist.named(absent)}
                 error = RecordError(_ALONE.format(**texts, limit=LIMIT))
             elif leads:
@@ -163,26 +164,13 @@ class SharedRows:
             raise error
         return cast("Answer", found)
 
-    def _absent(self, key: str, wanted: Sequence[int]) -> list[int]:
-        """Return the ranks that have not set their key within the limit."""
-        end = time.monotonic() + LIMIT
-        while missing := [rank for rank in wanted if not self._store.check([f"{key}/{rank}"])]:
-            if time.monotonic() > end:
-                break
-            time.sleep(_PAUSE)
-        return missing
-
     def _send(self) -> None:
         for leader, parts in self._outgoing.items():
-            unread = self._unread[leader]
-            read = int(self._store.add(f"{leader}/read", 0))
-            while unread and unread[0] <= read:
-                self._store.delete_key(f"{leader}/{unread.popleft()}")
-            if len(unread) < _MOST_UNREAD:
+            read, sent = (int(self._store.add(f"{leader}/{of}", 0)) for of in ("read", "sent"))
+            if sent - read < _MOST_UNREAD * _dist.world():
                 ticket = int(self._store.add(f"{leader}/sent", 1))
                 batch = pickle.dumps((_dist.rank(), parts))
                 self._store.set(f"{leader}/{ticket}", cast("Any", batch))
-                unread.append(ticket)
 
     def _receive(self) -> None:
         waiting = [row for queue in self._waiting.values() for row, _ in queue]
@@ -203,6 +191,7 @@ class SharedRows:
             for series, number, part in parts:
                 self._parts[series, sender][number] = part
                 self._newest[series, sender] = number
+            self._store.delete_key(ticket)
         if tickets:
             self._read += len(tickets)
             self._store.add(f"{rank}/read", len(tickets))
