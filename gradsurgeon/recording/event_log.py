@@ -151,15 +151,11 @@ class EventLog:
     ) -> None:
         """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
-        text, level = message, logging.INFO
-        if kind in _REPEATED:
-            topic, level = _REPEATED[kind]
-            text = self._news((topic, rule), step, message)
-        if not text:
-            return
-        if warn:
+        topic, level = _REPEATED.get(kind, ("", logging.INFO))
+        text = self._news((topic, rule), step, message) if topic else message
+        if text and warn:
             self.warn(text, rule=rule)
-        else:
+        elif text:
             lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
             _log(logging.INFO if quiet else level, lines)
 

@@ -26,6 +26,8 @@ from gradsurgeon.recording.previews import CaptureKey, previews
 from gradsurgeon.recording.rows import Row, shares
 from gradsurgeon.recording.shared_rows import SharedRows
 from gradsurgeon.store import Key, Records
+from gradsurgeon.store.json_text import json_text
+from gradsurgeon.store.layout import captures_name, state_name
 
 if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
@@ -198,9 +200,8 @@ class Recorder:
             for sink in self._sinks:
                 sink.end()
             if self.captures.rules:
-                kept = self.captures
                 what = "the pictures of captured tensors could not be written"
-                self._write(what, lambda writer: writer.captures(previews(kept.rules, kept.of)))
+                self._write(what, captures_name, self.captures.previews)
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close(begin)
@@ -246,14 +247,21 @@ class Recorder:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
             what = "the state to resume from could not be written, and training goes on"
-            self._write(what, lambda writer: writer.state(_saved(state())), warn=True)
+            self._write(what, state_name, lambda: _saved(state()), warn=True)
 
-    def _write(self, what: str, write: Callable[[RunWriter], None], *, warn: bool = False) -> None:
+    def _write(
+        self,
+        what: str,
+        name: Callable[[int], str],
+        content: Callable[[], bytes],
+        *,
+        warn: bool = False,
+    ) -> None:
         """Write a file beside the records; a failure becomes a notice."""
         if self.writer is None or self.writer.closed or _torch.is_capturing():
             return
         try:
-            write(self.writer)
+            self.writer.file(name(self.writer.rank), content())
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             text = f"{what}: {printable(reason)}"
@@ -332,6 +340,10 @@ class CapturedTensors:
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
+
+    def previews(self) -> bytes:
+        """Return small pictures of the copies for the run directory. Waits for the device."""
+        return json_text(previews(self.rules, self.of)).encode()
 
 
 def _size(tensor: Tensor) -> int:

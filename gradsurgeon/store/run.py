@@ -158,15 +158,7 @@ class Run(RecordQueries):
     ) -> pa.Table:
         """Return the lines of `to_pandas` as a table of Arrow, with 34 bytes a line. Texts are dictionary-encoded.
 
-        Args:
-            name: only tensors whose canonical name matches this pattern, as in a rule file.
-            stat: only this statistic.
-            rule: only the records of the rule with this id.
-
-        Raises:
-            GradSurgeonError: pyarrow is missing: `pip install 'gradsurgeon[arrow]'`.
-            RecordError: nothing recorded fits.
-            ValueError: the pattern is malformed.
+        Arguments and errors are the same. The library is pyarrow: `pip install 'gradsurgeon[arrow]'`.
         """
         library("pyarrow", "arrow", "to_arrow")
         library("numpy", "arrow", "to_arrow")

@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import Claim, unwritable
 from gradsurgeon.store.database import is_busy
-from gradsurgeon.store.files import replacing, replacing_bytes
+from gradsurgeon.store.files import replacing_bytes
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
@@ -66,8 +66,8 @@ class RunWriter(Outlet):
             # An earlier run may have left it, and its other files be gone.
             (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
             if rank == 0:
-                with replacing(self.path / layout.RUN_FILE) as file:
-                    file.write(run_json)
+                with replacing_bytes(self.path / layout.RUN_FILE) as file:
+                    file.write(run_json.encode())
         except OSError as error:
             self._claim.undo()
             raise unwritable(self.path, error) from None
@@ -120,26 +120,15 @@ class RunWriter(Outlet):
         for rule, status in statuses.items():
             self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
-    def captures(self, previews: object) -> None:
-        """Write previews of the tensors that rules have kept, as JSON.
+    def file(self, name: str, content: bytes) -> None:
+        """Write a file beside the records, in place of an earlier one.
 
         Raises:
             OSError: the file cannot be written.
         """
         with self._lock:
             if not self.closed:
-                with replacing(self.path / layout.captures_name(self.rank)) as file:
-                    file.write(json_text(previews))
-
-    def state(self, content: bytes) -> None:
-        """Write the state that a session resumes from, in place of the earlier state.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        with self._lock:
-            if not self.closed:
-                with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
+                with replacing_bytes(self.path / name) as file:
                     file.write(content)
 
     def commit(self) -> None:
