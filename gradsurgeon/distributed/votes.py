@@ -14,8 +14,8 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from gradsurgeon import _dist
@@ -107,6 +107,8 @@ class Voter:
         # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
         self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
+        # Whether this process hosts numbers that other ranks read, besides the store of the job.
+        self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
         self._rank, self._prefix = _dist.rank(), prefix
@@ -124,42 +126,48 @@ class Voter:
             self._store.set(f"here/{self._rank}", "")
         _open.add(self)
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask the store. If it fails, the votes are over."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            reason = str(error).partition("\n")[0]
+            self._tell(
+                f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
+                "raises if one of its own traps trips"
+            )
+
     def cast(self, objections: Sequence[Objection]) -> int:
         """Vote on the update after a pass that has just ended, without waiting; return the number of the pass."""
         self._passes += 1
         self._met = 0
         if not self.is_over:
-            try:
+            with self._asking():
                 for objection in objections:
                     self._object(objection)
                 vote = 1 + OBJECTS * bool(objections)
                 self._values[self._passes] = self._counter.add(str(self._passes), vote)
                 self._clean()
-            except RuntimeError as error:
-                self._end(error)
         return self._passes
 
     def decision(self, number: int) -> Decision | None:
         """Return the votes of the ranks on a recent pass; ``None`` if they are not known. It may wait."""
         if number in self._values and not self.is_over:
-            try:
+            with self._asking():
                 self._decisions[number] = self._read(number, self._values.pop(number))
-            except RuntimeError as error:
-                self._end(error)
             if self._is_left:
                 self.close()
         return self._decisions.get(number)
 
     def begins(self, topic: str) -> bool:
         """Tell whether the ranks meet over a topic at this update for the first time. Alike on all ranks that come to it."""
-        if self.is_over:
-            return False
-        try:
-            begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
-        except RuntimeError as error:
-            self._end(error)
-            return False
-        return bool(begun == str(self._passes).encode())
+        begun = b""
+        if not self.is_over:
+            with self._asking():
+                begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
+        return begun == str(self._passes).encode()
 
     def meet(self, value: object, limit: float) -> dict[int, Any]:
         """Return the values of the ranks that come here in time, the same on all of them.
@@ -170,22 +178,19 @@ class Voter:
             value: the value of this rank, which must be picklable.
             limit: seconds.
         """
-        if self.is_over:
-            return {}
         self._met += 1
-        prefix = f"{self._passes}/met/{self._met}"
+        prefix, told = f"{self._passes}/met/{self._met}", dict[int, Any]()
         own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
-        try:
-            self._store.set(own, cast("Any", pickle.dumps(value)))
-            self._keys.append((self._passes, own))
-            here = _dist.present(self._store, prefix, self.ranks, limit, closed)
-            agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
-            # The ranks of one job trust each other: torch sends pickled objects in the same way.
-            told = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
-            return {rank: pickle.loads(text) for rank, text in told.items()}  # noqa: S301 # see above
-        except RuntimeError as error:
-            self._end(error)
-            return {}
+        if not self.is_over:
+            with self._asking():
+                self._store.set(own, cast("Any", pickle.dumps(value)))
+                self._keys.append((self._passes, own))
+                here = _dist.present(self._store, prefix, self.ranks, limit, closed)
+                agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
+                # The ranks of one job trust each other: torch sends pickled objects in the same way.
+                texts = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
+                told = {rank: pickle.loads(text) for rank, text in texts.items()}  # noqa: S301 # see above
+        return told
 
     def close(self) -> None:
         """Stop voting, and let the other ranks know."""
@@ -207,11 +212,6 @@ class Voter:
             return not _dist.own_store(self._prefix).check([f"here/{self._rank}"])
         except (RuntimeError, ValueError):
             return False
-
-    @property
-    def serves(self) -> bool:
-        """Whether this process hosts numbers that other ranks read, besides the store of the job."""
-        return self._counter.serves
 
     def _object(self, objection: Objection) -> None:
         kind = f"{self._passes}/{'guilty' if objection.guilty else 'other'}"
@@ -281,14 +281,6 @@ class Voter:
             self._counter.delete(str(old))
         while self._keys and self._keys[0][0] <= old:
             self._store.delete_key(self._keys.popleft()[1])
-
-    def _end(self, error: RuntimeError) -> None:
-        self.close()
-        reason = str(error).partition("\n")[0]
-        self._tell(
-            f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
-            "raises if one of its own traps trips"
-        )
 
 
 def _is_over(store: Any, number: int) -> bool:

@@ -342,7 +342,7 @@ class LossRules:
         """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
         if not groups:
             return list(facts)
-        self._agreement.find_sessions_for_losses(groups)
+        self._agreement.roll(groups)
         rank = _dist.rank()
         mine = torch.tensor([(rank + 1) * fact for fact in facts], device="cpu")
         largest = _dist.reduce(mine, groups, "max").tolist()

@@ -127,15 +127,11 @@ class RankAgreement:
             self._rolls.clear()
             self._voted.clear()
         if self._measures or self._records:
-            roll = self._roll(self._context.ranks.shard_groups(done.tensors))
+            roll = self.roll(self._context.ranks.shard_groups(done.tensors))
             if roll is not None and self._records:
                 self._context.recorder.shared.open(f"{roll.prefix}/rows")
         if self._decides or self._drifts:
-            self._roll(self._groups(done))
-
-    def find_sessions_for_losses(self, groups: _dist.Groups) -> None:
-        """Find the other ranks before they average the first gradients of single losses together."""
-        self._roll(groups)
+            self.roll(self._groups(done))
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
@@ -256,7 +252,7 @@ class RankAgreement:
         groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
         return largest(tuple(dict.fromkeys(groups)))
 
-    def _roll(self, groups: _dist.Groups) -> Roll | None:
+    def roll(self, groups: _dist.Groups) -> Roll | None:
         """Return the sessions of the ranks of some groups, if all have the same rules; ask once if unknown."""
         if not groups:
             return None
