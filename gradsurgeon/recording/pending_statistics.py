@@ -136,8 +136,8 @@ class _Layout:
                 by_calls.setdefault(calls, []).append(name)
         for group in by_calls.values():
             rule, together = self._rule, tuple(group)
-            keys = [Key(rule.id, stat, self._point, together) for stat in rule.stats]
-            self._columns.update((name, (keys, column)) for column, name in enumerate(group))
+            series = [Key(rule.id, stat, self._point, together) for stat in rule.stats]
+            self._columns.update((name, (series, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
         for position, name in enumerate(names):
@@ -145,4 +145,8 @@ class _Layout:
             row = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
             row[1].append((column, position))
             calls_so_far[name] += 1
-        return [(keys, *zip(*sorted(places), strict=True)) for keys, places in rows.values()]
+        found = []
+        for keys, places in rows.values():
+            columns, positions = zip(*sorted(places), strict=True)
+            found.append((keys, columns, positions))
+        return found

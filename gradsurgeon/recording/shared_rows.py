@@ -141,7 +141,8 @@ class SharedRows:
             raise RecordError(_ELSEWHERE.format(name=name, ranks=named, leader=leader))
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        found, error = None, None
+        found: Answer | None = None
+        error: Exception | None = None
         try:
             if not leads:
                 self._store.set(f"{key}/{rank}", "")

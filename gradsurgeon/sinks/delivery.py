@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
@@ -52,10 +52,9 @@ class Delivery(Outlet):
         self._shared = open_sinks.opened(sink)
         self._shared.enter(self)
         self._texts = dict(texts or {})
-        # Guards the queue: the rows, the events, and their sizes.
+        # Guards the queue and its size.
         self._lock = threading.Condition()
-        self._rows: deque[Measured] = deque()
-        self._events: deque[Event] = deque()
+        self._queue: deque[Measured | Event] = deque()
         self._bytes = 0
         # What the thread has taken and not sent yet.
         self._sending = 0
@@ -90,33 +89,27 @@ class Delivery(Outlet):
         replace: bool = False,
     ) -> None:
         """Take one row, as `Records.add` does. A row that may be replaced is sent once its step is over."""
-        self._put(Measured(key, step, values, absent, replace), len(values))
+        self._put(Measured(key, step, values, absent, replace))
 
     def event(self, event: Event) -> None:
-        self._put(event, len(event.message))
+        self._put(event)
         self.commit()
 
-    def _put(self, item: Measured | Event, size: int) -> None:
+    def _put(self, item: Measured | Event) -> None:
         if self.closed:
             return
         with self._lock:
-            if isinstance(item, Event):
-                self._events.append(item)
-            else:
-                self._rows.append(item)
-            self._bytes += size
-            while self._bytes > _MOST_BYTES and self._waiting > 1:
+            queue = self._queue
+            queue.append(item)
+            self._bytes += _size(item)
+            while self._bytes > _MOST_BYTES and len(queue) > 1:
                 # The next step brings another row, but an event never comes again.
-                if self._rows:
-                    kind, dropped = "rows", len(self._rows.popleft().values)
-                else:
-                    kind, dropped = "events", len(self._events.popleft().message)
-                self._bytes -= dropped
+                rows = (place for place, one in enumerate(queue) if isinstance(one, Measured))
+                place = next(rows, 0)
+                kind = "rows" if isinstance(queue[place], Measured) else "events"
+                self._bytes -= _size(queue[place])
+                del queue[place]
                 self._note(f"{self.name} cannot keep up: the oldest {kind} are left out{_ASIDE}")
-
-    @property
-    def _waiting(self) -> int:
-        return len(self._rows) + len(self._events)
 
     def commit(self) -> None:
         """Wake the thread."""
@@ -147,14 +140,14 @@ class Delivery(Outlet):
         if self._thread.is_alive() and not self.failed:
             self.failed = (
                 f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{self._waiting + self._sending:,} rows"
+                f"{len(self._queue) + self._sending:,} rows"
             )
             self._note(f"{self.failed}{_ASIDE}")
 
     def discard(self) -> None:
         """End without a word: the session did not begin. The sink stays open for the next session."""
         self._texts.clear()
-        self._taken()
+        self._empty()
         self._shared.leave(self)
         self.end()
 
@@ -164,16 +157,12 @@ class Delivery(Outlet):
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self.failed = f"{self.name} has failed: {printable(reason)}"
         self._note(f"{self.failed}{_ASIDE}")
-        self._taken()
+        self._empty()
 
-    def _taken(self) -> tuple[list[Measured], list[Event]]:
-        """Return everything in the queue, and empty it."""
+    def _empty(self) -> None:
         with self._lock:
-            taken = list(self._rows), list(self._events)
-            self._rows.clear()
-            self._events.clear()
+            self._queue.clear()
             self._bytes = 0
-        return taken
 
     def _work(self) -> None:
         try:
@@ -183,11 +172,13 @@ class Delivery(Outlet):
             more = True
             while more:
                 with self._lock:
-                    while not (self._waiting or self._ended):
+                    while not (self._queue or self._ended):
                         self._lock.wait()
-                    more, self._sending = not self._ended, self._waiting
-                    taken, events = self._taken()
-                rows = list(self._finished(taken))
+                    more, taken = not self._ended, list(self._queue)
+                    self._sending = len(taken)
+                    self._empty()
+                events = [item for item in taken if isinstance(item, Event)]
+                rows = list(self._finished(item for item in taken if isinstance(item, Measured)))
                 if not more:
                     rows += self._unfinished.values()
                 summaries = list(self._summarised(rows))
@@ -203,7 +194,7 @@ class Delivery(Outlet):
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
 
-    def _finished(self, rows: Sequence[Measured]) -> Iterator[Measured]:
+    def _finished(self, rows: Iterable[Measured]) -> Iterator[Measured]:
         """Yield the rows that no other pass of their step can replace any more."""
         for one in rows:
             if not one.replace:
@@ -254,3 +245,7 @@ class Delivery(Outlet):
             top = enumerate(item.top, 1)
             lines = [f"{place}. {tensor}: {value:.6g}" for place, (tensor, value) in top]
             self._sink.text(item.step, name, "\n".join(lines))
+
+
+def _size(item: Measured | Event) -> int:
+    return len(item.values) if isinstance(item, Measured) else len(item.message)

@@ -169,14 +169,6 @@ class RankFile:
             raise self.damaged()
         return statuses
 
-    def last_step(self) -> int | None:
-        """Return the last step of any record, event or status, ``None`` if there is none."""
-        rows = self.query("SELECT max(step) FROM events")
-        found = {rows[0][0], *(one.last_step for one in self.statuses().values())}
-        for one in self.series():
-            found.update(one.ends())
-        return max((step for step in found if isinstance(step, int)), default=None)
-
 
 def _are_of(values: Sequence[object], kind: type | int) -> bool:
     if isinstance(kind, type):

@@ -14,7 +14,7 @@ from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.database import logs
-from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
+from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.memory import matching
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
@@ -58,13 +58,6 @@ class Run(RecordQueries):
         """Close the files."""
         for file in self._files:
             file.close()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file that belongs to the run."""
-        captures = [self.path / captures_name(rank) for rank in self.ranks]
-        files = (file.path for file in self._files)
-        return (self.path / RUN_FILE, *files, *(path for path in captures if path.is_file()))
 
     @property
     def states(self) -> dict[int, str]:
@@ -124,10 +117,6 @@ class Run(RecordQueries):
         """Return the series that measure one tensor, from the lowest rank that recorded it."""
         matches = matching(self, name, stat, rule)
         return [series for series in matches if series.rank == matches[0].rank]
-
-    def lowest(self) -> Iterator[StoredSeries]:
-        """Yield every series except those whose tensors were all recorded by a lower rank."""
-        return (series for series, _ in of_lowest_ranks(self))
 
     def to_pandas(
         self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
@@ -230,7 +219,7 @@ def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
-    """Yield the series of `Run.lowest`, each with the columns that a lower rank has recorded too."""
+    """Yield every series that no lower rank has recorded whole, each with the columns that a lower rank has recorded."""
     # A module that runs on some ranks only can share a series with other modules.
     owners: dict[tuple[str, str, str], int] = {}
     for series in run:
