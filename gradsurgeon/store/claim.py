@@ -45,14 +45,14 @@ class Claim:
     def release(self) -> None:
         with suppress(sqlite3.Error):
             self.connection.close()
-        self._unlock()
+        self.unlock()
 
     def undo(self) -> None:
         """Remove everything again: the session did not begin."""
         self.release()
         self._undo.close()
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -60,7 +60,7 @@ class Claim:
                 _lock_file(self.database).unlink()
 
     def _remove_database(self) -> None:
-        self._unlock()
+        self.unlock()
         with suppress(OSError):
             for path in (self.database, *logs(self.database)):
                 path.unlink(missing_ok=True)

@@ -286,7 +286,7 @@ class TestHead:
         live = LiveRun(tmp_path)
         assert shown(live.read())[1] == "running"
         writers[0].close()
-        writers[1]._claim.release()
+        writers[1]._claim.unlock()
         snapshot = live.read()
         assert snapshot.is_running
         first = shown(snapshot, 300)[1]
