@@ -29,14 +29,26 @@ class Counter:
     Args:
         store: the store, with a prefix that only these ranks use.
         hosts: the name of the host of each rank.
+
+    Attributes:
+        serves: whether other ranks read from a server in this process.
     """
 
-    # Whether other ranks read from a server in this process.
-    serves = False
-
     def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
-        self._store, self._number = store, len(hosts)
-        self._cleans = min(hosts) == _dist.rank()
+        rank = _dist.rank()
+        here = [other for other, host in hosts.items() if host == hosts[rank]]
+        by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
+        self._store, self._number, self._here = store, len(hosts), len(here)
+        self._cleans, self.serves = min(hosts) == rank, by_host and min(here) == rank
+        # The server of this host, if there is one, and the key that this rank reads for its host.
+        self._host: Any = None
+        self._reading = ""
+        if by_host:
+            key = f"host/{hosts[rank]}"
+            port = None if self.serves else int(store.get(key))
+            self._host = _dist.server(port, store.timeout)
+            if self.serves:
+                store.set(key, str(self._host.port))
 
     def is_complete(self, value: int) -> bool:
         """Return whether all ranks have voted."""
@@ -44,60 +56,38 @@ class Counter:
 
     def add(self, key: str, vote: int) -> int:
         """Add the vote of this rank; return the known sum."""
+        if self._host is not None:
+            vote = int(self._host.add(key, vote))
+            # The last rank of a host reports for the host.
+            if voted(vote) < self._here:
+                return 0
         return int(self._store.add(key, vote))
 
     def look(self, key: str) -> int:
         """Return the known sum."""
-        return int(self._store.add(key, 0))
-
-    def delete(self, key: str) -> None:
-        """Forget a number. All ranks must call it."""
-        if self._cleans:
-            self._store.delete_key(key)
-
-
-def counter_of(store: Any, hosts: Mapping[int, str]) -> Counter:
-    several = 1 < len(set(hosts.values())) < len(hosts)
-    return _OfHosts(store, hosts) if len(hosts) > MANY and several else Counter(store, hosts)
-
-
-class _OfHosts(Counter):
-    def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
-        super().__init__(store, hosts)
-        own = hosts[_dist.rank()]
-        here = sorted(rank for rank, host in hosts.items() if host == own)
-        self._here = len(here)
-        self.serves = here[0] == _dist.rank()
-        if self.serves:
-            self._host = _dist.server(None, store.timeout)
-            store.set(f"host/{own}", str(self._host.port))
-        else:
-            self._host = _dist.server(int(store.get(f"host/{own}")), store.timeout)
-        self._reading = ""
-
-    def add(self, key: str, vote: int) -> int:
-        ours = int(self._host.add(key, vote))
-        # The last rank of a host reports for the host.
-        return super().add(key, ours) if voted(ours) == self._here else 0
-
-    def look(self, key: str) -> int:
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
-            if known := int(self._host.add(f"{key}/known", 0)):
+            if self._host is not None and (known := self._known(key)) is not None:
                 return known
-            # The first rank that asks does so for its host, and keeps asking.
-            if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
-                self._reading = key
-            if self._reading != key:
-                return 0
-        value = super().look(key)
-        if self.is_complete(value):
+        value = int(self._store.add(key, 0))
+        if self._host is not None and self.is_complete(value):
             with suppress(RuntimeError):
                 self._host.add(f"{key}/known", value)
         return value
 
+    def _known(self, key: str) -> int | None:
+        """Return the sum that the server of this host has, ``None`` if this rank has to ask for the host."""
+        if known := int(self._host.add(f"{key}/known", 0)):
+            return known
+        # The first rank that asks does so for its host, and keeps asking.
+        if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
+            self._reading = key
+        return None if self._reading == key else 0
+
     def delete(self, key: str) -> None:
+        """Forget a number. All ranks must call it."""
         if self.serves:
             for part in (key, f"{key}/known", f"{key}/reads"):
                 self._host.delete_key(part)
-        super().delete(key)
+        if self._cleans:
+            self._store.delete_key(key)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.distributed.hosts import LATE, OBJECTS, counter_of, voted
+from gradsurgeon.distributed.hosts import LATE, OBJECTS, Counter, voted
 
 # The number of passes whose votes are kept: one optimizer may step after the passes of others.
 _KEPT = 16
@@ -106,7 +106,7 @@ class Voter:
     ) -> None:
         # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
-        self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
+        self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
         # Whether this process hosts numbers that other ranks read, besides the store of the job.
         self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
