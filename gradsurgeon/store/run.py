@@ -161,16 +161,17 @@ class Run(RecordQueries):
         raise nothing_fits(self, self.path)
 
     def _lookup(self) -> Lookup:
-        stats = {rule: set(planned) for rule, planned in self.stats.items()}
-        names = {rule: set(self.names_of(rule)) for rule in stats}
+        found = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
         for series in self:
-            stats.setdefault(series.key.rule, set()).add(series.key.stat)
-            names.setdefault(series.key.rule, set()).update(series.key.names)
+            stats, names = found.setdefault(series.key.rule, (set(), set()))
+            stats.add(series.key.stat)
+            names.update(series.key.names)
         logged = {
-            rule: Logged(tuple(sorted(stats[rule])), frozenset(names[rule])) for rule in stats
+            rule: Logged(tuple(sorted(stats)), frozenset(names))
+            for rule, (stats, names) in found.items()
         }
-        every = (*self.params, *sorted(set().union(*names.values()) - {*self.params}))
-        return Lookup(every, self._aliases, logged, self.series)
+        more = {name for one in logged.values() for name in one.names}.difference(self.params)
+        return Lookup((*self.params, *sorted(more)), self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
