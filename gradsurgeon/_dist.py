@@ -7,19 +7,20 @@ parts and merge the results of the ranks.
 
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _live
-
 Op = Literal["sum", "max"]
 Groups = tuple[Any, ...]
+# Seconds between two looks for the keys of other ranks.
+_PAUSE = 0.002
 
 
 def rank() -> int:
@@ -95,16 +96,6 @@ def settled(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         complete: Tensor = sharded.redistribute(placements=placements)
     return complete
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor on every rank. A collective for a sharded one."""
-    if not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor
-    with torch.no_grad():
-        full: Tensor = sharded.full_tensor()
-    return full
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
@@ -225,15 +216,15 @@ def members(group: Any) -> list[int]:
     return sorted(torch.distributed.get_process_group_ranks(group))
 
 
-def timeout(group: Any) -> timedelta:
-    """Return how long the collectives of a group wait for a rank."""
-    device = torch.device(_reducible_on(group, torch.device("cpu")))
-    try:
-        # There is no public name.
-        found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # see above
-    except (AttributeError, RuntimeError):  # a third-party backend
-        return timedelta(minutes=10)
-    return found
+def patience(groups: Groups) -> float:
+    """Return the shortest time, in seconds, that the collectives of some groups wait for a rank."""
+    times = [timedelta(minutes=10)]
+    for group in groups:
+        device = torch.device(_reducible_on(group, torch.device("cpu")))
+        with suppress(AttributeError, RuntimeError):  # a third-party backend
+            # There is no public name.
+            times.append(group._get_backend(device).options._timeout)  # noqa: SLF001 # see above
+    return min(times[1:] or times).total_seconds()
 
 
 def store() -> Any:
@@ -262,61 +253,27 @@ def server(port: int | None, limit: timedelta) -> Any:
     )
 
 
-def data_parallel(params: Iterable[Tensor]) -> list[Any]:
-    """Return the `DistributedDataParallel` wrappers that reduce gradients of some parameters.
+def present(
+    shared: Any, prefix: str, ranks: Iterable[int], limit: float, until: str = ""
+) -> list[int]:
+    """Return the ranks that set their key below a prefix of a store in time, or before another key was set.
 
-    The search covers all live objects: a wrapper may have come after the session, and nothing
-    on a parameter refers to it.
+    Args:
+        shared: the store.
+        prefix: the prefix; the key of a rank is its number.
+        ranks: the ranks to wait for.
+        limit: seconds.
+        until: the other key.
     """
-    if world() == 1 or "torch.nn.parallel.distributed" not in sys.modules:
-        return []
-    wanted = {id(param) for param in params}
-    return [
-        wrapper
-        for wrapper in _live.instances(torch.nn.parallel.DistributedDataParallel)
-        if any(id(param) in wanted for param in wrapper.parameters())
-    ]
-
-
-def is_joining(wrapper: Any) -> bool:
-    """Tell whether a wrapper runs under `Join`, where ranks may take different numbers of steps."""
-    return bool(wrapper._join_config.enable)  # noqa: SLF001 # there is no public name
-
-
-def reduces(wrapper: Any) -> bool:
-    """Tell whether a wrapper reduces the gradients of its next backward pass; `no_sync` turns this off."""
-    return bool(wrapper.require_backward_grad_sync)
-
-
-def is_reduced(wrapper: Any) -> bool:
-    """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
-    try:
-        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
-    except RuntimeError:
-        return False
-    return True
-
-
-def averaged_by(wrapper: Any) -> list[Tensor]:
-    """Return the parameters whose gradients a wrapper averages; a script can exclude some."""
-    # There are no public names. The reducer averages the second list in one go, early or late.
-    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
-
-
-@contextmanager
-def extra_pass(wrappers: Sequence[Any]) -> Iterator[None]:
-    """Run backward passes that give no parameter a gradient, hidden from the wrappers."""
-    # With a static graph the very first pass sets up the reduction. A first pass that reaches no parameter
-    # would leave the reduction without a set-up for good.
-    name = "_static_graph_delay_allreduce_enqueued"
-    waiting = [wrapper for wrapper in wrappers if getattr(wrapper, name, None) is False]
-    for wrapper in waiting:
-        setattr(wrapper, name, True)
-    try:
-        yield
-    finally:
-        for wrapper in waiting:
-            setattr(wrapper, name, False)
+    missing, end = set(ranks), time.monotonic() + limit
+    wanted = sorted(missing)
+    while True:
+        over = time.monotonic() > end or (until and shared.check([until]))
+        # Polled, because `wait` of the store writes to stderr when it gives up.
+        missing = {rank for rank in missing if not shared.check([f"{prefix}/{rank}"])}
+        if not missing or over:
+            return [rank for rank in wanted if rank not in missing]
+        time.sleep(_PAUSE)
 
 
 def is_flattened(param: Tensor) -> bool:

@@ -347,11 +347,11 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
         return []
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
     from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
-    from gradsurgeon.sinks.open_sinks import close_at_end  # noqa: PLC0415 # the same
+    from gradsurgeon.sinks.open_sinks import opened  # noqa: PLC0415 # the same
 
     if _dist.rank():
         for sink in sinks:
-            close_at_end(sink)
+            opened(sink)
         return []
     texts = {"rules": bound.rules.text, "plan": str(bound)}
     return [Delivery(sink, title=title, texts=texts) for sink in sinks]

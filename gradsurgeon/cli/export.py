@@ -5,11 +5,11 @@ The export writes lines as it reads rows, so a run of any size fits into memory.
 
 import argparse
 import csv
+import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, writing
@@ -44,23 +44,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    output = arguments.output
+    output, form = arguments.output, arguments.format
     selection = Selection(arguments.name, arguments.stat, arguments.rule)
     with open_run(arguments.run) as opened, writing(output):
         chosen = selection.series(opened)
-        events = selection.events(opened.events) if arguments.format == "jsonl" else []
+        events = selection.events(opened.events) if form == "jsonl" else []
         if not chosen and not events:
             raise nothing_fits(opened, opened.path)
-        if arguments.format == "parquet":
+        if form == "parquet":
             _parquet(output, chosen)
             return 0
-        write = {"csv": _csv, "jsonl": _jsonl}[arguments.format]
+        lines = _csv(chosen) if form == "csv" else _jsonl(chosen, events)
         if output is None:
-            write(sys.stdout, chosen, events)
+            sys.stdout.writelines(lines)
             return 0
         check_replaceable(Path(output), _is_text_export, "export")
         with replacing(Path(output)) as out:
-            write(out, chosen, events)
+            out.writelines(lines)
     return 0
 
 
@@ -83,53 +83,44 @@ def _is_text_export(path: Path) -> bool:
         return file.readline(max(map(len, _FIRST)) + 1).startswith(_FIRST)
 
 
-def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
-    del events  # their columns differ
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
+def _csv(chosen: Chosen) -> Iterator[str]:
+    yield f"{','.join(COLUMNS)}\n"
+    for step, same, value in _values(chosen, _cells):
+        yield f"{step},{same},{digits(value)}\n"
+
+
+def _jsonl(chosen: Chosen, events: Sequence[Event]) -> Iterator[str]:
+    for step, same, value in _values(chosen, lambda fields: json_text(fields)[1:-1]):
+        number = digits(value) if math.isfinite(value) else f'"{nonfinite_name(value)}"'
+        yield f'{{"type": "value", "step": {step}, {same}, "value": {number}}}\n'
+    for event in events:
+        fields = {field: getattr(event, field) for field in _EVENT}
+        yield f"{json_text({'type': 'event', **fields})}\n"
+
+
+def _values(
+    chosen: Chosen, written: Callable[[Mapping[str, object]], str]
+) -> Iterator[tuple[int, str, float]]:
+    """Yield of each value: its step, the part of the line that is the same in all steps, and the value."""
     for series, columns in chosen:
-        key = series.key
-        fixed = (str(series.rank), *map(_harmless, (key.rule, key.point, key.stat)))
-        names = [(column, _harmless(key.names[column])) for column in columns]
-        for row in series.rows():
-            values, absent, step = row.values, row.absent, row.step
-            writer.writerows(
-                (step, *fixed, name, digits(values[column]))
-                for column, name in names
-                if column not in absent
-            )
+        rule, stat, point, names = series.key
+        fields = {"rank": series.rank, "rule": rule, "point": point, "stat": stat}
+        same = [(column, written({**fields, "name": names[column]})) for column in columns]
+        for step, values, absent in series.rows():
+            for column, text in same:
+                if column not in absent:
+                    yield step, text, values[column]
 
 
-def _harmless(text: str) -> str:
-    """Return a text without control characters that no spreadsheet takes for a formula.
+def _cells(fields: Mapping[str, object]) -> str:
+    """Return cells without control characters that no spreadsheet takes for a formula.
 
     The form can be reversed: backslashes escape as in Python, so a backslash of the text is doubled, and
     a leading apostrophe is not part of the text.
     """
-    shown = printable(text.replace("\\", "\\\\"))
-    return f"{_TEXT}{shown}" if shown.startswith((*_FORMULA, _TEXT)) else shown
-
-
-def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
-    for series, columns in chosen:
-        key = series.key
-        fixed = {"rank": series.rank, "rule": key.rule, "point": key.point, "stat": key.stat}
-        # This part is the same in all lines of a column.
-        middle = json_text(fixed)[1:-1]
-        tails = [(column, f', "name": {json_text(key.names[column])}') for column in columns]
-        for row in series.rows():
-            head = f'{{"type": "value", "step": {row.step}, {middle}'
-            values, absent = row.values, row.absent
-            out.writelines(
-                f'{head}{tail}, "value": {_number(values[column])}}}\n'
-                for column, tail in tails
-                if column not in absent
-            )
-    for event in events:
-        out.write(
-            f"{json_text({'type': 'event', **{field: getattr(event, field) for field in _EVENT}})}\n"
-        )
-
-
-def _number(value: float) -> str:
-    return digits(value) if math.isfinite(value) else f'"{nonfinite_name(value)}"'
+    shown = [printable(str(field).replace("\\", "\\\\")) for field in fields.values()]
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(
+        f"{_TEXT}{text}" if text.startswith((*_FORMULA, _TEXT)) else text for text in shown
+    )
+    return line.getvalue()

@@ -8,8 +8,8 @@ Only the reducer knows the pass that it awaits: trainers set it up themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,23 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsurgeon import _dist, _live, _torch
 from gradsurgeon._patching import Patch
 
-
-@dataclass(slots=True)
-class _Reduction:
-    """The known state of a wrapper's reducer.
-
-    Attributes:
-        params: the ids of the parameters that it averages: the wrapper's parameters when it was first seen.
-        awaits: whether the next pass that reaches one of them averages them.
-    """
-
-    params: frozenset[int]
-    awaits: bool = False
-
-
-_reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = (
-    weakref.WeakKeyDictionary()
-)
+# By wrapper: the ids of the parameters that it averages, taken when it was first seen.
+_averages: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+# The wrappers that average in the next pass that reaches one of their parameters.
+_awaiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch() -> Callable[[], object]:
@@ -49,17 +36,16 @@ def watch() -> Callable[[], object]:
 
 def forget() -> None:
     """Treat no wrapper as awaiting a pass: some may have run unwatched since."""
-    for reduction in list(_reductions.values()):
-        reduction.awaits = False
+    _awaiting.clear()
 
 
 def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named: Any) -> Any:
     returned = original(reducer, *args, **named)
-    if reducer not in [wrapper.reducer for wrapper in list(_reductions)]:
+    if reducer not in [wrapper.reducer for wrapper in list(_averages)]:
         _note(_live.instances(DistributedDataParallel))
-    for wrapper, reduction in list(_reductions.items()):
+    for wrapper in list(_averages):
         if wrapper.reducer is reducer:
-            reduction.awaits = True
+            _awaiting.add(wrapper)
     return returned
 
 
@@ -67,25 +53,32 @@ _torch.compile_within_caller(_prepared)
 
 
 def find(params: Iterable[Tensor]) -> None:
-    """Search for wrappers of some parameters that the script used before the watch, or never."""
-    _note(_dist.data_parallel(params))
+    """Search for wrappers of some parameters that the script used before the watch, or never.
+
+    The search covers all live objects: a wrapper may have come after the session, and nothing on a parameter
+    refers to it.
+    """
+    if _dist.world() > 1:
+        wanted = set(map(id, params))
+        wrappers = _live.instances(DistributedDataParallel)
+        _note(w for w in wrappers if not wanted.isdisjoint(map(id, w.parameters())))
 
 
 def _note(wrappers: Iterable[Any]) -> None:
     for wrapper in wrappers:
-        if wrapper not in _reductions:
+        if wrapper not in _averages:
             # A reducer never averages a parameter that is frozen now, even if the script unfreezes it later.
-            params = [param for param in _dist.averaged_by(wrapper) if param.requires_grad]
-            _reductions[wrapper] = _Reduction(frozenset(map(id, params)))
+            params = [param for param in averaged_by(wrapper) if param.requires_grad]
+            _averages[wrapper] = frozenset(map(id, params))
 
 
 def known() -> list[Any]:
     """Return the wrappers found so far, in no order that ranks share."""
-    return list(_reductions)
+    return list(_averages)
 
 
 def is_any_awaiting() -> bool:
-    return any(reduction.awaits for reduction in list(_reductions.values()))
+    return len(_awaiting) > 0
 
 
 def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
@@ -95,9 +88,8 @@ def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
         wrapper: a known wrapper.
         leaves: the ids of the leaves that the pass reaches.
     """
-    reduction = _reductions[wrapper]
-    awaits = reduction.awaits and not reduction.params.isdisjoint(leaves)
-    return reduction.params if awaits else frozenset()
+    params = _averages[wrapper] if wrapper in _awaiting else frozenset()
+    return frozenset() if params.isdisjoint(leaves) else params
 
 
 def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) -> list[Any]:
@@ -107,12 +99,42 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
         reaches: tells whether the pass reaches any of some leaves, by their ids.
         failed: whether the pass raised on this rank. Other ranks may have finished it.
     """
-    over = []
-    for wrapper, reduction in list(_reductions.items()):
-        # A wrapper can get its gradients in several passes, and averages in the last of them.
-        if not reduction.awaits or not (failed or _dist.is_reduced(wrapper)):
-            continue
-        if reaches(reduction.params):
-            reduction.awaits = False
-            over.append(wrapper)
+    # A wrapper can get its gradients in several passes, and averages in the last of them.
+    over = [
+        wrapper
+        for wrapper in list(_awaiting)
+        if (failed or _is_reduced(wrapper)) and reaches(_averages[wrapper])
+    ]
+    _awaiting.difference_update(over)
     return over
+
+
+def _is_reduced(wrapper: Any) -> bool:
+    """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
+    try:
+        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
+    except RuntimeError:
+        return False
+    return True
+
+
+def averaged_by(wrapper: Any) -> list[Tensor]:
+    """Return the parameters whose gradients a wrapper averages; a script can exclude some."""
+    # There are no public names. The reducer averages the second list in one go, early or late.
+    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
+
+
+@contextmanager
+def extra_pass(wrappers: Sequence[Any]) -> Iterator[None]:
+    """Run backward passes that give no parameter a gradient, hidden from the wrappers."""
+    # With a static graph the very first pass sets up the reduction. A first pass that reaches no parameter
+    # would leave the reduction without a set-up for good.
+    name = "_static_graph_delay_allreduce_enqueued"
+    waiting = [wrapper for wrapper in wrappers if getattr(wrapper, name, None) is False]
+    for wrapper in waiting:
+        setattr(wrapper, name, True)
+    try:
+        yield
+    finally:
+        for wrapper in waiting:
+            setattr(wrapper, name, False)

@@ -91,37 +91,28 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 def _quieten(module: Any, cast: Cast, stack: ExitStack) -> None:
     """Make a module that `fully_shard` manages only cast: it neither gathers nor frees parameters."""
-    for table, instead in (
-        (module._forward_pre_hooks, cast.before),  # noqa: SLF001 # there is no public name
-        (module._forward_hooks, cast.after),  # noqa: SLF001 # the same
-    ):
-        for key, hook in list(table.items()):
-            if str(getattr(hook, "__module__", "")).startswith(_OF_TORCH):
-                # The replacement keeps the place of the hook: script hooks come before and after it.
-                table[key] = instead
-                stack.callback(table.__setitem__, key, hook)
-    state = module._get_fsdp_state()  # noqa: SLF001 # the same
-    # The state calls these methods itself around methods registered as further forward methods.
-    stack.enter_context(_attribute(state, "_pre_forward", cast.before))
-    stack.enter_context(_attribute(state, "_post_forward", cast.after))
-    # A forward pass of the script may call them.
-    for name in ("unshard", "reshard"):
-        stack.enter_context(_attribute(module, name, _does_nothing))
+    state = vars(module._get_fsdp_state())  # noqa: SLF001 # there is no public name
+    instead: list[tuple[dict[Any, Any], Any, Any]] = [
+        # The replacement keeps the place of the hook: script hooks come before and after it.
+        *((module._forward_pre_hooks, key, cast.before) for key in _own(module._forward_pre_hooks)),  # noqa: SLF001 # the same
+        *((module._forward_hooks, key, cast.after) for key in _own(module._forward_hooks)),  # noqa: SLF001 # the same
+        # The state calls these methods itself around methods registered as further forward methods.
+        (state, "_pre_forward", cast.before),
+        (state, "_post_forward", cast.after),
+        # A forward pass of the script may call them.
+        *((vars(module), name, _does_nothing) for name in ("unshard", "reshard")),
+    ]
+    for table, key, value in instead:
+        # Modules of one group share a state, which must end up unchanged.
+        undo = (table.__setitem__, key, table[key]) if key in table else (table.pop, key)
+        stack.callback(*undo)
+        table[key] = value
 
 
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Shadow a method by an attribute; modules of one group share a state, which must end up unchanged."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
-    own[name] = value
-    try:
-        yield
-    finally:
-        if had:
-            own[name] = before
-        else:
-            del own[name]
+def _own(hooks: dict[Any, Any]) -> list[Any]:
+    """Return the keys of the hooks of `fully_shard`."""
+    modules = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
+    return [key for key, module in modules.items() if module.startswith(_OF_TORCH)]
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:

@@ -45,54 +45,20 @@ class StopReason:
         )
 
 
-class OneProcess:
-    """The ranks of a script in one process, which shares no gradients."""
-
-    is_reducing = False
-
-    def refuse_uneven(self) -> None:
-        """Refuse ranks that take different numbers of steps."""
-
-    def look_again(self) -> None:
-        """Search again for parameters, some of which may be sharded by now."""
-
-    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # `Ranks` uses it
-        return ()
-
-    def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:  # noqa: ARG002 # the same
-        return ()
-
-    def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:  # noqa: ARG002 # the same
-        return []
-
-    def averaging(
-        self,
-        tensors: Sequence[int],  # noqa: ARG002 # the same
-        leaves: Collection[int],  # noqa: ARG002 # the same
-    ) -> tuple[_dist.Groups, frozenset[int]]:
-        return (), frozenset()
-
-    def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:  # noqa: ARG002 # the same
-        return []
-
-    def averaged(self) -> frozenset[int]:
-        return frozenset()
-
-    def own(self, tensors: Collection[int]) -> list[int]:  # noqa: ARG002 # the same
-        return []
-
-
-class Ranks(OneProcess):
+class Ranks:
     """The ranks that reduce or shard the gradients of one model.
 
     Process groups are looked up whenever they are needed and never kept: a group that outlives its
     destruction by the script crashes the process at exit.
+
+    Args:
+        params: returns the current parameters. In one process, which shares no gradients, it returns none.
     """
 
-    def __init__(self, params: Callable[[], Sequence[Tensor | None]]) -> None:
-        # Returns the current parameters.
+    def __init__(self, params: Callable[[], Sequence[Tensor | None]] = tuple) -> None:
+        self.are_several = params is not tuple
         self._params = params
-        self._known = False
+        self._known = not self.are_several
         # The indices of the parameters inside each `DistributedDataParallel`.
         self._wrappers: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
         # The indices of the parameters on each mesh.
@@ -101,7 +67,7 @@ class Ranks(OneProcess):
     def refuse_uneven(self) -> None:
         """Refuse ranks that take different numbers of steps."""
         for wrapper, _ in self._live():
-            if _dist.is_joining(wrapper):
+            if wrapper._join_config.enable:  # noqa: SLF001 # there is no public name
                 raise GradSurgeonError(
                     "the model trains under `Join`, where ranks take different numbers of steps and cannot "
                     "agree on any: give every rank the same number of batches (`drop_last`, "
@@ -110,10 +76,12 @@ class Ranks(OneProcess):
 
     def look_again(self) -> None:
         """Search again for parameters, some of which may be sharded by now."""
-        self._known = False
+        self._known = not self.are_several
 
     def _live(self) -> list[tuple[Any, frozenset[int]]]:
         """Return the wrappers that contain some of the parameters, in the same order on all ranks."""
+        if not self.are_several:
+            return []
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
@@ -137,6 +105,7 @@ class Ranks(OneProcess):
         self._meshes = list(meshes.values())
 
     def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
+        """Return the groups of the meshes that have some of the parameters."""
         self._search_once()
         wanted = set(tensors) if self._meshes else set()
         groups: list[Any] = []
@@ -168,17 +137,15 @@ class Ranks(OneProcess):
         Returns:
             At most one group, and the ids of the parameters averaged over it.
         """
-        held = self._params()
-        params = {id(held[tensor]) for tensor in tensors}
         groups: dict[Any, set[int]] = {}
         for wrapper in self.wrappers_of(tensors):
-            ids = params & data_parallel.averaged(wrapper, leaves)
-            if ids:
+            held = self._params()
+            averaged = data_parallel.averaged(wrapper, leaves)
+            if ids := averaged.intersection(id(held[tensor]) for tensor in tensors):
                 groups.setdefault(wrapper.process_group, set()).update(ids)
-        if not groups:
-            return (), frozenset()
-        group, averaged = next(iter(groups.items()))
-        return (group,), frozenset(averaged)
+        for group, params in groups.items():
+            return (group,), frozenset(params)
+        return (), frozenset()
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
         """Return the shapes of the parameters that the ranks of some groups average or shard."""
@@ -193,22 +160,26 @@ class Ranks(OneProcess):
                 shared.append(param)
         return [tuple(param.shape) for param in shared]
 
+    def _reducing(self) -> list[Any]:
+        # `no_sync` turns the flag off.
+        return [one for one, _ in self._live() if one.require_backward_grad_sync]
+
     @property
-    def is_reducing(self) -> bool:  # type: ignore[override]
+    def is_reducing(self) -> bool:
         """Whether the running backward pass ends with an average over ranks, which overwrites contributions."""
-        return any(_dist.reduces(wrapper) for wrapper, _ in self._live())
+        return bool(self._reducing())
 
     def averaged(self) -> frozenset[int]:
         """Return the ids of the parameters that the running backward pass averages over ranks."""
-        wrappers = [wrapper for wrapper, _ in self._live() if _dist.reduces(wrapper)]
-        return frozenset(id(param) for wrapper in wrappers for param in _dist.averaged_by(wrapper))
+        params = (param for one in self._reducing() for param in data_parallel.averaged_by(one))
+        return frozenset(map(id, params))
 
     def own(self, tensors: Collection[int]) -> list[int]:
-        """Return the tensors, among some, that each rank has for itself: neither averaged nor sharded."""
+        """Return the tensors, among some, that each of several ranks has for itself: neither averaged nor sharded."""
         averaged, params = self.averaged(), self._params()
         return [
             tensor
-            for tensor in tensors
+            for tensor in (tensors if self.are_several else ())
             if (param := params[tensor]) is not None
             and param.requires_grad
             and id(param) not in averaged
@@ -220,13 +191,9 @@ def largest(groups: _dist.Groups) -> _dist.Groups:
     """Return the groups that no other group contains: a group of experts that some ranks did not use adds nothing."""
     if len(groups) < 2:  # noqa: PLR2004 # nearly always
         return groups
-    ranks = {group: frozenset(_dist.members(group)) for group in groups}
-    return tuple(
-        group
-        for place, group in enumerate(groups)
-        if not any(
-            ranks[group] < ranks[other] or (ranks[group] == ranks[other] and earlier < place)
-            for earlier, other in enumerate(groups)
-            if other is not group
-        )
-    )
+    found: dict[Any, frozenset[int]] = {}
+    for group in sorted(groups, key=lambda one: -len(_dist.members(one))):
+        ranks = frozenset(_dist.members(group))
+        if not any(ranks <= other for other in found.values()):
+            found[group] = ranks
+    return tuple(group for group in groups if group in found)

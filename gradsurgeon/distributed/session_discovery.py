@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from gradsurgeon.schema import RuleSet
 # Seconds. Ranks that have just reduced a gradient together reach their update at nearly the same time.
 # A rank that is not waited for must not lose patience with its own next collective.
 LIMIT = 10.0
-_PAUSE = 0.002
 
 # How often sessions with the same shapes have met on a group. The first meeting of a session is the next of
 # these meetings on all ranks, in whichever order the sessions were applied. A count never goes back,
@@ -75,47 +73,34 @@ def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionI
     while True:
         prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
-        publish(prefix, info)
+        _publish(prefix, info)
         wanted, here = _peers(prefix, info)
         closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
         # A roll that was closed earlier belonged to another session: other ranks have had one more.
         if _dist.rank() in closed:
-            sessions = {rank: SessionInfo(*published(prefix, rank)) for rank in closed}
+            sessions = {rank: SessionInfo(*_published(prefix, rank)) for rank in closed}
             # The rank that closed the roll may have known more peers.
             peers = {rank for session in sessions.values() for rank in session.peers}
             return Roll(f"{prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
 
 
-def _peers(prefix: str, info: SessionInfo) -> tuple[list[int], list[int]]:
+def _peers(prefix: str, info: SessionInfo) -> tuple[set[int], list[int]]:
     """Return the ranks that share gradients with this rank, directly or through others, and the ranks that came."""
-    wanted = sorted(info.peers)
-    while True:
-        here = wait_for(prefix, wanted, until=f"{prefix}/closed")
-        more = {rank for one in here for rank in SessionInfo(*published(prefix, one)).peers}
-        if more <= set(wanted):
-            return wanted, here
-        wanted = sorted(more.union(wanted))
+    wanted: set[int] = set()
+    here, more = list[int](), set(info.peers)
+    while not more <= wanted:
+        wanted |= more
+        here = _dist.present(_dist.store(), prefix, wanted, LIMIT, f"{prefix}/closed")
+        more = {rank for one in here for rank in SessionInfo(*_published(prefix, one)).peers}
+    return wanted, here
 
 
-def publish(prefix: str, value: Any) -> None:
+def _publish(prefix: str, value: Any) -> None:
     _dist.store().set(f"{prefix}/{_dist.rank()}", json.dumps(value))
 
 
-def published(prefix: str, rank: int) -> Any:
+def _published(prefix: str, rank: int) -> Any:
     return json.loads(_dist.store().get(f"{prefix}/{rank}"))
-
-
-def wait_for(prefix: str, ranks: Iterable[int], until: str = "") -> list[int]:
-    """Return the ranks whose value came in time, or before the key ``until`` was set."""
-    store, end, missing = _dist.store(), time.monotonic() + LIMIT, set(ranks)
-    wanted = sorted(missing)
-    while True:
-        over = time.monotonic() > end or (until and store.check([until]))
-        # Polled, because `wait` of the store writes to stderr when it gives up.
-        missing = {rank for rank in missing if not store.check([f"{prefix}/{rank}"])}
-        if not missing or over:
-            return [rank for rank in wanted if rank not in missing]
-        time.sleep(_PAUSE)
 
 
 def unheard(ranks: Sequence[int]) -> str:
@@ -134,7 +119,13 @@ def lacking(
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
     prefix = f"{_dist.attempt()}/matched/{rules.sha256}"
-    mine = _publish(prefix, rules, plans)
+    mine = _matched.setdefault(rules.sha256, {})
+    for plan in plans.values():
+        for rule in rules.rules:
+            names = [binding.name for binding in plan.of(rule.id)]
+            # Only rules with `expect` need the number of names; for other rules one name is enough.
+            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
+    _publish(prefix, mine)
     asked = [
         rule
         for rule in rules.rules
@@ -144,10 +135,10 @@ def lacking(
     ]
     if not asked:
         return [], {}
-    matched: dict[int, Names] = {
-        rank: published(prefix, rank) for rank in wait_for(prefix, range(_dist.world()))
-    }
-    absent = [rank for rank in range(_dist.world()) if rank not in matched]
+    every = range(_dist.world())
+    here = _dist.present(_dist.store(), prefix, every, LIMIT)
+    matched: dict[int, Names] = {rank: _published(prefix, rank) for rank in here}
+    absent = [rank for rank in every if rank not in matched]
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
@@ -162,20 +153,9 @@ def lacking(
             ]
             errors += [f"{text} (on all ranks together: {count}{heard})" for text in texts]
         elif having and not mine.get(rule.id):
-            here = f"matches nothing on rank {_dist.rank()}"
-            notes[rule.id] = f"{here}; {_dist.having(having)} it"
+            where = f"matches nothing on rank {_dist.rank()}"
+            notes[rule.id] = f"{where}; {_dist.having(having)} it"
     return errors, notes
-
-
-def _publish(prefix: str, rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
-    mine = _matched.setdefault(rules.sha256, {})
-    for plan in plans.values():
-        for rule in rules.rules:
-            names = [binding.name for binding in plan.of(rule.id)]
-            # Only rules with `expect` need the number of names; for other rules one name is enough.
-            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
-    publish(prefix, mine)
-    return mine
 
 
 def _only(rules: RuleSet, rule_id: str) -> RuleSet:

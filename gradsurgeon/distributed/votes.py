@@ -14,16 +14,13 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.distributed.hosts import counter_of
+from gradsurgeon.distributed.hosts import LATE, OBJECTS, Counter, voted
 
-# One number holds a pass: how many ranks have voted, how many of them object, and how many stopped waiting.
-_OBJECTS, _LATE = 1 << 20, 1 << 40
 # The number of passes whose votes are kept: one optimizer may step after the passes of others.
 _KEPT = 16
 # At most this many objections of a kind are read. Objections to an averaged gradient are alike on all ranks.
@@ -38,6 +35,9 @@ _WAITS = (
     "waiting since {waited:.0f} s for a vote on this update: not all of the {number} ranks have ended the backward pass before "
     "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
 )
+
+_LEFT = "{having} no session any more: this update takes place, and from now on a trap that trips raises on its own rank"
+_ABSENT = "{lacking} of {number} ranks did not vote on this update within {waited:.0f} s: the update takes place, on all ranks"
 
 
 class Objection(NamedTuple):
@@ -80,23 +80,9 @@ class Decision(NamedTuple):
 
 _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
-# Voters that have closed while other ranks have not: the process that hosts the store waits for those ranks.
-_left: list[_Left] = []
-
-
-class _Left(NamedTuple):
-    """The remains of a closed voter: its connection, its ranks, and whether this process serves others."""
-
-    store: Any
-    ranks: tuple[int, ...]
-    serves: bool
-
-    def is_over(self) -> bool:
-        """Tell whether all ranks have closed. The store may be gone."""
-        try:
-            return int(self.store.add("gone", 0)) >= len(self.ranks)
-        except RuntimeError:
-            return True
+# Of voters that have closed while other ranks have not: the store, the number of ranks, and whether this process serves
+# others. The process that hosts the store waits for those ranks. A voter itself would keep its session alive.
+_left: list[tuple[Any, int, bool]] = []
 
 
 class Voter:
@@ -120,7 +106,9 @@ class Voter:
     ) -> None:
         # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
-        self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
+        self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
+        # Whether this process hosts numbers that other ranks read, besides the store of the job.
+        self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
         self._rank, self._prefix = _dist.rank(), prefix
@@ -138,42 +126,48 @@ class Voter:
             self._store.set(f"here/{self._rank}", "")
         _open.add(self)
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask the store. If it fails, the votes are over."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            reason = str(error).partition("\n")[0]
+            self._tell(
+                f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
+                "raises if one of its own traps trips"
+            )
+
     def cast(self, objections: Sequence[Objection]) -> int:
         """Vote on the update after a pass that has just ended, without waiting; return the number of the pass."""
         self._passes += 1
         self._met = 0
         if not self.is_over:
-            try:
+            with self._asking():
                 for objection in objections:
                     self._object(objection)
-                vote = 1 + _OBJECTS * bool(objections)
-                self._values[self._passes] = self._counter.add(str(self._passes), vote, _voted)
+                vote = 1 + OBJECTS * bool(objections)
+                self._values[self._passes] = self._counter.add(str(self._passes), vote)
                 self._clean()
-            except RuntimeError as error:
-                self._end(error)
         return self._passes
 
     def decision(self, number: int) -> Decision | None:
         """Return the votes of the ranks on a recent pass; ``None`` if they are not known. It may wait."""
         if number in self._values and not self.is_over:
-            try:
+            with self._asking():
                 self._decisions[number] = self._read(number, self._values.pop(number))
-            except RuntimeError as error:
-                self._end(error)
             if self._is_left:
                 self.close()
         return self._decisions.get(number)
 
     def begins(self, topic: str) -> bool:
         """Tell whether the ranks meet over a topic at this update for the first time. Alike on all ranks that come to it."""
-        if self.is_over:
-            return False
-        try:
-            begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
-        except RuntimeError as error:
-            self._end(error)
-            return False
-        return bool(begun == str(self._passes).encode())
+        begun = b""
+        if not self.is_over:
+            with self._asking():
+                begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
+        return begun == str(self._passes).encode()
 
     def meet(self, value: object, limit: float) -> dict[int, Any]:
         """Return the values of the ranks that come here in time, the same on all of them.
@@ -184,28 +178,19 @@ class Voter:
             value: the value of this rank, which must be picklable.
             limit: seconds.
         """
-        if self.is_over:
-            return {}
         self._met += 1
-        prefix, end = f"{self._passes}/met/{self._met}", time.monotonic() + limit
-        try:
-            self._store.set(f"{prefix}/{_dist.rank()}", cast("Any", pickle.dumps(value)))
-            self._keys.append((self._passes, f"{prefix}/{_dist.rank()}"))
-            while True:
-                here = [rank for rank in self.ranks if self._store.check([f"{prefix}/{rank}"])]
-                over = time.monotonic() > end or self._store.check([f"{prefix}/closed"])
-                if over or len(here) == len(self.ranks):
-                    break
-                time.sleep(_LONGEST / 10)
-            closed = json.loads(self._store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
-            # The ranks of one job trust each other: torch sends pickled objects in the same way.
-            return {
-                rank: pickle.loads(self._store.get(f"{prefix}/{rank}"))  # noqa: S301 # see above
-                for rank in closed
-            }
-        except RuntimeError as error:
-            self._end(error)
-            return {}
+        prefix, told = f"{self._passes}/met/{self._met}", dict[int, Any]()
+        own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
+        if not self.is_over:
+            with self._asking():
+                self._store.set(own, cast("Any", pickle.dumps(value)))
+                self._keys.append((self._passes, own))
+                here = _dist.present(self._store, prefix, self.ranks, limit, closed)
+                agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
+                # The ranks of one job trust each other: torch sends pickled objects in the same way.
+                texts = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
+                told = {rank: pickle.loads(text) for rank, text in texts.items()}  # noqa: S301 # see above
+        return told
 
     def close(self) -> None:
         """Stop voting, and let the other ranks know."""
@@ -215,8 +200,8 @@ class Voter:
             with suppress(RuntimeError):
                 self._store.set(f"gone/{self._rank}", "")
                 self._store.add("gone", 1)
-            _left[:] = [one for one in _left if not one.is_over()]
-            _left.append(_Left(self._store, self.ranks, self.serves))
+            _left[:] = [one for one in _left if not _is_over(*one[:2])]
+            _left.append((self._store, len(self.ranks), self.serves))
         _open.discard(self)
 
     def is_of_an_earlier_job(self) -> bool:
@@ -227,11 +212,6 @@ class Voter:
             return not _dist.own_store(self._prefix).check([f"here/{self._rank}"])
         except (RuntimeError, ValueError):
             return False
-
-    @property
-    def serves(self) -> bool:
-        """Whether this process hosts numbers that other ranks read, besides the store of the job."""
-        return self._counter.serves
 
     def _object(self, objection: Objection) -> None:
         kind = f"{self._passes}/{'guilty' if objection.guilty else 'other'}"
@@ -244,13 +224,13 @@ class Voter:
 
     def _read(self, number: int, value: int) -> Decision:
         value = self._awaited(str(number), value)
-        if value >= _LATE:
+        if value >= LATE:
             # The first rank that decides on a pass with a late vote decides for all.
-            own = "vote" if self._is_complete(value) else "go"
+            own = "vote" if self._counter.is_complete(value) else "go"
             if self._store.compare_set(f"{number}/late", "", own) != b"vote":
                 return _GO
             value = int(self._store.add(str(number), 0))
-        objecting = value % _LATE // _OBJECTS
+        objecting = value % LATE // OBJECTS
         if not objecting:
             return _GO
         found = [*self._objections(number, "guilty"), *self._objections(number, "other")]
@@ -258,11 +238,8 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         """Return the votes on a pass, once all ranks have voted or this rank has waited long enough."""
-        began, is_told = time.monotonic(), False
-        while not self._is_complete(value):
-            value = self._counter.look(key, self._is_complete)
-            if self._is_complete(value):
-                break
+        began, is_told, is_complete = time.monotonic(), False, self._counter.is_complete
+        while not is_complete(value) and not is_complete(value := self._counter.look(key)):
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
             if waited > LINGER and not is_told:
@@ -271,9 +248,12 @@ class Voter:
                     _WAITS.format(number=len(self.ranks), waited=waited, most=self._patience)
                 )
             if gone or waited > self._patience:
-                value = int(self._store.add(key, _LATE))
-                if not self._is_complete(value):
-                    self._tell(self._absent(value, waited, gone))
+                value = int(self._store.add(key, LATE))
+                if not is_complete(value):
+                    lacking = len(self.ranks) - voted(value)
+                    facts = {"lacking": lacking, "number": len(self.ranks), "waited": waited}
+                    text = _LEFT if gone else _ABSENT
+                    self._tell(text.format(having=_dist.having(gone), **facts))
                     self._is_left = bool(gone)
                 break
             time.sleep(min(max(_SHORTEST, _SHARE * waited), _LONGEST))
@@ -285,18 +265,6 @@ class Voter:
             return []
         return [rank for rank in self.ranks if self._store.check([f"gone/{rank}"])]
 
-    def _absent(self, value: int, waited: float, gone: Sequence[int]) -> str:
-        lacking = len(self.ranks) - _voted(value)
-        if gone:
-            return (
-                f"{_dist.having(gone)} no session any more: this update takes place, and from now on a trap that trips "
-                "raises on its own rank"
-            )
-        return (
-            f"{lacking} of {len(self.ranks)} ranks did not vote on this update within {waited:.0f} s: the update takes place, on "
-            "all ranks"
-        )
-
     def _objections(self, number: int, kind: str) -> list[Objection]:
         kind = f"{number}/{kind}"
         if not self._store.check([kind]):
@@ -304,9 +272,6 @@ class Voter:
         most = min(self._store.add(kind, 0), _MOST)
         texts = [self._store.get(f"{kind}/{index + 1}") for index in range(most)]
         return [Objection(*json.loads(text)) for text in texts]
-
-    def _is_complete(self, value: int) -> bool:
-        return _voted(value) == len(self.ranks)
 
     def _clean(self) -> None:
         old = self._passes - _KEPT
@@ -317,17 +282,13 @@ class Voter:
         while self._keys and self._keys[0][0] <= old:
             self._store.delete_key(self._keys.popleft()[1])
 
-    def _end(self, error: RuntimeError) -> None:
-        self.close()
-        reason = str(error).partition("\n")[0]
-        self._tell(
-            f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
-            "raises if one of its own traps trips"
-        )
 
-
-def _voted(value: int) -> int:
-    return value % _OBJECTS
+def _is_over(store: Any, number: int) -> bool:
+    """Tell whether all ranks have closed. The store may be gone."""
+    try:
+        return int(store.add("gone", 0)) >= number
+    except RuntimeError:
+        return True
 
 
 @atexit.register
@@ -336,20 +297,10 @@ def _leave() -> None:
     for voter in list(_open):
         voter.close()
     end = time.monotonic() + LINGER
+    # `torchrun` hosts the store in its agent, a separate process.
+    hosts = _dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     for left in _left:
-        while (left.serves or _hosts_the_store()) and not left.is_over():
+        while (left[2] or hosts) and not _is_over(*left[:2]):
             if time.monotonic() > end:
                 return
             time.sleep(_LONGEST / 10)
-
-
-def _hosts_the_store() -> bool:
-    # `torchrun` hosts the store in its agent, a separate process.
-    return _dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def patience(groups: _dist.Groups) -> float:
-    """Return the shortest time, in seconds, that groups of ranks wait in a collective."""
-    return min(
-        (_dist.timeout(group) for group in groups), default=timedelta(minutes=10)
-    ).total_seconds()

@@ -45,10 +45,12 @@ class DeviceQueue(Generic[Item]):
             copied = values.detach().reshape(-1).to(torch.float32, copy=True)
             self._waiting[object() if slot is None else slot] = item, copied
 
-    def send(self) -> None:
+    def send(self, *, wait: bool = False) -> None:
         """Send the waiting numbers to the host, and deliver the numbers that have arrived.
 
-        Waits for the oldest transfer if the transfers under way exceed the memory limit.
+        Args:
+            wait: wait for all numbers. Otherwise wait for the oldest transfer alone, and only if the transfers
+                under way exceed the memory limit.
         """
         if _torch.is_capturing():
             return
@@ -58,28 +60,12 @@ class DeviceQueue(Generic[Item]):
                     self._streams[device].follow(device)
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
-            self.collect()
-            while (
-                len(self._under_way) > _FEWEST_UNDER_WAY
-                and sum(transfer.bytes for transfer in self._under_way) > _MOST_BYTES
-            ):
-                self._hand_over()
+            while self._under_way and (wait or self._under_way[0].arrived() or self._is_full()):
+                self._take(self._under_way.popleft().read())
 
-    def collect(self) -> None:
-        """Deliver the numbers that have arrived, without waiting."""
-        with self.lock:
-            while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
-                self._hand_over()
-
-    def settle(self) -> None:
-        """Deliver everything. Waits for the device if any numbers are there."""
-        self.send()
-        with self.lock:
-            while self._under_way and not _torch.is_capturing():
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._take(self._under_way.popleft().read())
+    def _is_full(self) -> bool:
+        under_way = self._under_way
+        return len(under_way) > _FEWEST_UNDER_WAY and sum(t.bytes for t in under_way) > _MOST_BYTES
 
 
 class _Transfer(Generic[Item]):

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from operator import itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -110,12 +109,11 @@ class EventLog:
         if on_event is not None:
             # If the script ends without another step, nothing else would raise them.
             weakref.finalize(self, _log_raised, self._raised)
-        # The first event of each kind, and its repetitions by whether they are innocent. Numbers give the order.
+        # The events by number, and the numbers of repetitions by whether they are innocent.
+        self._events: dict[int, Event] = {}
+        self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._numbers = count()
-        self._first: dict[tuple[str, str, str], tuple[int, Event]] = {}
-        self._later: dict[bool, deque[tuple[int, Event]]] = {
-            innocent: deque(maxlen=_MOST_EVENTS) for innocent in (False, True)
-        }
+        self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
         # The rules that have not fired yet.
         self.silent = {rule.id for rule in rules}
@@ -127,7 +125,7 @@ class EventLog:
         self._noticed: set[tuple[str, str]] = set()
         # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
-        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(self._read)
+        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
         # Never held during a call of another object: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
@@ -138,8 +136,7 @@ class EventLog:
     @property
     def events(self) -> list[Event]:
         with self._lock:
-            numbered = [*self._first.values(), *self._later[False], *self._later[True]]
-        return [event for _, event in sorted(numbered, key=itemgetter(0))]
+            return list(self._events.values())
 
     def emit(
         self,
@@ -154,15 +151,11 @@ class EventLog:
     ) -> None:
         """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
-        text, level = message, logging.INFO
-        if kind in _REPEATED:
-            topic, level = _REPEATED[kind]
-            text = self._news((topic, rule), step, message)
-        if not text:
-            return
-        if warn:
+        topic, level = _REPEATED.get(kind, ("", logging.INFO))
+        text = self._news((topic, rule), step, message) if topic else message
+        if text and warn:
             self.warn(text, rule=rule)
-        else:
+        elif text:
             lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
             _log(logging.INFO if quiet else level, lines)
 
@@ -190,35 +183,29 @@ class EventLog:
         innocent = event.kind in _INNOCENT or (
             event.kind in TRIPS and not is_trip(event, self.edits)
         )
+        topic, full = (event.kind, event.rule, event.name), False
         with self._lock:
-            numbered = next(self._numbers), event
-            later = self._later[innocent]
-            is_first = (
-                self._first.setdefault((event.kind, event.rule, event.name), numbered) is numbered
-            )
-            full = not is_first and len(later) == later.maxlen
-            if not is_first:
-                later.append(numbered)
+            number = next(self._numbers)
+            self._events[number] = event
+            if topic in self._known:
+                later = self._later[innocent]
+                later.append(number)
+                full = len(later) > _MOST_EVENTS
+                if full:
+                    del self._events[later.popleft()]
+            self._known.add(topic)
         if self._listener is not None and not (innocent and full):
             self._listener(event)
         if self._on_event is not None:
-            self._call_back(self._on_event, event)
+            try:
+                self._on_event(event)
+            except BaseException as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+                self._raised.append(error)
         if full:
             text = (
                 f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
             )
             self.notice_once("events", text, step=event.step)
-
-    def _call_back(self, on_event: Callable[[Event], object], event: Event) -> None:
-        """Call the script's function. An exception waits for a place where it can be raised.
-
-        At this place ranks may be about to meet, and gradients may be hidden.
-        """
-        try:
-            on_event(event)
-        except BaseException as error:  # noqa: BLE001 # raised at the next possible place
-            with self._lock:
-                self._raised.append(error)
 
     def raised(self) -> BaseException | None:
         """Return the exception of `on_event` since the last call. Of several the first is returned, and the others are logged."""
@@ -235,8 +222,7 @@ class EventLog:
 
     def log_raised(self) -> None:
         """Log the exceptions of `on_event` while another exception is being raised."""
-        with self._lock:
-            _log_raised(self._raised)
+        _log_raised(self._raised)
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -301,11 +287,6 @@ class EventLog:
         if len(self._flags) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
 
-    @staticmethod
-    def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
-        for act, values in arrived:
-            act(values)
-
     def settle(self, *, wait: bool = True) -> None:
         """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
         if _torch.is_capturing():
@@ -316,10 +297,7 @@ class EventLog:
                 counters, tally.counters = tally.counters, {}
             for counter in counters.values():
                 self._flags.put(partial(self._add, tally), counter)
-        if wait:
-            self._flags.settle()
-        else:
-            self._flags.send()
+        self._flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Report early that a rule does not fire. Only the end shows whether it never did.
@@ -358,6 +336,11 @@ class EventLog:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""
         self.settle(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
+
+
+def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
+    for act, values in arrived:
+        act(values)
 
 
 def _log_raised(errors: list[BaseException]) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule
+from gradsurgeon.recording.rows import Row
 from gradsurgeon.store import Key
 from gradsurgeon.tensors import measure
 
@@ -27,17 +27,8 @@ _Kept = Tensor | tuple[Tensor, ...]
 _MOST_ORDERS = 32
 # One observation: the rule, the name, the step, the device, and the kept data.
 _Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
-
-
-class Row(NamedTuple):
-    """One statistic of the tensors that came in one step, or of the second call of each tensor, and so on."""
-
-    key: Key
-    step: int
-    columns: Sequence[int]
-    values: Tensor
-    # The sources of the values, kept alive because a device may not have read them yet.
-    parts: Sequence[object]
+# The places of one row: its keys, one per statistic, its columns, and the positions of their values.
+_Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 
 
 class PendingStatistics:
@@ -64,7 +55,7 @@ class PendingStatistics:
             kept = tuple([measure.statistic(stat, tensor) for stat in rule.stats])
         self._seen.append((rule, name, step, device, kept))
 
-    def take(self) -> Iterator[Row]:
+    def take(self) -> Iterator[tuple[Row, Tensor]]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
         groups: dict[tuple[str, torch.device], list[_Seen]] = {}
         for _ in range(len(self._seen)):
@@ -76,18 +67,19 @@ class PendingStatistics:
             self._streams[device].follow(device)
             kept = [seen[4] for seen in group]
             values = _measured(rule.stats, kept)
-            parts = () if device.type == "cpu" else kept
+            sources = () if device.type == "cpu" else kept
             steps: dict[int, list[int]] = {}
             for position, (_, _, step, _, _) in enumerate(group):
                 steps.setdefault(step, []).append(position)
             for step, positions in steps.items():
-                places = layout.of(tuple([group[position][1] for position in positions]))
-                order = tuple([positions[position] for position in places.order])
-                lengths = [len(columns) for _, columns in places.rows]
+                names = tuple([group[position][1] for position in positions])
+                rows = layout.of(names)
+                order = tuple([positions[place] for _, _, places in rows for place in places])
+                lengths = [len(columns) for _, columns, _ in rows]
                 pieces = torch.split(_picked(values, order), lengths, dim=1)
-                for (keys, columns), piece in zip(places.rows, pieces, strict=True):
+                for (keys, columns, _), piece in zip(rows, pieces, strict=True):
                     for key, numbers in zip(keys, piece, strict=True):
-                        yield Row(key, step, columns, numbers, parts)
+                        yield Row(key, step, columns, sources=sources), numbers
 
 
 def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
@@ -116,13 +108,6 @@ def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
     return torch.cat(parts, dim=1)[:, order.argsort()]
 
 
-class _Places(NamedTuple):
-    """The places for the values of some names: the rows, and the values in the order of the rows."""
-
-    rows: list[tuple[Sequence[Key], tuple[int, ...]]]
-    order: tuple[int, ...]
-
-
 class _Layout:
     """The names that share the series of a rule: names that first came together, and equally often.
 
@@ -134,9 +119,9 @@ class _Layout:
         self._rule, self._point = rule, rule.point
         # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
-        self._known: dict[tuple[str, ...], _Places] = {}
+        self._known: dict[tuple[str, ...], list[_Places]] = {}
 
-    def of(self, names: tuple[str, ...]) -> _Places:
+    def of(self, names: tuple[str, ...]) -> list[_Places]:
         # Nearly always the same modules run in each step, in the same order.
         if names not in self._known:
             if len(self._known) >= _MOST_ORDERS:
@@ -144,19 +129,16 @@ class _Layout:
             self._known[names] = self._places(names)
         return self._known[names]
 
-    def _places(self, names: tuple[str, ...]) -> _Places:
+    def _places(self, names: tuple[str, ...]) -> list[_Places]:
         # A module that runs a thousand times must not leave a thousand rows of the width of the model.
         by_calls: dict[int, list[str]] = {}
-        counts = Counter(names)
-        for name, calls in counts.items():
+        for name, calls in Counter(names).items():
             if name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
         for group in by_calls.values():
-            rule, point = self._rule, self._point
-            keys: Sequence[Key] = tuple(
-                [Key(rule.id, stat, point, tuple(group)) for stat in rule.stats]
-            )
-            self._columns.update((name, (keys, column)) for column, name in enumerate(group))
+            rule, together = self._rule, tuple(group)
+            series = [Key(rule.id, stat, self._point, together) for stat in rule.stats]
+            self._columns.update((name, (series, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
         for position, name in enumerate(names):
@@ -164,9 +146,8 @@ class _Layout:
             row = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
             row[1].append((column, position))
             calls_so_far[name] += 1
-        for _, places in rows.values():
-            places.sort()
-        return _Places(
-            [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
-            tuple([position for _, places in rows.values() for _, position in places]),
-        )
+        found = []
+        for keys, places in rows.values():
+            columns, positions = zip(*sorted(places), strict=True)
+            found.append((keys, columns, positions))
+        return found

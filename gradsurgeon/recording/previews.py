@@ -102,23 +102,15 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
         "nonfinite": len(elements) - count,
         "note": "complex: of the magnitudes" if tensor.is_complex() else "",
     }
-    if count:
-        # The sum of numbers near the end of the range of float64 overflows.
-        mean = total / count if math.isfinite(total) else None
-        counts = _histogram(elements, low, high, count)
-        found |= {"low": low, "high": high, "mean": mean, "counts": counts}
-    return found
-
-
-def _histogram(elements: Tensor, low: float, high: float, count: int) -> list[int]:
-    width = high - low
-    if not 0 < width < math.inf:
-        return [count]
-    counts = torch.zeros(_BINS, dtype=torch.int64, device="cpu")
-    for part in _finite(elements):
-        places = ((part - low) / width * _BINS).long().clamp_(0, _BINS - 1)
-        counts += torch.bincount(places, minlength=_BINS).cpu()
-    return [int(number) for number in counts.tolist()]
+    if not count:
+        return found
+    counts = [count]
+    if 0 < high - low < math.inf:
+        parts = (torch.histc(part, _BINS, low, high) for part in _finite(elements))
+        counts = [int(number) for number in torch.stack(list(parts)).sum(dim=0).tolist()]
+    # The sum of numbers near the end of the range of float64 overflows.
+    mean = total / count if math.isfinite(total) else None
+    return {**found, "low": low, "high": high, "mean": mean, "counts": counts}
 
 
 def _elements(tensor: Tensor) -> Tensor:

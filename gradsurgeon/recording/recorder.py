@@ -9,14 +9,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers, _torch
+from gradsurgeon import _torch
 from gradsurgeon.actions import ObserverRule, Rule
 from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.events import Event, is_trip
@@ -24,8 +23,11 @@ from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.recording.previews import CaptureKey, previews
-from gradsurgeon.recording.shared_rows import PartRow, SharedRows, WholeRow, shares
+from gradsurgeon.recording.rows import Row, shares
+from gradsurgeon.recording.shared_rows import SharedRows
 from gradsurgeon.store import Key, Records
+from gradsurgeon.store.json_text import json_text
+from gradsurgeon.store.layout import captures_name, state_name
 
 if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
@@ -83,7 +85,7 @@ class Recorder:
         self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
-        self._ring: DeviceQueue[_Row | PartRow] = DeviceQueue(self._take)
+        self._ring: DeviceQueue[Row] = DeviceQueue(self._take)
         # Rows of tensors that ranks share.
         self.shared = SharedRows(self._tell_of_shared)
         event_log.listen(self.event)
@@ -92,41 +94,33 @@ class Recorder:
             # the exit handler would keep alive a session that never began.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
-    def _tell_failures(self) -> None:
-        for text in [text for outlet in self._outlets for text in outlet.news()]:
-            self.lost.append(text)
-            self._event_log.emit("notice", text, step=self._step(), warn=True)
-
-    @property
-    def _open(self) -> list[RunWriter | Delivery]:
-        return [outlet for outlet in self._outlets if not outlet.closed]
-
     def _is_due(self) -> bool:
         return any(outlet.due() for outlet in self._outlets)
 
     def add(
-        self, key: Key, step: int, columns: Sequence[int], values: Tensor, *, replace: bool
+        self,
+        key: Key,
+        step: int,
+        columns: Sequence[int],
+        values: Tensor,
+        *,
+        replace: bool,
+        grads: Sequence[Tensor] = (),
     ) -> None:
-        """Add one row: the values of some columns, ascending, or values that replace an earlier row."""
-        row = _Row(key, step, columns, replace)
-        # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
-        self._ring.put(row, values, slot=(id(key), step) if replace else None)
-        self._move(due=self._is_due())
-
-    def add_parts(
-        self, key: Key, step: int, columns: Sequence[int], grads: Sequence[Tensor], parts: Tensor
-    ) -> None:
-        """Add one row of which this rank has measured only shards, or replace the last row of the same step.
+        """Add one row, or replace the last row of the same step.
 
         Args:
             key: the key of the series.
             step: the step of the row.
             columns: the columns that have values, ascending.
-            grads: the tensors of the columns.
-            parts: shape ``[len(columns), k]``, the numbers that merging the statistic needs.
+            values: one number per column; for sharded tensors the numbers that merging the statistic needs, shape
+                ``[len(columns), k]``.
+            replace: whether a later row of the same step replaces the row.
+            grads: the tensors of the columns, if this rank has measured only shards of some.
         """
-        row = PartRow(key, step, self.shared.passes, columns, shares(grads))
-        self._ring.put(row, parts, slot=(id(key), step))
+        row = Row(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
+        self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
@@ -143,8 +137,8 @@ class Recorder:
             return
         # If two threads take rows, the first must put all of its rows before the second.
         with self._ring.lock:
-            for key, step, columns, values, parts in self._pending.take():
-                self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
+            for row, values in self._pending.take():
+                self._ring.put(row, values)
 
     def end_step(self) -> None:
         due = False
@@ -159,10 +153,14 @@ class Recorder:
 
     def _move(self, *, due: bool) -> None:
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
-            self._ring.send()
-            self._exchange()
+            self._send(wait=False)
         if due:
             self._commit()
+
+    def _send(self, *, wait: bool) -> None:
+        self._ring.send(wait=wait)
+        with self._ring.lock:
+            self._store(self.shared.exchange())
 
     def event(self, event: Event) -> None:
         if not (outlets := self._open):
@@ -172,11 +170,16 @@ class Recorder:
             self.flush()
         else:
             self._gather()
-            self._ring.send()
-            self._exchange()
+            self._send(wait=False)
         for outlet in outlets:
             outlet.event(event)
         self._tell_failures()
+
+    def flush(self) -> None:
+        self._gather()
+        self._send(wait=True)
+        if self._is_due():
+            self._commit()
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
@@ -185,42 +188,33 @@ class Recorder:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
-            if self.writer is not None:
-                stack.callback(self._close_writer, self.writer, cause_of_end(error))
+            stack.callback(self._close_writer, error)
             self._gather()
-            self._ring.settle()
+            self._ring.send(wait=True)
             with self._ring.lock:
-                self._keep(self.shared.close())
+                self._store(self.shared.close())
             if self._outlets:
                 self._commit(wait=True)
+                self._write_state()
             begin = time.monotonic()
             for sink in self._sinks:
                 sink.end()
-            self._write_previews()
+            if self.captures.rules:
+                what = "the pictures of captured tensors could not be written"
+                self._write(what, captures_name, self.captures.previews)
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close(begin)
             self._tell_failures()
 
-    def _close_writer(self, writer: RunWriter, ended: Mapping[str, Any]) -> None:
-        # The last rows have arrived by now.
-        writer.close(ended, self._pending_rows())
-
-    def _pending_rows(self) -> dict[str, int]:
-        steps = self._next()
-        keys = (series.key for series in self.records)
-        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
-        return {name: steps[name] for name in firsts if name in steps}
-
-    def _write_previews(self) -> None:
-        """Write small previews of the captured tensors; a failure becomes a notice."""
-        writer, captures = self.writer, self.captures
-        if writer is None or writer.closed or not captures.rules or _torch.is_capturing():
+    def _close_writer(self, error: BaseException | None) -> None:
+        if self.writer is None:
             return
-        try:
-            writer.captures(previews(captures.rules, captures.of))
-        except Exception as error:  # noqa: BLE001 # a failure here must not stop training
-            self._lose("the pictures of captured tensors could not be written", error)
+        # The last rows have arrived by now.
+        steps, keys = self._next(), [series.key for series in self.records]
+        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
+        pending = {name: steps[name] for name in firsts if name in steps}
+        self.writer.close(cause_of_end(error), pending)
 
     def discard(self) -> None:
         if self._outlets:
@@ -229,16 +223,14 @@ class Recorder:
             outlet.discard()
         self.writer, self._sinks, self._outlets = None, [], []
 
-    def flush(self) -> None:
-        self._gather()
-        self._ring.settle()
-        self._exchange()
-        if self._is_due():
-            self._commit()
+    @property
+    def _open(self) -> list[RunWriter | Delivery]:
+        return [outlet for outlet in self._outlets if not outlet.closed]
 
-    def _exchange(self) -> None:
-        with self._ring.lock:
-            self._keep(self.shared.exchange())
+    def _tell_failures(self) -> None:
+        for text in [text for outlet in self._outlets for text in outlet.news()]:
+            self.lost.append(text)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
 
     def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
         self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
@@ -250,43 +242,44 @@ class Recorder:
         for outlet in self._outlets:
             outlet.commit()
         self._tell_failures()
-        if wait:
-            self._write_state()
 
     def _write_state(self) -> None:
         self._state_written = time.monotonic()
-        writer = self.writer
-        if self._state is None or writer is None or writer.closed or _torch.is_capturing():
+        if (state := self._state) is not None:
+            what = "the state to resume from could not be written, and training goes on"
+            self._write(what, state_name, lambda: _saved(state()), warn=True)
+
+    def _write(
+        self,
+        what: str,
+        name: Callable[[int], str],
+        content: Callable[[], bytes],
+        *,
+        warn: bool = False,
+    ) -> None:
+        """Write a file beside the records; a failure becomes a notice."""
+        if self.writer is None or self.writer.closed or _torch.is_capturing():
             return
         try:
-            file = io.BytesIO()
-            torch.save(self._state(), file)
-            writer.state(file.getvalue())
+            self.writer.file(name(self.writer.rank), content())
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
-            what = "the state to resume from could not be written, and training goes on"
-            self._lose(what, error, warn=True)
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            text = f"{what}: {printable(reason)}"
+            if text not in self.lost:  # the write may be retried every minute
+                self.lost.append(text)
+            self._event_log.notice_once(what, text, step=self._step(), warn=warn)
 
-    def _lose(self, what: str, error: Exception, *, warn: bool = False) -> None:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        text = f"{what}: {printable(reason)}"
-        if text not in self.lost:  # the write may be retried every minute
-            self.lost.append(text)
-        self._event_log.notice_once(what, text, step=self._step(), warn=warn)
-
-    def _take(self, rows: Sequence[tuple[_Row | PartRow, Tensor]]) -> None:
-        packed = []
+    def _take(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
+        whole = []
         for row, values in rows:
-            if isinstance(row, PartRow):
+            if row.shares:
                 self.shared.take(row, values)
             else:
-                packed.append((row, *row.pack(values)))
-        self._store(packed)
+                whole.append((row, values))
+        self._store(whole)
 
-    def _keep(self, rows: Iterable[WholeRow]) -> None:
-        whole = ((_Row(row.key, row.step, row.columns, replace=True), row.values) for row in rows)
-        self._store([(row, *row.pack(values)) for row, values in whole])
-
-    def _store(self, packed: Sequence[tuple[_Row, bytes, frozenset[int]]]) -> None:
+    def _store(self, rows: Iterable[tuple[Row, Tensor]]) -> None:
+        packed = [(row, *row.packed(values)) for row, values in rows]
         # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):
             for row, values, absent in packed:
@@ -295,23 +288,10 @@ class Recorder:
             self._event_log.notice_once("records", _DROPPED, step=packed[-1][0].step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    key: Key
-    step: int
-    columns: Sequence[int]
-    replace: bool
-    # Kept until the row has arrived: see `pending_statistics`.
-    parts: Sequence[object] = ()
-
-    def pack(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
-        width = len(self.key.names)
-        if len(self.columns) == width:
-            return _numbers.to_bytes(values), frozenset()
-        # Scripts may set another default dtype or default device.
-        whole = torch.zeros(width, dtype=torch.float32, device="cpu")
-        whole[torch.tensor(self.columns, device="cpu")] = values
-        return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
+def _saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def cause_of_end(error: BaseException | None) -> dict[str, Any]:
@@ -360,6 +340,10 @@ class CapturedTensors:
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
+
+    def previews(self) -> bytes:
+        """Return small pictures of the copies for the run directory. Waits for the device."""
+        return json_text(previews(self.rules, self.of)).encode()
 
 
 def _size(tensor: Tensor) -> int:

@@ -168,7 +168,7 @@ class BackwardWatch:
         params = self.context.parameters
         if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
             return None
-        averaged = (param for wrapper in averaging for param in _dist.averaged_by(wrapper))
+        averaged = (param for wrapper in averaging for param in data_parallel.averaged_by(wrapper))
         reached = params.owned([*running.graph.leaves(), *averaged])
         return set(reached).intersection(self._watched)
 

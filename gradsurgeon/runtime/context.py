@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
-from gradsurgeon.distributed.ranks import OneProcess, Ranks
+from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.recording.event_log import EventLog
@@ -195,7 +195,7 @@ class Context:
         self.flags = Flags(self.event_log)
         self._several = Ranks(self.parameters.params)
         # The ranks of this process when the last backward pass began.
-        self.ranks = OneProcess()
+        self.ranks = Ranks()
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
         self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
@@ -207,11 +207,10 @@ class Context:
                 raise BindError([text])
         self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
 
-    def meet_ranks(self) -> bool:
-        """Detect whether this process is one of several ranks, and return the answer."""
+    def meet_ranks(self) -> None:
+        """Notice if this process is one of several ranks by now."""
         if self.ranks is not self._several and _dist.world() > 1:
             self.ranks = self._several
-        return self.ranks is self._several
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and rule.steps.due(counter.step)

@@ -29,7 +29,7 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, DecidesAlone, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -47,12 +47,11 @@ class Controller:
     def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
         self.context = context
-        self._together = RankAgreement(context)
-        self._agreement: DecidesAlone = DecidesAlone(context)
+        self._agreement = RankAgreement(context)
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._kept, self.spikes)
-        self.losses = LossRules(context, self._together)
+        self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
@@ -73,7 +72,7 @@ class Controller:
         self.attached = False
 
     def attach(self) -> None:
-        self._meet_ranks()
+        self.context.meet_ranks()
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
         if self.traps.keeps_calls and (model := self._model()) is not None:
@@ -86,9 +85,6 @@ class Controller:
                 self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
 
-    def _meet_ranks(self) -> None:
-        if self.context.meet_ranks():
-            self._agreement = self._together
 
     def go_last(self) -> None:
         self.param_hooks.arm()
@@ -98,7 +94,7 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
-        self._together.close()
+        self._agreement.close()
         self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
@@ -109,7 +105,7 @@ class Controller:
 
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
-        self._meet_ranks()
+        self.context.meet_ranks()
         self.steps.end_failed()
         if reached is None or reached:
             with self._kept.spared():

@@ -53,7 +53,7 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
         for stat, key in bound_rule.keys.items():
             if shared:
                 grads, parts = gradients.parts(stat, tensors)
-                context.recorder.add_parts(key, step, columns, grads, parts)
+                context.recorder.add(key, step, columns, parts, replace=True, grads=grads)
             else:
                 values = gradients.statistics(stat, tensors)
                 context.recorder.add(key, step, columns, values, replace=True)

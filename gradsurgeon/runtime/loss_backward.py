@@ -179,7 +179,7 @@ def _gradients(
     params = list({id(param): param for one in due for param in one.params.values()}.values())
     wrappers = [w for one in due for w in one.effects.context.ranks.wrappers_of([*one.params])]
     put_back = _buffers_of(modules)
-    with _dist.extra_pass(wrappers), taking() as tasks:
+    with data_parallel.extra_pass(wrappers), taking() as tasks:
         for name, loss in parts.items():
             with _torch.without_hooks(params), put_back(), _retained_put_back(loss):
                 for param, grad in _gradients_of(name, loss, params):

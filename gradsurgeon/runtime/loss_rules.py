@@ -257,7 +257,7 @@ class LossRules:
         """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
         if not groups:
             return facts
-        self._agreement.find_sessions_for_losses(groups)
+        self._agreement.roll(groups)
         mine = torch.tensor([(_dist.rank() + 1) * fact for fact in facts], device="cpu")
         largest = _dist.reduce(mine, groups, "max").tolist()
         for other, fact, why in zip(largest[1:3], facts[1:3], RESTS, strict=True):

@@ -11,14 +11,13 @@ import hashlib
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, PAUSED, largest
 from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
-from gradsurgeon.distributed.votes import Decision, Objection, Voter, patience
+from gradsurgeon.distributed.votes import Decision, Objection, Voter
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
@@ -80,49 +79,21 @@ class _Voted:
     tensors: set[int]
 
 
-class DecidesAlone:
-    """The decisions of a session in one process, which has no other rank to ask."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def find_sessions(self, done: BackwardPass) -> None:
-        """Find the other ranks after the first pass that all of them take together."""
-
-    def votes(self, done: BackwardPass) -> bool:  # noqa: ARG002 # `RankAgreement` uses it
-        """Tell whether the ranks vote on the update after a pass."""
-        return False
-
-    def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
-        """Cast this rank's objections to the update after a pass, without waiting."""
-
-    def heard(self, counter: StepCounter) -> Heard:  # noqa: ARG002 # `RankAgreement` uses it
-        """Return the votes of the ranks on an update. Waits for their votes if needed, never for their updates."""
-        return ALONE
-
-    def rests(self, heard: Heard) -> bool:  # noqa: ARG002 # `RankAgreement` uses it
-        """Tell whether the rules rest in an update."""
-        return self._context.paused
-
-    def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Warn once per rule whose norm differs by rank; refuse a rule by which ranks would decide differently."""
-
-
-class RankAgreement(DecidesAlone):
-    """The votes of a session whose process trains together with other ranks."""
+class RankAgreement:
+    """The votes of a session on updates. In one process, which has no other rank to ask, nothing is voted on."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
         self._decides = any(map(_decides, acting))
         # Decisions by norms that all ranks have need no vote.
-        self._votes = any(map(self._is_put_to_vote, acting))
+        self._votes = any(_decides(rule) and self._is_trap(rule) for rule in acting)
         self._edits = any(map(_edits_updates, acting))
         self._judges = any(map(_judges, acting))
         # In both modes, because ranks average the gradients of single losses.
         self._drifts = (
             self._edits
-            or any(_then(rule) == "skip-step" for rule in acting)
+            or any(getattr(rule, "then", "") == "skip-step" for rule in acting)
             or any(map(_averages_losses, context.rules))
         )
         # In both modes: rules that measure whole gradients at the update, although ranks hold shards.
@@ -136,55 +107,57 @@ class RankAgreement(DecidesAlone):
         # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
-    def _is_put_to_vote(self, rule: Rule) -> bool:
+    def _is_trap(self, rule: Rule) -> bool:
+        """Tell whether a rule decides by non-finite elements."""
         decision = self._context.decisions.get(rule.id)
-        return _decides(rule) and getattr(decision, "statistic", "") == NONFINITE
+        return getattr(decision, "statistic", "") == NONFINITE
 
     def _measures_whole(self, rule: Rule) -> bool:
         """Tell whether a rule takes norms or statistics over all shards of a gradient."""
-        if rule.target != "params":
-            return False
-        decision, edit = self._context.decisions.get(rule.id), self._context.edits.get(rule.id)
-        judges = decision is not None and getattr(decision, "statistic", "") != NONFINITE
-        return judges or getattr(edit, "by_norm", None) is not None
+        edit = self._context.edits.get(rule.id)
+        judges = rule.id in self._context.decisions and not self._is_trap(rule)
+        return rule.target == "params" and (judges or getattr(edit, "by_norm", None) is not None)
 
     def find_sessions(self, done: BackwardPass) -> None:
+        """Find the other ranks after the first pass that all of them take together."""
+        if not self._context.ranks.are_several:
+            return
         if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
             self._voters.clear()
             self._rolls.clear()
             self._voted.clear()
-        divided = self._context.ranks.shard_groups(done.tensors)
         if self._measures or self._records:
-            roll = self._roll(divided)
+            roll = self.roll(self._context.ranks.shard_groups(done.tensors))
             if roll is not None and self._records:
                 self._context.recorder.shared.open(f"{roll.prefix}/rows")
         if self._decides or self._drifts:
-            self._roll(self._groups(done))
-
-    def find_sessions_for_losses(self, groups: _dist.Groups) -> None:
-        """Find the other ranks before they average the first gradients of single losses together."""
-        self._roll(groups)
+            self.roll(self._groups(done))
 
     def votes(self, done: BackwardPass) -> bool:
+        """Tell whether the ranks vote on the update after a pass."""
+        ranks = self._context.ranks
+        if not ranks.are_several:
+            return False
         if self._votes or self._judges:
             return bool(self._groups(done))
-        meets = self._edits or self._measures
-        return meets and bool(self._context.ranks.shard_groups(done.tensors))
+        return (self._edits or self._measures) and bool(ranks.shard_groups(done.tensors))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
-        if not (self._voted or self.votes(done)):
+        """Cast this rank's objections to the update after a pass, without waiting."""
+        votes = self.votes(done)
+        if not (self._voted or votes):
             return
         tensors = set(done.tensors)
         for earlier in self._voted:
             earlier.tensors -= tensors
         self._voted = [earlier for earlier in self._voted if earlier.tensors]
         # A pass that raised may have come before any search for other ranks.
-        roll = self._rolls.get(_names(self._groups(done))) if self.votes(done) else None
+        roll = self._rolls.get(_names(self._groups(done))) if votes else None
         if roll is None:
             return
         if (voter := self._voters.get(roll.prefix)) is None:
             hosts = [roll.sessions[rank].host for rank in roll.wanted]
-            limit = patience(self._groups(done))
+            limit = _dist.patience(self._groups(done))
             voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
             self._voters[roll.prefix] = voter
         if self._context.paused:
@@ -193,27 +166,30 @@ class RankAgreement(DecidesAlone):
         self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
     def heard(self, counter: StepCounter) -> Heard:
+        """Return the votes of the ranks on an update. Waits for their votes if needed, never for their updates."""
+        context = self._context
+        if not context.ranks.are_several:
+            return ALONE
         tensors = set(counter.tensors) if self._voted else set()
         voted = (one for one in reversed(self._voted) if not one.tensors.isdisjoint(tensors))
         if (last := next(voted, None)) is None:
-            if self._votes and counter.passes:
-                self._tell_alone(counter)
-            ranks = self._context.ranks
+            # If a rank without rules is known, an earlier notice has said so.
+            if self._votes and counter.passes and None not in self._rolls.values():
+                context.event_log.notice_once("alone", _ALONE, step=counter.step)
             # A session attached after the backward pass has not heard the findings of other ranks.
             missed = not counter.passes and (
-                ranks.wrappers_of(counter.tensors) or ranks.shard_groups(counter.tensors)
+                context.ranks.wrappers_of(counter.tensors)
+                or context.ranks.shard_groups(counter.tensors)
             )
             return Heard(known=False) if missed else ALONE
         told = last.voter.decision(last.number)
         decision = told or Decision()
-        own, names = {self._context.program.names[tensor] for tensor in tensors}, set()
+        names = context.program.names
+        own, others = {names[tensor] for tensor in tensors}, set[str]()
         if decision.objections:
-            names = set(self._context.program.names)
+            others = {name for name in names if name not in own}
         # A rank can have parameters that this rank lacks.
-        concerning = (
-            one for one in decision.objections if one.concerns in own or one.concerns not in names
-        )
-        objections = tuple(concerning)
+        objections = tuple(one for one in decision.objections if one.concerns not in others)
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
         severity = max((one.severity for one in objections), default=FINE)
         return Heard(last.voter, objections, unanimous, severity, told is not None)
@@ -224,19 +200,21 @@ class RankAgreement(DecidesAlone):
         A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients, because half a clip
         is no clip. It is also a pause for rules that would stop or skip by a norm at the update.
         """
-        everything = range(len(self._context.program.names))
+        context = self._context
+        if heard.voter is None:
+            return context.paused
+        everything = range(len(context.program.names))
         meets = self._edits or self._measures
-        together = self._judges or (meets and self._context.ranks.shard_groups(everything))
-        if heard.voter is None or not together:
-            return self._context.paused
+        if not (self._judges or (meets and context.ranks.shard_groups(everything))):
+            return context.paused
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
-        step = self._context.counters.latest
-        if paused and not self._context.paused:
+        step = context.counters.latest
+        if paused and not context.paused:
             text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
-            self._context.event_log.notice_once("paused", text, step=step, warn=True)
-        if self._context.paused and not paused:
+            context.event_log.notice_once("paused", text, step=step, warn=True)
+        if context.paused and not paused:
             text = "paused between a backward pass and its update, which goes on with the rules on all ranks: the rules rest from the next pass on"
-            self._context.event_log.notice_once("paused late", text, step=step)
+            context.event_log.notice_once("paused late", text, step=step)
         return bool(paused)
 
     def close(self) -> None:
@@ -244,16 +222,11 @@ class RankAgreement(DecidesAlone):
         while self._voters:
             self._voters.popitem()[1].close()
 
-    def _tell_alone(self, counter: StepCounter) -> None:
-        # If a rank without rules is known, an earlier notice has said so.
-        if not self._rolls or all(roll is not None for roll in self._rolls.values()):
-            self._context.event_log.notice_once("alone", _ALONE, step=counter.step)
-
     def _tell(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Check norms as the base class describes.
+        """Warn once per rule whose norm differs by rank.
 
         Raises:
             GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
@@ -266,14 +239,12 @@ class RankAgreement(DecidesAlone):
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))
-            own = context.ranks.own(tensors)
+            own = [context.program.names[tensor] for tensor in context.ranks.own(tensors)]
             if own and judges and context.mode == "act":
-                names = [context.program.names[tensor] for tensor in own]
-                raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(names)))
+                raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
             if own and one_norm and len(own) < len(tensors):
-                text = _OWN_NORM.format(name=context.program.names[own[0]])
-                where: dict[str, Any] = {"rule": rule.id, "step": counter.step, "warn": True}
-                context.event_log.notice_once("own norm", text, **where)
+                text, step = _OWN_NORM.format(name=own[0]), counter.step
+                context.event_log.notice_once("own norm", text, rule=rule.id, step=step, warn=True)
 
     def _groups(self, done: BackwardPass) -> _dist.Groups:
         """Return the groups whose ranks all took part in a pass, even ranks without a session."""
@@ -281,7 +252,7 @@ class RankAgreement(DecidesAlone):
         groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
         return largest(tuple(dict.fromkeys(groups)))
 
-    def _roll(self, groups: _dist.Groups) -> Roll | None:
+    def roll(self, groups: _dist.Groups) -> Roll | None:
         """Return the sessions of the ranks of some groups, if all have the same rules; ask once if unknown."""
         if not groups:
             return None
@@ -363,10 +334,6 @@ def _decides(rule: Rule) -> bool:
 def _judges(rule: Rule) -> bool:
     """Tell whether a rule stops or skips an update by norms at the update itself."""
     return _decides(rule) and rule.point == "step"
-
-
-def _then(rule: Rule) -> str:
-    return rule.then if isinstance(rule, TrapRule) else ""
 
 
 def _edits_updates(rule: Rule) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
-from gradsurgeon.match import compile_pattern
+from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.sinks.summary import Measured, Parts, Summary, summary, weight
+from gradsurgeon.sinks.summary import Measured, Parts, Summary, summary
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
 
@@ -48,22 +48,23 @@ class Delivery(Outlet):
         super().__init__(_INTERVAL)
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
-        self._sink = sink
-        self._shared = open_sinks.enter(sink, self)
-        self._title = title
+        self._sink, self._title = sink, title
+        self._shared = open_sinks.opened(sink)
+        self._shared.enter(self)
         self._texts = dict(texts or {})
-        # Guards the queue.
+        # Guards the queue and its size.
         self._lock = threading.Condition()
-        self._rows: deque[Measured] = deque()
-        self._events: deque[Event] = deque()
-        self._bytes = self._sending = 0
+        self._queue: deque[Measured | Event] = deque()
+        self._bytes = 0
+        # What the thread has taken and not sent yet.
+        self._sending = 0
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
         # Only the thread uses these.
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._parts: dict[tuple[str, str, str], Parts] = {}
+        self._parts: defaultdict[tuple[str, str, str], Parts] = defaultdict(Parts)
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[tuple[str, str, str], Measured] = {}
         self._kinds: Counter[str] = Counter()
@@ -98,20 +99,17 @@ class Delivery(Outlet):
         if self.closed:
             return
         with self._lock:
-            if isinstance(item, Event):
-                self._events.append(item)
-            else:
-                self._rows.append(item)
+            queue = self._queue
+            queue.append(item)
             self._bytes += _size(item)
-            while self._bytes > _MOST_BYTES and self._waiting > 1:
+            while self._bytes > _MOST_BYTES and len(queue) > 1:
                 # The next step brings another row, but an event never comes again.
-                dropped, oldest = ("rows", self._rows) if self._rows else ("events", self._events)
-                self._bytes -= _size(oldest.popleft())
-                self._note(f"{self.name} cannot keep up: the oldest {dropped} are left out{_ASIDE}")
-
-    @property
-    def _waiting(self) -> int:
-        return len(self._rows) + len(self._events)
+                rows = (place for place, one in enumerate(queue) if isinstance(one, Measured))
+                place = next(rows, 0)
+                kind = "rows" if isinstance(queue[place], Measured) else "events"
+                self._bytes -= _size(queue[place])
+                del queue[place]
+                self._note(f"{self.name} cannot keep up: the oldest {kind} are left out{_ASIDE}")
 
     def commit(self) -> None:
         """Wake the thread."""
@@ -142,7 +140,7 @@ class Delivery(Outlet):
         if self._thread.is_alive() and not self.failed:
             self.failed = (
                 f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{self._waiting + self._sending:,} rows"
+                f"{len(self._queue) + self._sending:,} rows"
             )
             self._note(f"{self.failed}{_ASIDE}")
 
@@ -153,12 +151,6 @@ class Delivery(Outlet):
         self._shared.leave(self)
         self.end()
 
-    def _empty(self) -> None:
-        with self._lock:
-            self._rows.clear()
-            self._events.clear()
-            self._bytes = 0
-
     def _fail(self, error: BaseException) -> None:
         self._shared.leave(self)
         self._shared.failed = True
@@ -167,6 +159,11 @@ class Delivery(Outlet):
         self._note(f"{self.failed}{_ASIDE}")
         self._empty()
 
+    def _empty(self) -> None:
+        with self._lock:
+            self._queue.clear()
+            self._bytes = 0
+
     def _work(self) -> None:
         try:
             with self._shared.lock:
@@ -174,7 +171,16 @@ class Delivery(Outlet):
                     self._sink.text(0, self._named(name), text)
             more = True
             while more:
-                rows, events, more = self._next()
+                with self._lock:
+                    while not (self._queue or self._ended):
+                        self._lock.wait()
+                    more, taken = not self._ended, list(self._queue)
+                    self._sending = len(taken)
+                    self._empty()
+                events = [item for item in taken if isinstance(item, Event)]
+                rows = list(self._finished(item for item in taken if isinstance(item, Measured)))
+                if not more:
+                    rows += self._unfinished.values()
                 summaries = list(self._summarised(rows))
                 with self._shared.lock:
                     for event in events:
@@ -188,51 +194,34 @@ class Delivery(Outlet):
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
 
-    def _next(self) -> tuple[list[Measured], list[Event], bool]:
-        """Wait for work; return the rows and events to send, and whether more may come."""
-        with self._lock:
-            while not (self._waiting or self._ended):
-                self._lock.wait()
-            waiting, events, more = list(self._rows), list(self._events), not self._ended
-            self._sending = self._waiting
-            self._empty()
-        rows = []
-        for one in waiting:
+    def _finished(self, rows: Iterable[Measured]) -> Iterator[Measured]:
+        """Yield the rows that no other pass of their step can replace any more."""
+        for one in rows:
             if not one.replace:
-                rows.append(one)
+                yield one
                 continue
-            row = self._parts.setdefault(one.key[:3], Parts()).named(one)
-            before = self._unfinished.get(row.key[:3])
-            if before is not None and before.step != row.step:
-                rows.append(before)
+            row = self._parts[one.key[:3]].named(one)
+            before = self._unfinished.get(row.key[:3], row)
+            if before.step != row.step:
+                yield before
             self._unfinished[row.key[:3]] = row
-        if not more:
-            rows += self._unfinished.values()
-        return rows, events, more
 
     def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
         """Yield the summaries to send. If there are too many rows, the worst of a few steps represents them."""
         most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
         many = max(1, math.ceil(len(rows) / most))
-        by_key: dict[Key, list[Measured]] = {}
+        by_key: defaultdict[Key, list[Measured]] = defaultdict(list)
         for row in rows:
-            by_key.setdefault(row.key, []).append(row)
-        for key, of_key in by_key.items():
+            by_key[row.key].append(row)
+        for (*_, names), of_key in by_key.items():
+            if names not in self._chosen:
+                columns = select(self._compiled, names)
+                self._chosen[names] = frozenset(names[column] for column in columns)
             for start in range(0, len(of_key), many):
-                worst = max(of_key[start : start + many], key=weight)
-                if (found := summary(worst, self._of(key.names))) is not None:
+                worst = max(of_key[start : start + many], key=Measured.weight)
+                if (found := summary(worst, self._chosen[names])) is not None:
                     yield found
-
-    def _of(self, names: tuple[str, ...]) -> frozenset[str]:
-        """Return the tensors that the sink wants curves of."""
-        if not self._compiled:
-            return frozenset()
-        chosen = self._chosen.get(names)
-        if chosen is None:
-            matching = [n for n in names if any(one.matches(n) for one in self._compiled)]
-            chosen = self._chosen[names] = frozenset(matching)
-        return chosen
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
@@ -248,16 +237,13 @@ class Delivery(Outlet):
         self._sink.scalars(item.step, scalars)
         if item.histogram is None:
             return
-        self._sink.histogram(
-            item.step, self._named(f"{item.rule}/log10 of the norms"), *item.histogram
-        )
+        logarithms = self._named(f"{item.rule}/log10 of the norms")
+        self._sink.histogram(item.step, logarithms, *item.histogram)
         name = self._named(f"{item.rule}/top/names")
-        last = self._top_written.get(name)
-        if last is None or item.step >= last + _TOP_EVERY:
+        if item.step >= self._top_written.get(name, item.step - _TOP_EVERY) + _TOP_EVERY:
             self._top_written[name] = item.step
-            lines = [
-                f"{place}. {one}: {value:.6g}" for place, (one, value) in enumerate(item.top, 1)
-            ]
+            top = enumerate(item.top, 1)
+            lines = [f"{place}. {tensor}: {value:.6g}" for place, (tensor, value) in top]
             self._sink.text(item.step, name, "\n".join(lines))
 
 

@@ -31,6 +31,11 @@ class OpenSink:
         self.pid = os.getpid()
         self.titles: weakref.WeakKeyDictionary[object, str | None] = weakref.WeakKeyDictionary()
 
+    def enter(self, session: object) -> None:
+        """Note that a session uses the sink, until it calls `leave`."""
+        with _changing:
+            self.titles[session] = None
+
     def take_title(self, session: object, wanted: str) -> str:
         """Return the wanted title, or ``model-2`` and so on if another session has it now."""
         with _changing:
@@ -50,18 +55,10 @@ _open: dict[int, OpenSink] = {}
 _changing = threading.Lock()
 
 
-def enter(sink: Sink, session: object) -> OpenSink:
-    """Note that a session uses the sink, until it calls `OpenSink.leave`."""
+def opened(sink: Sink) -> OpenSink:
+    """Return the one object of a sink, which is closed when the process ends."""
     with _changing:
-        found = _open.setdefault(id(sink), OpenSink(sink))
-        found.titles[session] = None
-    return found
-
-
-def close_at_end(sink: Sink) -> None:
-    """Close a sink that no session of this process uses when the process ends."""
-    with _changing:
-        _open.setdefault(id(sink), OpenSink(sink))
+        return _open.setdefault(id(sink), OpenSink(sink))
 
 
 @atexit.register
@@ -71,6 +68,8 @@ def close_all() -> None:
         ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
         for one in ended:
             del _open[id(one.sink)]
+    # In a notebook an exception ends only a cell.
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for one in ended:
         # Optional: only some trackers ask how the process ends.
         close_at_exit = getattr(one.sink, "close_at_exit", None)
@@ -78,14 +77,9 @@ def close_all() -> None:
             if close_at_exit is None:
                 one.sink.close()
             else:
-                close_at_exit(_uncaught())
+                close_at_exit(uncaught)
         except Exception as error:
             if not one.failed:
                 _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
             else:  # an event has reported it
                 _LOGGER.info("the sink %s could not be closed: %s", type(one.sink).__name__, error)
-
-
-def _uncaught() -> BaseException | None:
-    """Return the exception that ends the process. In a notebook an exception ends only a cell."""
-    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

@@ -21,13 +21,6 @@ _PER_DECADE = 4
 NORM = "l2"
 
 
-class Histogram(NamedTuple):
-    """The number of values between each edge and the next."""
-
-    edges: list[float]
-    counts: list[int]
-
-
 class Summary(NamedTuple):
     """What a sink gets of one row.
 
@@ -35,15 +28,16 @@ class Summary(NamedTuple):
         step: number of the update.
         scalars: numbers by name.
         rule: the rule that has measured the row.
-        histogram: the decimal logarithms of the norms, ``None`` if there are no norms.
+        histogram: edges, and the number of decimal logarithms of norms between each edge and the next; ``None``
+            if there are no norms.
         top: the tensors with the largest norms, the largest first.
     """
 
     step: int
     scalars: dict[str, float]
     rule: str = ""
-    histogram: Histogram | None = None
-    top: tuple[tuple[str, float], ...] = ()
+    histogram: tuple[list[float], list[int]] | None = None
+    top: Sequence[tuple[str, float]] = ()
 
 
 class Measured(NamedTuple):
@@ -56,9 +50,12 @@ class Measured(NamedTuple):
     # A later row of the same step may replace it.
     replace: bool = False
 
-    def pairs(self) -> list[tuple[str, float]]:
-        pairs = zip(self.key.names, array("f", self.values), strict=True)
-        return [pair for column, pair in enumerate(pairs) if column not in self.absent]
+    def weight(self) -> float:
+        """Return the rank of the row among several steps of its series: the worst step, or else the newest, is the largest."""
+        total, stat = math.hypot(*array("f", self.values)), self.key.stat
+        if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
+            return float(self.step)
+        return total if math.isfinite(total) else math.inf
 
 
 class Parts:
@@ -82,28 +79,32 @@ class Parts:
         return row if part == 1 else row._replace(key=row.key._replace(rule=rule))
 
 
-def weight(row: Measured) -> float:
-    """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
-    total = math.hypot(*array("f", row.values))
-    if row.key.stat not in STATISTICS or (math.isfinite(total) and row.key.stat != NORM):
-        return float(row.step)
-    return total if math.isfinite(total) else math.inf
-
-
 def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
     """Return what a sink gets of a row, ``None`` if nothing was measured. ``chosen`` tensors have a curve each."""
     rule, stat, _, names = row.key
+    numbers = zip(names, array("f", row.values), strict=True)
+    pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
     of_gradients = stat in STATISTICS
-    # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
-    pairs = [pair for pair in row.pairs() if of_gradients or not math.isnan(pair[1])]
+    if not of_gradients:
+        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
+        pairs = [pair for pair in pairs if not math.isnan(pair[1])]
     if not pairs:
         return None
     finite = [value for _, value in pairs if math.isfinite(value)]
-    if stat == NORM and len(names) > 1:
-        scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
-        return _of_norms(row, pairs, finite, scalars)
-    few = len(names) <= _FEW
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if few or name in chosen}
+    of_norms, few = stat == NORM and len(names) > 1, len(names) <= _FEW
+    each = few and not of_norms
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if each or name in chosen}
+    if of_norms:
+        # NaN is equal to nothing, and comes first.
+        top = nlargest(TOP, pairs, key=lambda one: math.inf if math.isnan(one[1]) else one[1])
+        scalars |= {
+            f"{rule}/total": math.hypot(*(value for _, value in pairs)),
+            f"{rule}/not finite": float(len(pairs) - len(finite)),
+            **{f"{rule}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
+        }
+        if finite:
+            scalars[f"{rule}/median"] = median(finite)
+        return Summary(row.step, scalars, rule, _histogram(finite), top)
     if of_gradients and not few:
         scalars[f"{rule}/{stat}/not finite"] = float(len(pairs) - len(finite))
     if finite and (not few if of_gradients else len(names) > 1):
@@ -113,29 +114,10 @@ def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
     return Summary(row.step, scalars)
 
 
-def _of_norms(
-    row: Measured,
-    pairs: Sequence[tuple[str, float]],
-    finite: Sequence[float],
-    scalars: dict[str, float],
-) -> Summary:
-    rule = row.key.rule
-    # NaN is equal to nothing, and comes first.
-    top = tuple(nlargest(TOP, pairs, key=lambda one: math.inf if math.isnan(one[1]) else one[1]))
-    scalars |= {
-        f"{rule}/total": math.hypot(*(value for _, value in pairs)),
-        f"{rule}/not finite": float(len(pairs) - len(finite)),
-        **{f"{rule}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
-    }
-    if finite:
-        scalars[f"{rule}/median"] = median(finite)
-    return Summary(row.step, scalars, rule, _histogram(finite), top)
-
-
-def _histogram(norms: Sequence[float]) -> Histogram | None:
+def _histogram(norms: Sequence[float]) -> tuple[list[float], list[int]] | None:
     bins = Counter(math.floor(math.log10(norm) * _PER_DECADE) for norm in norms if norm > 0)
     if not bins:
         return None
     places = range(min(bins), max(bins) + 1)
     edges = [place / _PER_DECADE for place in (*places, places.stop)]
-    return Histogram(edges, [bins[place] for place in places])
+    return edges, [bins[place] for place in places]

@@ -5,14 +5,13 @@ keeps its records in memory works on a Python without SQLite.
 """
 
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.memory import Key, RecordedSeries, Records, WholeSeries, merged
+from gradsurgeon.store.memory import Key, Records, WholeSeries, merged
 
 __all__ = [
     "Key",
     "Logged",
     "Lookup",
     "RecordQueries",
-    "RecordedSeries",
     "Records",
     "WholeSeries",
     "merged",

@@ -2,67 +2,72 @@
 
 import os
 import sqlite3
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.store import job
-from gradsurgeon.store.database import connect, is_busy, logs
+from gradsurgeon.store.database import connect, create, is_busy, logs
 from gradsurgeon.store.layout import RUN_FILE, database_name
 
 
-@dataclass(slots=True)
 class Claim:
-    """The right of this process to write the records of one rank."""
+    """The right of this process to write the records of one rank, and the new database for them.
 
-    folder: Path
-    database: Path  # empty so far
-    made_folder: bool  # it did not exist before
-    lock: sqlite3.Connection | None  # `None` if the file system has no locks
+    Raises:
+        RecordError: the directory already holds a run, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        self.folder = Path(path)
+        self.database = self.folder / database_name(rank)
+        self._lock: sqlite3.Connection | None = None  # a file system may have no locks
+        with ExitStack() as undo:
+            try:
+                if not self.folder.exists():
+                    undo.callback(self._remove_folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if found := _found(self.database, rank):
+                    raise RecordError(
+                        f"{printable(str(self.folder))}: already holds a run ({found}), and records are never written over "
+                        "or mixed up with those of another; pass another directory, or remove this one"
+                    )
+                # The process that makes the file has the rank. This is atomic, even on network file systems, and
+                # cannot go stale.
+                os.close(os.open(self.database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                undo.callback(self._remove_database)
+                self._lock = _locked(self.database)
+                self.connection = create(self.database, rank)
+            except (sqlite3.Error, OSError) as error:
+                raise unwritable(self.folder, error) from None
+            self._undo = undo.pop_all()
 
     def release(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
+        with suppress(sqlite3.Error):
+            self.connection.close()
+        self.unlock()
+
+    def undo(self) -> None:
+        """Remove everything again: the session did not begin."""
+        self.release()
+        self._undo.close()
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
             with suppress(OSError):
                 _lock_file(self.database).unlink()
 
-    def undo(self) -> None:
-        self.release()
+    def _remove_database(self) -> None:
+        self.unlock()
         with suppress(OSError):
             for path in (self.database, *logs(self.database)):
                 path.unlink(missing_ok=True)
-            if self.made_folder:
-                self.folder.rmdir()
 
-
-def _lock_file(database: Path) -> Path:
-    return database.with_suffix(".lock")
-
-
-def claim(path: str | os.PathLike[str], rank: int) -> Claim:
-    """Make the directory and the empty file of one rank. Raise `RecordError` if the directory already holds a run."""
-    folder = Path(path)
-    database = folder / database_name(rank)
-    made_folder = False
-    try:
-        made_folder = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        if found := _found(database, rank):
-            raise RecordError(
-                f"{printable(str(folder))}: already holds a run ({found}), and records are never written over "
-                "or mixed up with those of another; pass another directory, or remove this one"
-            )
-        # The process that makes the file has the rank. This is atomic, even on network file systems, and
-        # cannot go stale.
-        os.close(os.open(database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except OSError as error:
-        if made_folder:
-            with suppress(OSError):
-                folder.rmdir()
-        raise unwritable(folder, error) from None
-    return Claim(folder, database, made_folder, _locked(database))
+    def _remove_folder(self) -> None:
+        with suppress(OSError):
+            self.folder.rmdir()
 
 
 def unwritable(folder: Path, error: Exception) -> RecordError:
@@ -71,6 +76,10 @@ def unwritable(folder: Path, error: Exception) -> RecordError:
         f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
         "can be made and written, if need be on another file system"
     )
+
+
+def _lock_file(database: Path) -> Path:
+    return database.with_suffix(".lock")
 
 
 def _found(database: Path, rank: int) -> str:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.store.memory import RecordedSeries, merged
+from gradsurgeon.store.memory import WholeSeries, merged
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons. A value from before three such steps is out of date.
@@ -72,66 +72,52 @@ class Lookup:
     aliases: Mapping[str, str]
     logged: Mapping[str, Logged]  # by rule
     # Returns the series of a tensor, a statistic, and a rule or all rules.
-    find: Callable[[str, str, str | None], Sequence[RecordedSeries]]
+    find: Callable[[str, str, str | None], Sequence[WholeSeries]]
     # Returns, for a rule, a tensor and a step, the number of later steps in which the rule was due.
     due_since: Callable[[str, str, int], int] = lambda *_: 0
 
     def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
         canonical, series = self._series(name, stat, rule)
-        rows = merged(series, canonical)
-        if not rows:
-            self._check_recorded(canonical, stat, rule)
-        return rows
+        return merged(series, canonical)
 
     def latest(self, name: str, stat: str, rule: str | None) -> float:
         canonical, series = self._series(name, stat, rule)
         ends = [end for recorded in series if (end := recorded.last(canonical)) is not None]
         if not ends:
-            self._check_recorded(canonical, stat, rule)
             raise RecordError(
                 f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
             )
-        self._check_age(canonical, stat, series)
-        # If two series have the same step, the later series wins, as in `merged`.
-        return max(reversed(ends), key=lambda end: end[0])[1]
-
-    def _canonical(self, name: str) -> str:
-        canonical = self.aliases.get(name, name)
-        if canonical in self.known:
-            return canonical
-        near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)
-        raise KeyError(f"no parameter {name!r} in the model; nearest: {', '.join(near) or 'none'}")
-
-    def _check_recorded(self, name: str, stat: str, rule: str | None) -> None:
-        """Raise an error if no rule records this statistic of the tensor."""
-        logging = {key: logged for key, logged in self.logged.items() if name in logged.names}
-        asked = [logging[key] for key in logging if rule in (None, key)]
-        if not any(stat in logged.stats for logged in asked):
-            recorded = "; ".join(f"{key}: {', '.join(one.stats)}" for key, one in logging.items())
-            raise RecordError(
-                f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {name}; recorded: "
-                f"{recorded or 'nothing'}"
-            )
-
-    def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
-        """Raise an error if the last value is old although the rule was due since."""
         newest = max(end for recorded in series for end in recorded.ends())
-        rule = series[0].key.rule
-        if self.due_since(rule, name, newest) >= _QUIET_STEPS:
+        by = series[0].key.rule
+        if self.due_since(by, canonical, newest) >= _QUIET_STEPS:
             raise RecordError(
-                f"rule {rule}: the last record of {stat} of {name} is from step {newest}, and nothing was "
+                f"rule {by}: the last record of {stat} of {canonical} is from step {newest}, and nothing was "
                 f"measured in the last {_QUIET_STEPS} steps in which the rule was due; history() returns "
                 "the earlier records"
             )
+        # If two series have the same step, the later series wins, as in `merged`.
+        return max(reversed(ends), key=lambda end: end[0])[1]
 
-    def _series(
-        self, name: str, stat: str, rule: str | None
-    ) -> tuple[str, Sequence[RecordedSeries]]:
-        canonical = self._canonical(name)
+    def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
+        """Return the canonical name and the series of one rule, possibly none yet."""
+        canonical = self.aliases.get(name, name)
+        if canonical not in self.known:
+            near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)
+            listed = ", ".join(near) or "none"
+            raise KeyError(f"no parameter {name!r} in the model; nearest: {listed}")
         series = self.find(canonical, stat, rule)
         rules = sorted({recorded.key.rule for recorded in series})
         if len(rules) > 1:
             raise RecordError(
                 f"{stat} of {canonical} is recorded by several rules: pass rule= one of {', '.join(rules)}"
+            )
+        logging = {key: one for key, one in self.logged.items() if canonical in one.names}
+        if not rules and not any(
+            stat in logging[key].stats for key in logging if rule in (None, key)
+        ):
+            recorded = "; ".join(f"{key}: {', '.join(one.stats)}" for key, one in logging.items())
+            raise RecordError(
+                f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
+                f"{recorded or 'nothing'}"
             )
         return canonical, series

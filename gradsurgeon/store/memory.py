@@ -7,8 +7,8 @@ not the same as a value of NaN.
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
@@ -28,11 +28,13 @@ class Key(NamedTuple):
     names: tuple[str, ...]
 
 
-class RecordedSeries(Protocol):
+class WholeSeries(Protocol):
     """One series, in memory or in a file."""
 
-    @property
-    def key(self) -> Key: ...
+    key: Key
+    columns: dict[str, int]
+
+    def __len__(self) -> int: ...
 
     def of(self, name: str) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor, oldest first."""
@@ -43,14 +45,20 @@ class RecordedSeries(Protocol):
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
 
-
-class WholeSeries(RecordedSeries, Protocol):
-    """One series whose rows can all be read."""
-
-    def __len__(self) -> int: ...
-
     def stored(self) -> Iterator[Stored]:
         """Yield of every row: step, values as bytes of float32, and bits of the absent columns."""
+
+
+AnySeries = TypeVar("AnySeries", bound=WholeSeries)
+
+
+def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
+    """Return the series that measure a statistic of one tensor, by a rule or by any rule."""
+    return [
+        series
+        for series in every
+        if series.key.stat == stat and name in series.columns and rule in (None, series.key.rule)
+    ]
 
 
 class Series:
@@ -61,14 +69,6 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def add(self, row: Stored, *, replace: bool) -> bool:
-        """Append a row, or overwrite the last row if it has the same step. Return whether there is one row more."""
-        overwrite = replace and self.ends()[1:] == row[:1]
-        if overwrite:
-            self.rows.pop()
-        self.rows.append(row)
-        return not overwrite
 
     def ends(self) -> tuple[int, ...]:
         return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
@@ -87,10 +87,8 @@ class Series:
     def cells(self, name: str, *, backwards: bool = False) -> Iterator[tuple[int, float | None]]:
         column = self.columns[name]
         for step, values, absent in reversed(self.rows) if backwards else self.rows:
-            if absent is None or not is_absent(absent, column):
-                yield step, _FLOAT(values, 4 * column)[0]
-            else:
-                yield step, None
+            has_value = absent is None or not is_absent(absent, column)
+            yield step, _FLOAT(values, 4 * column)[0] if has_value else None
 
 
 class Records:
@@ -118,22 +116,19 @@ class Records:
         if series is None:
             series = self._series[key] = Series(key)
         row = step, values, pack_absent(absent, len(key.names))
-        if series.add(row, replace=replace):
-            self._order.append(series)
-            self._bytes += _ROW_BYTES + len(values)
+        if replace and series.rows and series.rows[-1][0] == step:
+            series.rows[-1] = row
+            return
+        series.rows.append(row)
+        self._order.append(series)
+        self._bytes += _ROW_BYTES + len(values)
         while self._bytes > self._limit and len(self._order) > 1:
             _, dropped, _ = self._order.popleft().rows.popleft()
             self._bytes -= _ROW_BYTES + len(dropped)
             self.dropped += 1
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[Series]:
-        return [
-            series
-            for series in self
-            if series.key.stat == stat
-            and name in series.columns
-            and rule in (None, series.key.rule)
-        ]
+        return matching(self, name, stat, rule)
 
     def __iter__(self) -> Iterator[Series]:
         return iter(self._series.values())
@@ -142,7 +137,7 @@ class Records:
         return len(self._order)
 
 
-def merged(series: Sequence[RecordedSeries], name: str) -> list[tuple[int, float]]:
+def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
     A tensor moves to a new series when another optimizer claims it, or when its module is called more often

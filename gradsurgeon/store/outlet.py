@@ -14,8 +14,8 @@ class Outlet:
     def __init__(self, seconds: float) -> None:
         self.failed = ""
         self._ended = False
-        self._problems: list[str] = []
-        self._told = 0
+        # The problems so far, each with whether `news` has returned it.
+        self._problems: dict[str, bool] = {}
         self._pid = os.getpid()
         self._seconds = seconds
         self._committed = self._step = time.monotonic()
@@ -30,30 +30,22 @@ class Outlet:
         """Whether nothing is written any more: ended, failed, or in a child process."""
         return self._ended or bool(self.failed) or self._inherited
 
-    def due(self) -> bool:
-        """Return whether it is time for a commit, or for `news`."""
-        return self._is_due(time.monotonic())
+    def due(self, ahead: float = 0.0) -> bool:
+        """Return whether it is time for a commit, or for `news`, some seconds from now."""
+        is_time = time.monotonic() + ahead - self._committed >= self._seconds
+        return is_time and (not self.closed or not all(self._problems.values()))
 
     def ends_step(self) -> bool:
         """Mark the end of a step. Return whether its rows would be too old at the end of the next step."""
         now = time.monotonic()
         step, self._step = now - self._step, now
-        return self._is_due(now + step)  # the next step is assumed to take as long
-
-    def _is_due(self, now: float) -> bool:
-        return now - self._committed >= self._seconds and (not self.closed or self._has_news)
-
-    @property
-    def _has_news(self) -> bool:
-        return self._told < len(self._problems) and not self._inherited
+        return self.due(step)  # the next step is assumed to take as long
 
     def news(self) -> list[str]:
         """Return the problems since the last call."""
-        if not self._has_news:
-            return []
-        told, self._told = self._told, len(self._problems)
-        return self._problems[told:]
+        news = [text for text, told in self._problems.items() if not told]
+        self._problems |= dict.fromkeys(news, True)
+        return [] if self._inherited else news
 
     def _note(self, problem: str) -> None:
-        if problem not in self._problems:
-            self._problems.append(problem)
+        self._problems.setdefault(problem, False)

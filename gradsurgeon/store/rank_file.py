@@ -35,7 +35,7 @@ _BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
-_MAPPING = TypeAdapter(dict[str, Any])
+_MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
 
 
 class Row(NamedTuple):
@@ -44,6 +44,10 @@ class Row(NamedTuple):
     step: int
     values: array[float]
     absent: frozenset[int]
+
+    @classmethod
+    def unpack(cls, stored: Stored) -> Row:
+        return cls(stored[0], array("f", stored[1]), layout.unpack_absent(stored[2]))
 
 
 class StoredEvent(NamedTuple):
@@ -110,19 +114,18 @@ class RankFile:
         except (ValueError, RecursionError):
             raise self.damaged() from None
 
+    def _meta(self) -> dict[str, str]:
+        return dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
+
     @property
     def closed(self) -> float | None:
         """When the run was closed, in seconds since 1970, ``None`` if it was not."""
-        rows = self.query("SELECT value FROM meta WHERE key = 'closed'", kinds=(str,))
-        try:
-            return float(rows[0][0]) if rows else None
-        except ValueError:
-            raise self.damaged() from None
+        text = self._meta().get("closed")
+        return None if text is None else self._parsed(text, _TIME)
 
     def written(self, key: str) -> dict[str, Any]:
         """Return a mapping that the writer left at the end of the run, empty if there is none."""
-        rows = dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
-        return self._parsed(rows[key], _MAPPING) if key in rows else {}
+        return self._parsed(self._meta().get(key, "{}"), _MAPPING)
 
     @property
     def state(self) -> str:
@@ -166,14 +169,6 @@ class RankFile:
             raise self.damaged()
         return statuses
 
-    def last_step(self) -> int | None:
-        """Return the last step of any record, event or status, ``None`` if there is none."""
-        rows = self.query("SELECT max(step) FROM events")
-        found = {rows[0][0], *(one.last_step for one in self.statuses().values())}
-        for one in self.series():
-            found.update(one.ends())
-        return max((step for step in found if isinstance(step, int)), default=None)
-
 
 def _are_of(values: Sequence[object], kind: type | int) -> bool:
     if isinstance(kind, type):
@@ -186,15 +181,12 @@ class StoredSeries:
 
     def __init__(self, file: RankFile, number: int, key: Key) -> None:
         self.key = key
+        self.rank = file.rank
         self.columns = {name: column for column, name in enumerate(key.names)}
         self._file = file
         self._width = len(key.names)
         self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
         self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
-
-    @property
-    def rank(self) -> int:
-        return self._file.rank
 
     def __len__(self) -> int:
         ((top,),) = self._file.query(
@@ -208,18 +200,13 @@ class StoredSeries:
 
     def ends(self) -> tuple[int, ...]:
         last = max(0, len(self) - 1)
-        return tuple(row.step for start in (0, last) for row in self.rows(start, start + 1))
+        return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        return map(self._row, self.stored(start, stop))
-
-    @staticmethod
-    def _row(stored: Stored) -> Row:
-        step, values, absent = stored
-        return Row(step, array("f", values), layout.unpack_absent(absent))
+        return map(Row.unpack, self.stored(start, stop))
 
     def sample(self, every: int) -> Iterator[Row]:
-        return map(self._row, self.one_in(every))
+        return map(Row.unpack, self.one_in(every))
 
     def one_in(self, every: int, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         """Yield one row in so many."""
@@ -263,6 +250,7 @@ class StoredSeries:
         return None
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor in some rows."""
         column = self.columns[name]
         # SQLite slices, so that other columns are never copied.
         rows = self._file.query(
@@ -275,11 +263,8 @@ class StoredSeries:
             kinds=(int, _FLOAT, 1),
         )
         values = array("f", b"".join(row[1] for row in rows))
-        return [
-            (step, value)
-            for (step, _, bits), value in zip(rows, values, strict=True)
-            if not layout.is_absent(bits, column % 8)
-        ]
+        pairs = zip(rows, values, strict=True)
+        return [(row[0], value) for row, value in pairs if not layout.is_absent(row[2], column % 8)]
 
     def summaries(self) -> Iterator[Summary]:
         """Yield a summary of every `CHUNK` rows, and one of the remaining rows."""

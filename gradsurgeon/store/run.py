@@ -14,8 +14,9 @@ from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.database import logs
-from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
+from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
+from gradsurgeon.store.memory import matching
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
 from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
@@ -57,13 +58,6 @@ class Run(RecordQueries):
         """Close the files."""
         for file in self._files:
             file.close()
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file that belongs to the run."""
-        captures = [self.path / captures_name(rank) for rank in self.ranks]
-        files = (file.path for file in self._files)
-        return (self.path / RUN_FILE, *files, *(path for path in captures if path.is_file()))
 
     @property
     def states(self) -> dict[int, str]:
@@ -121,18 +115,8 @@ class Run(RecordQueries):
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
         """Return the series that measure one tensor, from the lowest rank that recorded it."""
-        matches = [
-            series
-            for series in self
-            if series.key.stat == stat
-            and name in series.columns
-            and rule in (None, series.key.rule)
-        ]
+        matches = matching(self, name, stat, rule)
         return [series for series in matches if series.rank == matches[0].rank]
-
-    def lowest(self) -> Iterator[StoredSeries]:
-        """Yield every series except those whose tensors were all recorded by a lower rank."""
-        return (series for series, _ in of_lowest_ranks(self))
 
     def to_pandas(
         self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
@@ -163,15 +147,7 @@ class Run(RecordQueries):
     ) -> pa.Table:
         """Return the lines of `to_pandas` as a table of Arrow, with 34 bytes a line. Texts are dictionary-encoded.
 
-        Args:
-            name: only tensors whose canonical name matches this pattern, as in a rule file.
-            stat: only this statistic.
-            rule: only the records of the rule with this id.
-
-        Raises:
-            GradSurgeonError: pyarrow is missing: `pip install 'gradsurgeon[arrow]'`.
-            RecordError: nothing recorded fits.
-            ValueError: the pattern is malformed.
+        Arguments and errors are the same. The library is pyarrow: `pip install 'gradsurgeon[arrow]'`.
         """
         library("pyarrow", "arrow", "to_arrow")
         library("numpy", "arrow", "to_arrow")
@@ -185,16 +161,17 @@ class Run(RecordQueries):
         raise nothing_fits(self, self.path)
 
     def _lookup(self) -> Lookup:
-        stats = {rule: set(planned) for rule, planned in self.stats.items()}
-        names = {rule: set(self.names_of(rule)) for rule in stats}
+        found = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
         for series in self:
-            stats.setdefault(series.key.rule, set()).add(series.key.stat)
-            names.setdefault(series.key.rule, set()).update(series.key.names)
+            stats, names = found.setdefault(series.key.rule, (set(), set()))
+            stats.add(series.key.stat)
+            names.update(series.key.names)
         logged = {
-            rule: Logged(tuple(sorted(stats[rule])), frozenset(names[rule])) for rule in stats
+            rule: Logged(tuple(sorted(stats)), frozenset(names))
+            for rule, (stats, names) in found.items()
         }
-        every = (*self.params, *sorted(set().union(*names.values()) - {*self.params}))
-        return Lookup(every, self._aliases, logged, self.series)
+        more = {name for one in logged.values() for name in one.names}.difference(self.params)
+        return Lookup((*self.params, *sorted(more)), self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
@@ -243,7 +220,7 @@ def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
-    """Yield the series of `Run.lowest`, each with the columns that a lower rank has recorded too."""
+    """Yield every series that no lower rank has recorded whole, each with the columns that a lower rank has recorded."""
     # A module that runs on some ranks only can share a series with other modules.
     owners: dict[tuple[str, str, str], int] = {}
     for series in run:

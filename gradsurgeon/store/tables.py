@@ -28,43 +28,36 @@ _MARK = {"gradsurgeon.export": "1"}
 _MAGIC = b"PAR1"
 
 
-class _LongForm:
-    """The chosen series as blocks of columns, in the order of `gradsurgeon export`.
+def _places(chosen: Chosen) -> dict[str, dict[str, int]]:
+    """Return, for each column of texts, the number that stands for each text."""
+    places: dict[str, dict[str, int]] = {column: {} for column in _TEXTS}
+    for series, columns in chosen:
+        rule, stat, point, names = series.key
+        texts = [("rule", rule), ("point", point), ("stat", stat)]
+        for column, text in (*texts, *(("name", names[number]) for number in columns)):
+            # Arrow and Parquet refuse lone surrogates, which odd file names contain.
+            places[column].setdefault(clean(text), len(places[column]))
+    return places
 
-    Attributes:
-        texts: for each column of texts, the texts that its numbers stand for.
-    """
 
-    def __init__(self, chosen: Chosen) -> None:
-        self._chosen = chosen
-        self._places: dict[str, dict[str, int]] = {column: {} for column in _TEXTS}
-        for series, columns in chosen:
-            for column in columns:
-                self._place("name", series.key.names[column])
-            for column_name in _TEXTS[:-1]:
-                self._place(column_name, getattr(series.key, column_name))
-        self.texts = {column: list(places) for column, places in self._places.items()}
-
-    def _place(self, column: str, text: str) -> int:
-        places = self._places[column]
-        # Arrow and Parquet refuse lone surrogates, which odd file names contain.
-        return places.setdefault(clean(text), len(places))
-
-    def blocks(self) -> Iterator[Block]:
-        for series, columns in self._chosen:
-            key, wanted = series.key, np.array(columns)
-            names = np.array([self._place("name", key.names[n]) for n in columns], np.int32)
-            same = {column: self._place(column, getattr(key, column)) for column in _TEXTS[:-1]}
-            for rows in series.batches():
-                steps, values, present = arrays(rows, len(key.names))
-                lines, places = np.nonzero(present[:, wanted])
-                constant = {"rank": series.rank, **same}.items()
-                yield {
-                    "step": steps[lines],
-                    **{column: np.full(len(lines), value, np.int32) for column, value in constant},
-                    "name": names[places],
-                    "value": values[lines, wanted[places]],
-                }
+def _blocks(chosen: Chosen, places: Mapping[str, Mapping[str, int]]) -> Iterator[Block]:
+    """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`."""
+    for series, columns in chosen:
+        key, wanted = series.key, np.array(columns)
+        names = np.array([places["name"][clean(key.names[n])] for n in columns], np.int32)
+        fixed = {
+            text: places[text][clean(getattr(key, text))] for text in ("rule", "point", "stat")
+        }
+        for rows in series.batches():
+            steps, values, present = arrays(rows, len(key.names))
+            lines, found = np.nonzero(present[:, wanted])
+            same = {"rank": series.rank, **fixed}.items()
+            yield {
+                "step": steps[lines],
+                **{column: np.full(len(lines), value, np.int32) for column, value in same},
+                "name": names[found],
+                "value": values[lines, wanted[found]],
+            }
 
 
 def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
@@ -86,10 +79,10 @@ def _joined(blocks: Sequence[Block]) -> dict[str, Any]:
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:
     pandas = import_module("pandas")
-    form = _LongForm(chosen)
-    columns = _joined(list(form.blocks()))
-    for column in _TEXTS:
-        columns[column] = pandas.Categorical.from_codes(columns[column], form.texts[column])
+    places = _places(chosen)
+    columns = _joined(list(_blocks(chosen, places)))
+    for column, texts in places.items():
+        columns[column] = pandas.Categorical.from_codes(columns[column], list(texts))
     return pandas.DataFrame(columns)
 
 
@@ -108,8 +101,8 @@ def _arrow_schema() -> pa.Schema:
 def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
     """Yield record batches as rows are read. All batches share the dictionaries of their texts."""
     arrow = import_module("pyarrow")
-    form, schema = _LongForm(chosen), _arrow_schema()
-    texts = {column: arrow.array(form.texts[column], arrow.string()) for column in _TEXTS}
+    places, schema = _places(chosen), _arrow_schema()
+    texts = {column: arrow.array(list(of), arrow.string()) for column, of in places.items()}
 
     def batch(blocks: Sequence[Block]) -> pa.RecordBatch:
         columns = {column: arrow.array(values) for column, values in _joined(blocks).items()}
@@ -119,7 +112,7 @@ def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
 
     waiting: list[Block] = []
     lines = 0
-    for block in form.blocks():
+    for block in _blocks(chosen, places):
         waiting.append(block)
         lines += len(block["value"])
         if lines >= _BATCH:

@@ -9,18 +9,20 @@ import json
 import os
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
 from threading import RLock
 from typing import Any
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
-from gradsurgeon.store.claim import claim, unwritable
-from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
-from gradsurgeon.store.files import replacing, replacing_bytes
+from gradsurgeon.store.claim import Claim, unwritable
+from gradsurgeon.store.database import is_busy
+from gradsurgeon.store.files import replacing_bytes
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
@@ -28,6 +30,21 @@ from gradsurgeon.store.outlet import Outlet
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
 _MOST_WAITING = 128 * 2**20
+
+
+@dataclass(slots=True)
+class _Written:
+    """One series in the file: its id, the number and last step of its rows, and the number of summarised chunks."""
+
+    id: int
+    rows: int = 0
+    step: int | None = None
+    chunks: int = 0
+
+    @property
+    def complete(self) -> int:
+        """The number of chunks that a row follows: the last row can still be replaced."""
+        return max(0, self.rows - 1) // layout.CHUNK
 
 
 class RunWriter(Outlet):
@@ -43,29 +60,23 @@ class RunWriter(Outlet):
         super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
-        self._claim = claim(path, rank)
-        self.path = self._claim.folder
-        self._connection = self._open(run_json)
+        self._claim = Claim(path, rank)
+        self.path, self._connection = self._claim.folder, self._claim.connection
+        try:
+            # An earlier run may have left it, and its other files be gone.
+            (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
+            if rank == 0:
+                with replacing_bytes(self.path / layout.RUN_FILE) as file:
+                    file.write(run_json.encode())
+        except OSError as error:
+            self._claim.undo()
+            raise unwritable(self.path, error) from None
         self._identity = self._file_identity()
-        self._series: dict[Key, WrittenSeries] = {}
-        self._batch = Batch()
+        self._series: dict[Key, _Written] = {}
+        # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
+        self._batch: defaultdict[str, dict[object, tuple[Any, ...]]] = defaultdict(dict)
+        self._event_ids = count(1)
         self._lock = RLock()
-
-    def _open(self, run_json: str) -> sqlite3.Connection:
-        with ExitStack() as undo:
-            undo.callback(self._claim.undo)
-            try:
-                connection = create(self._claim.database, self.rank)
-                undo.callback(connection.close)
-                # An earlier run may have left it, and its other files be gone.
-                (self.path / layout.captures_name(self.rank)).unlink(missing_ok=True)
-                if self.rank == 0:
-                    with replacing(self.path / layout.RUN_FILE) as file:
-                        file.write(run_json)
-            except (sqlite3.Error, OSError) as error:
-                raise unwritable(self.path, error) from None
-            undo.pop_all()
-        return connection
 
     def add(
         self,
@@ -82,20 +93,24 @@ class RunWriter(Outlet):
         with self._lock:
             series = self._series.get(key)
             if series is None:
-                series = self._series[key] = WrittenSeries(len(self._series) + 1, key)
-                self._batch.series.append(series)
+                series = self._series[key] = _Written(len(self._series) + 1)
+                named = series.id, *key[:3], json.dumps(key.names)
+                self._batch["series"][series.id] = named
             if not (replace and series.step == step):
                 series.rows += 1
                 series.step = step
             row_id = layout.row_id(series.id, series.rows - 1)
             bits = layout.pack_absent(absent, len(key.names))
-            self._batch.rows[row_id] = (row_id, step, values, bits)
+            self._batch["rows"][row_id] = (row_id, step, values, bits)
 
     def event(self, event: Event) -> None:
         """Write an event, together with the waiting rows."""
         with self._lock:
             if not self.closed:
-                self._batch.events.append((time.time(), event))
+                number, e = next(self._event_ids), event
+                texts = layout.clean(e.name), layout.clean(e.message)
+                row = number, time.time(), e.kind, e.rule, e.step, e.rank, *texts
+                self._batch["events"][number] = row
                 self.commit()
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
@@ -103,28 +118,17 @@ class RunWriter(Outlet):
         if self.closed:
             return
         for rule, status in statuses.items():
-            self._batch.statuses[rule] = json.dumps(asdict(status))
+            self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
-    def captures(self, previews: object) -> None:
-        """Write previews of the tensors that rules have kept, as JSON.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        with self._lock:
-            if not self.closed:
-                with replacing(self.path / layout.captures_name(self.rank)) as file:
-                    file.write(json_text(previews))
-
-    def state(self, content: bytes) -> None:
-        """Write the state that a session resumes from, in place of the earlier state.
+    def file(self, name: str, content: bytes) -> None:
+        """Write a file beside the records, in place of an earlier one.
 
         Raises:
             OSError: the file cannot be written.
         """
         with self._lock:
             if not self.closed:
-                with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
+                with replacing_bytes(self.path / name) as file:
                     file.write(content)
 
     def commit(self) -> None:
@@ -139,11 +143,33 @@ class RunWriter(Outlet):
                 # A removed file can be written for ever, and nobody will see it.
                 if self._file_identity() != self._identity:
                     raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
-                write(self._connection, self._batch, list(self._series.values()))
+                self._write()
             except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
                 self._failed(error)
-            else:
-                self._batch = Batch()
+
+    def _write(self) -> None:
+        execute = self._connection.execute
+        execute("BEGIN IMMEDIATE")
+        for table, rows in self._batch.items():
+            marks = ", ".join("?" * len(next(iter(rows.values()))))
+            insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
+            self._connection.executemany(insert, rows.values())
+        for key, series in self._series.items():
+            for number in range(series.chunks, series.complete):
+                first = layout.row_id(series.id, number * layout.CHUNK)
+                # Read back instead of kept: a chunk of 10,000 tensors is 10 MB per statistic.
+                stored = execute(
+                    "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ?",
+                    (first, first + layout.CHUNK - 1),
+                ).fetchall()
+                execute(
+                    "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (layout.row_id(series.id, number), *layout.summarise(stored, len(key.names))),
+                )
+        execute("COMMIT")
+        for series in self._series.values():
+            series.chunks = series.complete
+        self._batch.clear()
 
     def close(
         self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
@@ -157,11 +183,12 @@ class RunWriter(Outlet):
         with self._lock:
             if self.closed:
                 return
-            self._batch.meta |= {
+            meta = {
                 "closed": repr(time.time()),
                 "ended": json_text(dict(ended or {})),
                 "pending": json_text(dict(pending or {})),
             }
+            self._batch["meta"].update((row[0], row) for row in meta.items())
             self.commit()
             if not self.closed:
                 self._ended = True
@@ -169,7 +196,7 @@ class RunWriter(Outlet):
                 # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-                self._release()
+                self._claim.release()
 
     def discard(self) -> None:
         """Remove all files again: the session did not begin."""
@@ -177,8 +204,6 @@ class RunWriter(Outlet):
             if self.closed:
                 return
             self._ended = True
-            with suppress(sqlite3.Error):
-                self._connection.close()
             if self.rank == 0:
                 with suppress(OSError):
                     (self.path / layout.RUN_FILE).unlink()
@@ -192,7 +217,7 @@ class RunWriter(Outlet):
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        waiting = sum(len(values) for _, _, values, _ in self._batch.rows.values())
+        waiting = sum(len(row[2]) for row in self._batch.get("rows", {}).values())
         if is_busy(error) and waiting < _MOST_WAITING:
             return  # tried again in a second
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -201,10 +226,5 @@ class RunWriter(Outlet):
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
         self._note(self.failed)
-        self._batch = Batch()
-        self._release()
-
-    def _release(self) -> None:
-        with suppress(sqlite3.Error):
-            self._connection.close()
+        self._batch.clear()
         self._claim.release()

@@ -179,7 +179,7 @@ def test_a_sum_that_goes_on_is_sent_once() -> None:
             for _ in range(3):
                 model(torch.ones(5, 3)).square().mean().backward()
                 # As if passes took long: what is there so far would be sent each second.
-                session._attachment.context.recorder._ring.settle()
+                session._attachment.context.recorder._ring.send(wait=True)
                 session._attachment.context.recorder._commit()
                 time.sleep(0.05)
             optimizer.step()

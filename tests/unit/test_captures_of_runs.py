@@ -297,7 +297,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, harm: Any) -> None:
     assert said in (tmp_path / "page.html").read_text(encoding="utf-8")
     with gradsurgeon.open_run(tmp_path / "run") as run:
         assert run.params == ("weight",)
-        assert place in run.files
     place.unlink()
     assert call_here("report", "run", cwd=tmp_path).returncode == 0
 

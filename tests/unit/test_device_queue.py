@@ -71,10 +71,10 @@ def test_what_has_arrived_is_handed_over_in_order_and_nothing_before(copies: lis
     ring.send()
     assert len(copies) == 2
     copies[1].arrive()
-    ring.collect()
+    ring.send()
     assert taken == []
     copies[0].arrive()
-    ring.collect()
+    ring.send()
     assert taken == [(0, [0.0, 0.0]), (1, [1.0, 1.0]), (2, [2.0, 2.0]), (3, [3.0])]
 
 
@@ -88,7 +88,7 @@ def test_a_device_that_is_behind_is_not_waited_for(copies: list[Copy]) -> None:
         copy.arrive()
     ring.put(300, torch.tensor([300.0]))
     ring.send()
-    ring.collect()
+    ring.send()
     assert taken == [(number, [float(number)]) for number in range(300)]
     assert len(copies) == 301
 
@@ -104,7 +104,7 @@ def test_where_memory_is_at_its_bound_the_oldest_transfer_is_waited_for(
         ring.send()
     assert [copy.there for copy in copies] == [True] * (9 - at_once) + [False] * at_once
     assert taken == [(number, [float(number)]) for number in range(9 - at_once)]
-    ring.settle()
+    ring.send(wait=True)
     assert taken == [(number, [float(number)]) for number in range(9)]
 
 
@@ -113,7 +113,7 @@ def test_numbers_are_copied_when_they_are_put_and_not_later(copies: list[Copy]) 
     values = torch.ones(2)
     ring.put(0, values)
     values.zero_()
-    ring.settle()
+    ring.send(wait=True)
     assert taken == [(0, [1.0, 1.0])]
     assert len(copies) == 1
 
@@ -132,7 +132,7 @@ def test_what_takes_the_place_of_another_stands_where_that_stood(
     ring.send()
     assert taken == [(2, [2.0]), (1, [1.0, 1.0]), (3, [3.0, 3.0]), (4, [4.0, 4.0])]
     ring.put(5, torch.full((1,), 5.0), slot="a")  # the other one has left
-    ring.settle()
+    ring.send(wait=True)
     assert taken[4:] == [(5, [5.0])]
 
 
@@ -141,7 +141,7 @@ def test_numbers_of_all_kinds_travel_together(dtype: torch.dtype, copies: list[C
     ring, taken = collecting()
     ring.put(0, torch.ones((), dtype=dtype))
     ring.put(1, torch.full((2, 2), 0.5))
-    ring.settle()
+    ring.send(wait=True)
     assert taken == [(0, [1.0]), (1, [0.5] * 4)]
     assert len(copies) == 1
 

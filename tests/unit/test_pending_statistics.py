@@ -38,10 +38,10 @@ def rows(pending: PendingStatistics) -> list[tuple[int, tuple[str, ...], dict[st
             row.key.names,
             {
                 row.key.names[column]: value
-                for column, value in zip(row.columns, row.values.tolist(), strict=True)
+                for column, value in zip(row.columns, values.tolist(), strict=True)
             },
         )
-        for row in pending.take()
+        for row, values in pending.take()
     ]
 
 
@@ -64,10 +64,10 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     for place, tensor in enumerate(TENSORS):
         pending.add(logging(*stats), str(place), 0, tensor)
     taken = list(pending.take())
-    assert [row.key.stat for row in taken] == list(stats)
-    for row in taken:
+    assert [row.key.stat for row, _ in taken] == list(stats)
+    for row, values in taken:
         expected = [measure.statistic(row.key.stat, tensor) for tensor in TENSORS]
-        torch.testing.assert_close(row.values, torch.stack(expected), equal_nan=True)
+        torch.testing.assert_close(values, torch.stack(expected), equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [4, 5000])
@@ -123,8 +123,8 @@ def test_columns_ascend_in_whatever_order_modules_run() -> None:
     rows(pending)
     for name, value in (("c", 6.0), ("a", 4.0), ("b", 5.0)):
         pending.add(rule, name, 1, number(value))
-    (row,) = pending.take()
-    assert (list(row.columns), row.values.tolist()) == ([0, 1, 2], [4.0, 5.0, 6.0])
+    ((row, taken),) = pending.take()
+    assert (list(row.columns), taken.tolist()) == ([0, 1, 2], [4.0, 5.0, 6.0])
 
 
 def test_orders_that_never_repeat_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_rules_and_steps_are_apart() -> None:
     pending.add(one, "a", 0, number(1.0))
     pending.add(other, "a", 0, number(2.0))
     pending.add(one, "a", 1, number(3.0))
-    taken = [(row.key.rule, row.key.stat, row.step, row.values.item()) for row in pending.take()]
+    taken = [(row.key.rule, row.key.stat, row.step, v.item()) for row, v in pending.take()]
     assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
     assert len(pending) == 0
 

@@ -231,7 +231,10 @@ class TestEvents:
 
     def test_more_than_are_read_at_a_time(self, tmp_path: pathlib.Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
-        writer._batch.events.extend((float(step), trap(step)) for step in range(3_000))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "commit", lambda: None)  # all of them in one transaction
+            for step in range(3_000):
+                writer.event(trap(step))
         writer.close()
         live = LiveRun(tmp_path)
         for _ in range(2):
@@ -299,7 +302,7 @@ class TestHead:
         live = LiveRun(tmp_path)
         assert shown(live.read())[1] == "running"
         writers[0].close()
-        writers[1]._claim.release()
+        writers[1]._claim.unlock()
         snapshot = live.read()
         assert snapshot.is_running
         first = shown(snapshot, 300)[1]
