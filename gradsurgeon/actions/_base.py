@@ -27,7 +27,6 @@ from gradsurgeon.actions._target import (
     target_flaws,
 )
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.match import Pattern, compile_pattern
 
 Point = Literal["backward", "accumulated", "step"]
 Moment = Literal["forward", "backward", "accumulated", "step"]
@@ -171,9 +170,9 @@ class Rule(Options):
         return ()
 
     @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """The compiled patterns of the names the rule selects."""
-        return tuple(compile_pattern(text) for text in getattr(self, self.target))
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of the names that the rule selects."""
+        return tuple(getattr(self, self.target))
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:

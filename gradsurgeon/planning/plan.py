@@ -9,9 +9,10 @@ from itertools import islice
 from typing import Any
 
 from gradsurgeon import _html, _live
-from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule, in_order
+from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
+from gradsurgeon.planning.matching import chains_of
 from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
 from gradsurgeon.schema import RuleSet
 
@@ -86,16 +87,12 @@ class Plan:
 
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
-        chains: dict[str, list[str]] = {}
-        for rule in in_order(self.rules.rules):
-            for binding in self.of(rule.id):
-                key = (
-                    binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"
-                )
-                chains.setdefault(key, []).append(rule.id)
+        names = {rule.id: [one.name for one in self.of(rule.id)] for rule in self.rules.rules}
+        chains = chains_of(self.rules.rules, names)
         place = {param.name: number for number, param in enumerate(self.manifest.params)}
-        keys = sorted(chains, key=lambda key: place.get(key, len(place)))
-        return {key: tuple(chains[key]) for key in keys}
+        return {
+            key: chains[key] for key in sorted(chains, key=lambda key: place.get(key, len(place)))
+        }
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
         """Return the bindings of one rule."""
@@ -109,9 +106,10 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        return "\n".join(
-            [_head(self), "", *_rules(self), "", *_losses(self), *_chains(self), *_warnings(self)]
-        )
+        doubts = [f"  {text}" for text in _doubts(self)]
+        to_know = ["", "to know", *doubts] if doubts else []
+        effects = (*_losses(self), *_chains(self))
+        return "\n".join([_head(self), "", *_rules(self), "", *effects, *to_know])
 
     def _repr_html_(self) -> str:
         rows = list(_bindings(self))
@@ -266,14 +264,6 @@ def _bindings(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield rule.id, rule.action, f"{text}{tensor}{tied}", many, bound[0].hook, rule.point
         if not bound:
             yield rule.id, rule.action, "nothing", "", "-", rule.point
-
-
-def _warnings(plan: Plan) -> Iterator[str]:
-    lines = [f"  {text}" for text in _doubts(plan)]
-    if lines:
-        yield ""
-        yield "to know"
-        yield from lines
 
 
 def _doubts(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Pair the rules of two files, and find the options that differ."""
+"""The options that differ between two versions of a rule."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
-from gradsurgeon.review.matched_rules import MatchedRules, protects
+from gradsurgeon.actions import Direction, FreezeRule, Options, Rule, Steps, Stricter, TrapRule
 
 # If these are not given, their meaning depends on the rule, so no default is filled in.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
@@ -31,6 +30,11 @@ class OptionChange:
         }
 
 
+def protects(rule: Rule) -> bool:
+    """Tell whether a rule edits, traps or freezes; other rules only observe."""
+    return rule.edits or isinstance(rule, TrapRule | FreezeRule)
+
+
 def given_options(rule: Rule) -> dict[str, Any]:
     """Return the options of a rule that differ from their defaults, as plain values.
 
@@ -42,10 +46,10 @@ def given_options(rule: Rule) -> dict[str, Any]:
         value = getattr(rule, name)
         if name in {"id", "action", "at", "tensor"} or value == info.default:
             continue
-        if isinstance(value, Steps):
-            options[name] = _plain(value)
-        elif isinstance(value, Options):
-            options |= {f"{name}.{key}": item for key, item in _plain(value).items()}
+        if isinstance(value, Options):
+            plain = value.model_dump(by_alias=True, exclude_defaults=True)
+            inner = {f"{name}.{key}": item for key, item in plain.items()}
+            options |= {name: plain} if isinstance(value, Steps) else inner
         else:
             options[name] = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
     if rule.target != "params":
@@ -57,13 +61,39 @@ def given_options(rule: Rule) -> dict[str, Any]:
     return options
 
 
-def _plain(options: Options) -> dict[str, Any]:
-    return options.model_dump(by_alias=True, exclude_defaults=True)
+def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
+    """Return the options whose meaning differs, and whether the new value is stricter."""
+    before, after = given_options(old), given_options(new)
+    changes = []
+    for name in dict.fromkeys((*before, *after)):
+        first, second = _value(old, before, name), _value(new, after, name)
+        if name == "steps":
+            change = _change_of_steps(old, new, first, second)
+        elif _comparable(first) == _comparable(second):
+            continue
+        else:
+            info = _field(old, name) or _field(new, name)
+            change = OptionChange(name, first, second)
+            for item in info.metadata if info and old.action == new.action else ():
+                if isinstance(item, Stricter):
+                    change = OptionChange(name, first, second, *item.compare(first, second))
+        if change is not None:
+            changes.append(change)
+    return tuple(changes)
 
 
-def comparable_options(rule: Rule) -> frozenset[tuple[str, Hashable]]:
-    """Return the options of a rule in a form that is equal for equal options."""
-    return frozenset((name, _comparable(value)) for name, value in given_options(rule).items())
+def _change_of_steps(old: Rule, new: Rule, before: Any, after: Any) -> OptionChange | None:
+    fewer, more = old.steps.includes(new.steps), new.steps.includes(old.steps)
+    if fewer and more:  # a schedule can be written in several ways
+        return None
+    judged: tuple[Direction, str] = ("changed", "acts in other steps")
+    if old.action != new.action or not protects(old):
+        judged = ("changed", "")
+    elif fewer:
+        judged = ("loosened", "acts in fewer steps")
+    elif more:
+        judged = ("tightened", "acts in more steps")
+    return OptionChange("steps", before, after, *judged)
 
 
 def _comparable(value: Any) -> Hashable:
@@ -71,46 +101,12 @@ def _comparable(value: Any) -> Hashable:
     return frozenset(value) if isinstance(value, list) else repr(value)
 
 
-def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    before, after = given_options(old), given_options(new)
-    changes = []
-    for name in dict.fromkeys((*before, *after)):
-        first, second = _value(old, before, name), _value(new, after, name)
-        same = _comparable(first) == _comparable(second)
-        if name == "steps":  # a schedule can be written in several ways
-            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
-        if same:
-            continue
-        direction, meaning = _judge(old, new, name, first, second)
-        changes.append(OptionChange(name, first, second, direction, meaning))
-    return tuple(changes)
-
-
 def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
+    """Return the given value of an option, or its default if the rule has such an option."""
     info = _field(rule, name)
     if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
         return options.get(name)
     return list(info.default) if isinstance(info.default, tuple) else info.default
-
-
-def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Direction, str]:
-    if old.action != new.action:
-        return "changed", ""
-    if name == "steps" and protects(old):
-        return _judge_steps(old.steps, new.steps)
-    info = _field(old, name) or _field(new, name)
-    for item in info.metadata if info is not None else ():
-        if isinstance(item, Stricter):
-            return item.compare(before, after)
-    return "changed", ""
-
-
-def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
-    if before.includes(after):
-        return "loosened", "acts in fewer steps"
-    if after.includes(before):
-        return "tightened", "acts in more steps"
-    return "changed", "acts in other steps"
 
 
 def _field(rule: Rule, name: str) -> FieldInfo | None:
@@ -118,39 +114,6 @@ def _field(rule: Rule, name: str) -> FieldInfo | None:
     options: Any = rule
     *mappings, key = name.split(".")
     for mapping in mappings:
-        options = getattr(options, mapping)
+        options = getattr(options, mapping, None)
     fields = type(options).model_fields if isinstance(options, Options) else {}
     return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)
-
-
-@dataclass(frozen=True)
-class RulePairs:
-    """The rules of both files: ``new_ids`` maps old ids to new ids, ``old_ids`` the other way."""
-
-    before: MatchedRules
-    after: MatchedRules
-    new_ids: Mapping[str, str]
-    old_ids: Mapping[str, str]
-
-    def option_changes(self, old: str, new: str) -> tuple[OptionChange, ...]:
-        """Return the options that differ; of an added or removed rule, all options that it gives."""
-        if old and new:
-            return changed_options(self.before.rules[old], self.after.rules[new])
-        rule = self.after.rules[new] if new else self.before.rules[old]
-        options = {key: value for key, value in given_options(rule).items() if key != "action"}
-        if new:
-            return tuple(OptionChange(key, None, value) for key, value in options.items())
-        return tuple(OptionChange(key, value, None) for key, value in options.items())
-
-
-def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
-    """Pair the rules of two files by id, and the remaining ones by equal options, as renamed rules."""
-    new_ids = {rule: rule for rule in before.rules if rule in after.rules}
-    come: dict[Hashable, list[str]] = {}
-    for key, rule in reversed(after.rules.items()):
-        if key not in before.rules:
-            come.setdefault(comparable_options(rule), []).append(key)
-    for key, rule in before.rules.items():
-        if key not in after.rules and (ids := come.get(comparable_options(rule))):
-            new_ids[key] = ids.pop()
-    return RulePairs(before, after, new_ids, {new: old for old, new in new_ids.items()})

@@ -1,8 +1,9 @@
 """Checks on the matches and the values of one rule."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.actions.clamp import Clamp
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.review.checks._base import Check, Finding
@@ -30,7 +31,7 @@ class NoMatch(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        return _flaws(context, "no-match")
+        return _obstacles(context, "no-match")
 
 
 class BrokenExpect(Check):
@@ -53,7 +54,7 @@ class BrokenExpect(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        return _flaws(context, "expect")
+        return _obstacles(context, "expect")
 
 
 class CannotAct(Check):
@@ -78,7 +79,7 @@ class CannotAct(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        return _flaws(context, "cannot-act")
+        return _obstacles(context, "cannot-act")
 
 
 class NumberPrefix(Check):
@@ -101,8 +102,7 @@ class NumberPrefix(Check):
             for key in (rule.target, "exclude"):
                 for index, text in enumerate(getattr(rule, key)):
                     number = None if text.startswith("re:") else _NUMBER.search(text)
-                    hits = context.hits(rule, text)
-                    if number is None or not (hits is None or _goes_on(number[1], hits)):
+                    if number is None or not _may_go_on(number[1], context, rule, text):
                         continue
                     digits = number[1][:20]
                     message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
@@ -197,14 +197,18 @@ class ScaleByZero(Check):
                 yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")
 
 
-def _goes_on(number: str, hits: Iterable[str]) -> bool:
+def _may_go_on(number: str, context: LintContext, rule: Rule, pattern: str) -> bool:
+    """Tell whether a pattern matches a name with more digits; without names, it may."""
+    if context.matched is None or rule.target == "tensors":
+        return True
+    hits = context.matched.matcher.names[rule.target].hits(pattern)
     return any(map(re.compile(f"(?<![0-9]){number}[0-9]").search, hits))
 
 
-def _flaws(context: LintContext, kind: str) -> Iterator[Finding]:
+def _obstacles(context: LintContext, kind: str) -> Iterator[Finding]:
     if context.matched is None:
         return
     for rule in context.rules:
-        for flaw in context.matched.flaws(rule.id):
-            if flaw.kind == kind:
-                yield Finding(rule, flaw.at, flaw.text, flaw.hint)
+        for found in context.matched.obstacles(rule.id):
+            if found.kind == kind:
+                yield Finding(rule, found.at, found.text, found.hint)
