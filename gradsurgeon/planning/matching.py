@@ -64,7 +64,7 @@ class NameIndex:
             for text in several
             if not self.hits(text)
         ]
-        kept = self._under(rule.patterns).keys()
+        kept = set(self._under(rule.patterns))
         for text in rule.exclude:
             hits = self.hits(text)
             dropped = {one.name: one for one in hits.values() if one.name in kept}
