@@ -176,14 +176,6 @@ class TestWithNames:
         assert (problem.check, problem.place.line) == ("overlapping-edits", 5)
         assert "`a` and `b`" in problem.message
 
-    def test_a_suppression_that_only_names_make_superfluous(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            '  - {id: a, action: norm-log, params: "layers.1*"}  '
-            "# gradsurgeon: ignore[number-prefix]\n"
-        )
-        assert lint(tmp_path, rules) == []
-        assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
-
     RULES = (
         '  - {id: a, action: norm-log, params: "encodr.*"}  # gradsurgeon: ignore[no-match]\n'
         '  - {id: b, action: norm-log, params: "*", expect: {params: 13}}\n'
@@ -196,14 +188,13 @@ class TestWithNames:
         problems = lint(tmp_path, self.RULES, manifest(*LAYERS))
         assert found(problems) == [
             ("no-match", 3, 39),
-            ("unused-suppression", 3, 74),
             ("broken-expect", 4, 61),
         ]
-        assert [one.severity for one in problems] == ["error", "warning", "error"]
+        assert [one.severity for one in problems] == ["error", "error"]
 
     def test_what_binding_refuses_is_found(self, tmp_path: pathlib.Path) -> None:
         names = manifest(*LAYERS)
-        for problem in lint(tmp_path, self.RULES, names)[::2]:
+        for problem in lint(tmp_path, self.RULES, names):
             with pytest.raises(BindError) as error:
                 planning.bind(schema.validate(source.read(tmp_path / "rules.yaml")), names)
             assert problem.message in str(error.value)
@@ -235,19 +226,17 @@ class TestSuppression:
             "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-zero]\n"
             "      a\n    factor: 0  # gradsurgeon: ignore[scale-by-zero]\n"
         )
-        # The first one counts for its own line only, where nothing is wrong.
-        assert found(lint(tmp_path, rules)) == [("unused-suppression", 5, 39)]
+        assert lint(tmp_path, rules) == []
 
     def test_line_ends_wide_characters_and_a_mark_at_the_beginning(
         self, tmp_path: pathlib.Path
     ) -> None:
         path = tmp_path / "rules.yaml"
         line = '  - {id: a, action: scale, params: "层", factor: 0}  # gradsurgeon: ignore[%s]'
-        for check, expected in (("scale-by-zero", []), ("x", [("unused-suppression", 3, 75)])):
+        for check, expected in (("scale-by-zero", []), ("x", ["scale-by-zero"])):
             text = "\ufeffversion: 1\r\nrules:\r\n" + line % check + "\r\n"
             path.write_text(text, encoding="utf-8", newline="")
-            problems = review.lint(str(path))
-            assert [one for one in found(problems) if one[0] == "unused-suppression"] == expected
+            assert [one.check for one in review.lint(str(path))] == expected
 
     def test_a_comment_counts_for_its_own_line_alone(self, tmp_path: pathlib.Path) -> None:
         rule = "  - id: a{}\n    action: scale\n    params: a\n{}    factor: 0{}\n"
@@ -255,7 +244,7 @@ class TestSuppression:
         assert lint(tmp_path, rule.format("", "", comment)) == []
         for elsewhere in (("", f"{comment}\n", ""), (comment, "", "")):
             checks = [one[0] for one in found(lint(tmp_path, rule.format(*elsewhere)))]
-            assert sorted(checks) == ["scale-by-zero", "unused-suppression"]
+            assert checks == ["scale-by-zero"]
 
     def test_what_a_pack_does_is_suppressed_where_it_is_included(
         self, tmp_path: pathlib.Path
@@ -270,10 +259,7 @@ class TestSuppression:
 
     def test_no_comment_helps_where_nothing_can_be_read(self, tmp_path: pathlib.Path) -> None:
         (tmp_path / "no.yaml").write_text("# gradsurgeon: ignore[yaml-syntax]\nrules: [\n")
-        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == [
-            "unused-suppression",
-            "yaml-syntax",
-        ]
+        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == ["yaml-syntax"]
         assert [one.check for one in review.lint(str(tmp_path / "gone.yaml"))] == [
             "unreadable-file"
         ]

@@ -18,15 +18,8 @@ class EffectiveOrder(Check):
     """
 
     BAD = """
-- id: clipped
-  action: clip-norm
-  params: "*"
-  max_norm: 1.0
-
-- id: gentle-head
-  action: scale
-  params: "head.*"
-  factor: 0.5
+- {id: clipped, action: clip-norm, params: "*", max_norm: 1.0}
+- {id: gentle-head, action: scale, params: "head.*", factor: 0.5}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -54,16 +47,8 @@ class JudgedBeforeEdits(Check):
     """
 
     BAD = """
-- id: bound
-  action: clip-norm
-  params: "*"
-  max_norm: 1.0
-  per: rule
-
-- id: spikes
-  action: spike-trap
-  params: "*"
-  above: {sigmas: 2.5}
+- {id: bound, action: clip-norm, params: "*", max_norm: 1.0, per: rule}
+- {id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5}}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -96,15 +81,8 @@ class OverlappingEdits(Check):
 
     severity = "note"
     BAD = """
-- id: gentle-head
-  action: scale
-  params: "head.*"
-  factor: 0.5
-
-- id: gentle-rest
-  action: scale
-  params: "*"
-  factor: 0.1
+- {id: gentle-head, action: scale, params: "head.*", factor: 0.5}
+- {id: gentle-rest, action: scale, params: "*", factor: 0.1}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -128,13 +106,8 @@ class TrapAfterSanitize(Check):
     """
 
     BAD = """
-- id: clean
-  action: sanitize
-  params: "*"
-
-- id: guard
-  action: nan-trap
-  params: "*"
+- {id: clean, action: sanitize, params: "*"}
+- {id: guard, action: nan-trap, params: "*"}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -165,9 +138,7 @@ class ZeroIsNotFreeze(Check):
 
     severity = "note"
     BAD = """
-- id: keep-backbone
-  action: zero
-  params: "backbone.*"
+- {id: keep-backbone, action: zero, params: "backbone.*"}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:

@@ -25,9 +25,7 @@ class NoMatch(Check):
     severity = "error"
     NAMES = ("encoder.fc.weight", "encoder.fc.bias")
     BAD = """
-- id: norms
-  action: norm-log
-  params: "encodr.*"
+- {id: norms, action: norm-log, params: "encodr.*"}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -47,10 +45,7 @@ class BrokenExpect(Check):
     severity = "error"
     NAMES = ("fc1.weight", "fc1.bias", "fc2.weight")
     BAD = """
-- id: norms
-  action: norm-log
-  params: "fc*"
-  expect: {params: 2}
+- {id: norms, action: norm-log, params: "fc*", expect: {params: 2}}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -72,10 +67,7 @@ class CannotAct(Check):
     severity = "error"
     NAMES = ("fc.weight", "fc.bias")
     BAD = """
-- id: norms
-  action: norm-log
-  params: "fc.*"
-  where: {module_type: "Linear"}  # a file of weights has no classes
+- {id: norms, action: norm-log, params: "fc.*", where: {module_type: "Linear"}}  # a file of weights has no classes
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -92,9 +84,7 @@ class NumberPrefix(Check):
     """
 
     BAD = """
-- id: second-layer
-  action: norm-log
-  params: "layers.1*"
+- {id: second-layer, action: norm-log, params: "layers.1*"}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -123,12 +113,7 @@ class BoundOnContributions(Check):
     """
 
     BAD = """
-- id: bounded
-  action: clamp
-  params: "*.weight"
-  at: backward
-  min: -0.1
-  max: 0.1
+- {id: bounded, action: clamp, params: "*.weight", at: backward, min: -0.1, max: 0.1}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -153,12 +138,7 @@ class ClampWithoutZero(Check):
     """
 
     BAD = """
-- id: bounded
-  action: clamp
-  params: "*.weight"
-  at: step
-  min: 0.01
-  max: 0.1
+- {id: bounded, action: clamp, params: "*.weight", at: step, min: 0.01, max: 0.1}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
@@ -184,10 +164,7 @@ class ScaleByZero(Check):
     """
 
     BAD = """
-- id: no-bias
-  action: scale
-  params: "*.bias"
-  factor: 0
+- {id: no-bias, action: scale, params: "*.bias", factor: 0}
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
