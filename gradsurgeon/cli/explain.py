@@ -87,11 +87,11 @@ def check_page(name: str) -> Iterator[str]:
         yield from ("", about.help)
         return
     check = CHECKS[name]
-    for paragraph in inspect.cleandoc(type(check).__doc__ or "").partition("\n")[2].split("\n\n"):
+    for paragraph in check.page.partition("\n")[2].split("\n\n"):
         yield from ("", " ".join(paragraph.split())) if paragraph.strip() else ()
-    names = ", ".join(f"`{name}`" for name in check.NAMES)
+    names = ", ".join(f"`{name}`" for name in check.names)
     where = f", in a model with the parameters {names}" if names else ""
-    yield from ("", f"Found{where}:", "", *_rule_file(check.BAD.strip().splitlines()))
+    yield from ("", f"Found{where}:", "", *_rule_file(f"- {rule}" for rule in check.bad))
 
 
 def _summary(described: type[Rule]) -> str:

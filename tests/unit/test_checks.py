@@ -78,12 +78,12 @@ def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
 def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
     examples = CHECKS[check]
     names = None
-    if examples.NAMES:
-        names = manifest(*map(param, examples.NAMES))
+    if examples.names:
+        names = manifest(*map(param, examples.names))
     if check == "cannot-act":  # as files of weights have them
-        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.NAMES)
+        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.names)
         names = Manifest("model.safetensors", params)
-    bad = lint(tmp_path, examples.BAD, names)
+    bad = lint(tmp_path, "".join(f"- {rule}\n" for rule in examples.bad), names)
     assert check in {one.check for one in bad}
     severities = {one.severity for one in bad if one.check == check}
     assert severities == {examples.severity}
