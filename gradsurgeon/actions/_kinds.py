@@ -170,11 +170,6 @@ class LossRule(Rule):
         return super().order + (1 if self.target == "modules" else -1)
 
     @property
-    @abstractmethod
-    def outcome(self) -> str:
-        """The result for the gradients, in a word or two."""
-
-    @property
     def notes(self) -> tuple[str, ...]:
         if self.target == "modules":
             return ("each rank uses its own gradients",)

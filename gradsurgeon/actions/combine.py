@@ -145,14 +145,6 @@ class Combine(LossRule):
                 yield from _flaws_of_krum(given, len(losses))
 
     @property
-    def outcome(self) -> str:
-        given = [
-            key for key in (*OPTIONS, "preference", "memory") if getattr(self, key) is not None
-        ]
-        shown = [key if key in _NAMING else f"{key}: {getattr(self, key)}" for key in given]
-        return f"{self.method} ({', '.join(shown)})" if shown else self.method
-
-    @property
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
         size = "the sum by its `preference`" if self.preference is not None else method.size

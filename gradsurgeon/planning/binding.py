@@ -7,7 +7,7 @@ from gradsurgeon import _live
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import Match, Matcher, Thing, examples
 from gradsurgeon.planning.obstacles import MAX_COMPLAINTS, UNCHECKED, MatchedRules, complaint
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
@@ -112,26 +112,13 @@ def _apart(matched: Sequence[Thing]) -> Iterator[str]:
 
 def _graph_breaks(plan: Plan) -> Iterator[str]:
     """Yield what `torch.compile` leaves out of its graphs because of rules on modules and tags."""
-    bound = {(rule.target, one.name) for rule in plan.rules.rules for one in plan.of(rule.id)}
-    targets = {target for target, _ in bound}
-    calls = []
-    # A break in a module also breaks the graph around the module; compilation begins inside the root.
-    if any(target == "modules" and name != ROOT for target, name in bound):
-        calls.append("a module with rules, or around one,")
-    if "tensors" in targets:
-        calls.append("gradsurgeon.tag()")
-    differ = "numerics may differ"
-    if plan.manifest.compiled:  # the rest matters only to those who compile
-        differ += ", and `fullgraph=True` cannot be had"
+    targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
+    # A break in a module also breaks the graph around the module.
+    calls = ["a module with rules, or around one,"] * ("modules" in targets)
+    calls += ["gradsurgeon.tag()"] * ("tensors" in targets)
     if calls:
-        loops = (
-            ". A loop with such a call in it, as in nn.Sequential, runs uncompiled, and so does the code "
-            "around the loop"
-        )
-        told = f"under torch.compile no call of {' or '.join(calls)} is part of a graph: {differ}"
-        yield told + loops * plan.manifest.compiled
-    elif "modules" in targets:
-        yield f"under torch.compile the model is compiled apart from what calls it: {differ}"
+        called = " or ".join(calls)
+        yield f"under torch.compile no call of {called} is part of a graph: numerics may differ"
 
 
 def _cost(plan: Plan) -> Iterator[str]:

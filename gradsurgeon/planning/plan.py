@@ -108,8 +108,7 @@ class Plan:
     def __str__(self) -> str:
         doubts = [f"  {text}" for text in _doubts(self)]
         to_know = ["", "to know", *doubts] if doubts else []
-        effects = (*_losses(self), *_chains(self))
-        return "\n".join([_head(self), "", *_rules(self), "", *effects, *to_know])
+        return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *to_know])
 
     def _repr_html_(self) -> str:
         rows = list(_bindings(self))
@@ -213,20 +212,6 @@ def _rules(plan: Plan) -> Iterator[str]:
             )
         )
     yield from grid(rows, right=frozenset({4, 5}))
-
-
-def _losses(plan: Plan) -> Iterator[str]:
-    """Yield the losses of each rule, where they meet, and the outcome."""
-    rows = []
-    for rule in plan.rules.rules:
-        names = [binding.name for binding in plan.of(rule.id)]
-        if isinstance(rule, LossRule) and names:
-            losses = " ".join([printable(", ".join(rule.losses or ())), "on"]).strip()
-            tensor = "" if rule.target == "params" else f"{rule.ref} of "
-            where = f"{tensor}{count(len(names), NOUNS[rule.target])}: {abridged(names, {})}"
-            rows.append((rule.id, f"{losses} {where}", "->", rule.outcome))
-    if rows:
-        yield from ("gradients that meet", *grid(rows), "")
 
 
 def _chains(plan: Plan) -> Iterator[str]:
