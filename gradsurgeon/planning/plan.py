@@ -13,7 +13,7 @@ from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
 from gradsurgeon.planning.matching import chains_of
-from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
+from gradsurgeon.planning.table import NOUNS, abridged, count, grid
 from gradsurgeon.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -23,8 +23,6 @@ _HOOKS: dict[Moment, str] = {
 }
 
 _MAX_CHAINS = 100
-# Rows of a notebook's table: shown at once, and at most.
-_UNFOLDED, _MAX_ROWS = 12, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +109,7 @@ class Plan:
         return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *to_know])
 
     def _repr_html_(self) -> str:
-        rows = list(_bindings(self))
-        bound = _html.table(
-            ("rule", "action", "tensors", "", "hook", "point"), rows[:_MAX_ROWS], right={3}
-        )
-        more = f"and {len(rows) - _MAX_ROWS:,} more rows" if len(rows) > _MAX_ROWS else ""
-        if len(rows) > _UNFOLDED:
-            bound = _html.folded(f"{count(len(self.bindings), 'binding')}", bound, more)
-        doubts = _html.listing(_doubts(self))
-        return _html.page(
-            _html.element("p", _html.bold(_head(self))),
-            bound,
-            doubts and _html.element("p", _html.bold("to know")),
-            doubts,
-            _html.element("p", "in order of effect: ", _html.code("print(plan)")),
-        )
+        return _html.element("pre", str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1.
@@ -235,20 +219,6 @@ def _chains(plan: Plan) -> Iterator[str]:
         yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` lists all"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
-
-
-def _bindings(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the matches of each rule, with runs of equal layers folded."""
-    aliases = {binding.name: binding.aliases for binding in plan.bindings}
-    for rule in plan.rules.rules:
-        bound = plan.of(rule.id)
-        for text, names in fold_names(binding.name for binding in bound).items():
-            tied = tied_to(names, aliases)
-            tensor = "" if rule.target == "params" else f" {rule.ref}"
-            many = f"x{len(names):,}" if len(names) > 1 else ""
-            yield rule.id, rule.action, f"{text}{tensor}{tied}", many, bound[0].hook, rule.point
-        if not bound:
-            yield rule.id, rule.action, "nothing", "", "-", rule.point
 
 
 def _doubts(plan: Plan) -> Iterator[str]:

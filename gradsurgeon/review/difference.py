@@ -14,7 +14,6 @@ Ids = tuple[str, ...]
 Kind = Literal[
     "lost-protection",  # parameters that no rule protects any more
     "lost-trap",  # tensors that lost a trap, and that other rules still protect
-    "weaker-trap",  # tensors whose trap does less than before
     "no-match",  # a rule that newly matches nothing
     "expect",  # a rule that newly breaks its `expect`
     "cannot-act",  # a rule that newly cannot act
@@ -190,7 +189,7 @@ def _warnings(
                 yield DiffWarning(found.kind, (rule,), detail=found.text)
     if lost:
         yield DiffWarning("lost-protection", names=tuple(lost))
-    yield from _weaker_traps(before, after, frozenset(lost))
+    yield from _lost_traps(before, after, frozenset(lost))
     # Many tensors share few distinct chains.
     sides = {(chain.before, chain.after) for chain in chains}
     reordered = {side for side in sides if _is_reordered(*side)}
@@ -204,39 +203,24 @@ def _key(found: Obstacle) -> tuple[str, str]:
     return found.kind, "" if found.kind == "no-match" else found.text
 
 
-def _weaker_traps(
+def _lost_traps(
     before: MatchedRules, after: MatchedRules, lost: Collection[str]
 ) -> Iterator[DiffWarning]:
-    """Yield the traps that check fewer tensors than before, or let more through."""
-    names: dict[tuple[Kind, str, str], list[str]] = {}
+    """Yield the traps that no longer check tensors on which other rules still act."""
+    names: dict[tuple[str, str], list[str]] = {}
 
     @cache  # many tensors share few distinct chains
-    def weakened(old: Ids, new: Ids) -> list[tuple[Kind, str, str]]:
-        traps = [rule for one in new if isinstance(rule := after.rules[one], TrapRule)]
-        return [
-            (*found, rule.id)
-            for one in old
-            if isinstance(rule := before.rules[one], TrapRule)
-            and (found := _weakened(rule, [trap for trap in traps if trap.action == rule.action]))
-        ]
+    def gone(old: Ids, new: Ids) -> list[tuple[str, str]]:
+        present = {after.rules[one].action for one in new}
+        rules = [before.rules[one] for one in old]
+        traps = [rule for rule in rules if isinstance(rule, TrapRule)]
+        return [(trap.id, trap.action) for trap in traps if trap.action not in present]
 
     for name, chain in before.chains.items():
-        for found in weakened(chain, after.chains.get(name, ())) if name not in lost else ():
-            names.setdefault(found, []).append(name)
-    for (kind, detail, rule), concerned in names.items():
-        yield DiffWarning(kind, (rule,), tuple(concerned), detail)
-
-
-def _weakened(old: TrapRule, traps: Sequence[TrapRule]) -> tuple[Kind, str] | None:
-    """Return how the present traps of one action do less than an old trap; ``None`` if they do not."""
-    if not traps:
-        return "lost-trap", old.action
-    acting = [trap for trap in traps if trap.then != "warn" or old.then == "warn"]
-    if not acting:
-        return "weaker-trap", "only warns now"
-    if not any(trap.steps.includes(old.steps) for trap in acting):
-        return "weaker-trap", "acts in fewer or other steps"
-    return None
+        for trap in gone(chain, after.chains.get(name, ())) if name not in lost else ():
+            names.setdefault(trap, []).append(name)
+    for (rule, action), concerned in names.items():
+        yield DiffWarning("lost-trap", (rule,), tuple(concerned), action)
 
 
 def _is_reordered(before: Ids, after: Ids) -> bool:

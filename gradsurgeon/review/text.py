@@ -28,7 +28,6 @@ _ENDS = "training with these rules ends with an error before its first step"
 _WARNINGS = {
     "lost-protection": "{number} lost all protection: no rule edits, freezes or traps the gradient now: {names}.",
     "lost-trap": "{rule} no longer acts on {number}: {names}: no {quoted} is there now.",
-    "weaker-trap": "{rule} {detail} on {number}: {names}.",
     "no-match": f"{{rule}} matches nothing in this model: {_ENDS}. {{quoted}}",
     "expect": f"{{rule}} {{detail}}: {_ENDS}.",
     "cannot-act": f"{{rule}} cannot act on this model: {_ENDS}. {{quoted}}",
