@@ -23,7 +23,7 @@ from gradsurgeon.actions._effects import (
     Observer,
     Spikes,
 )
-from gradsurgeon.actions._fields import Direction, Flaw, Stricter, described, written
+from gradsurgeon.actions._fields import Flaw, described, written
 from gradsurgeon.actions._kinds import (
     CaptureRule,
     EditRule,
@@ -44,7 +44,6 @@ __all__ = [
     "Combination",
     "Comparison",
     "Decision",
-    "Direction",
     "Edit",
     "EditRule",
     "Example",
@@ -58,7 +57,6 @@ __all__ = [
     "Rule",
     "Spikes",
     "Steps",
-    "Stricter",
     "TargetKind",
     "TrapRule",
     "Where",

@@ -8,7 +8,6 @@ compiled, because linting a rule file must not need torch.
 from __future__ import annotations
 
 import inspect
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from gradsurgeon.actions._effects import Effect
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Glob, Patterns, RuleId, Stricter, described
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Glob, Patterns, RuleId, described
 from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
 from gradsurgeon.actions._target import (
     TARGETS,
@@ -105,11 +104,6 @@ class Rule(Options):
     optional: Annotated[
         bool,
         Field(description="Matching nothing is no error."),
-        Stricter(
-            operator.not_,
-            "matching nothing is an error now",
-            "matching nothing is no error now",
-        ),
     ] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
+from typing import Annotated, Any, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -187,35 +187,3 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-Direction = Literal["tightened", "loosened", "changed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stricter:
-    """The order of strictness of the values of an option, as metadata of its field for reviews.
-
-    ``max_norm: Annotated[float, Field(ge=0), Stricter(operator.neg)]``: the smaller, the stricter. A
-    value that is given is always stricter than none.
-
-    Attributes:
-        rank: maps a value to a number that is larger the stricter the value is. Without it two values
-            that are both given cannot be compared.
-        tightened: the meaning of a stricter value, if the word alone does not explain it.
-        loosened: the meaning of a less strict value.
-    """
-
-    rank: Callable[[Any], float] | None = None
-    tightened: str = ""
-    loosened: str = ""
-
-    def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
-        """Return whether the new of two different values is stricter, and the meaning of the change."""
-        if before is None or after is None:
-            stricter = before is None
-        elif self.rank is None or self.rank(before) == self.rank(after):
-            return "changed", ""
-        else:
-            stricter = self.rank(after) > self.rank(before)
-        return ("tightened", self.tightened) if stricter else ("loosened", self.loosened)

@@ -5,7 +5,6 @@ The kind of a rule and the result of its `compile` decide its effect on training
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from gradsurgeon.actions._effects import (
     Spikes,
     Then,
 )
-from gradsurgeon.actions._fields import Flaw, Stricter, described, items_of
+from gradsurgeon.actions._fields import Flaw, described, items_of
 from gradsurgeon.actions._target import TargetKind, parse_tensor
 from gradsurgeon.errors import printable
 
@@ -73,12 +72,10 @@ class TrapRule(Rule):
     then: Annotated[
         Then,
         Field(description="The consequence for the step."),
-        Stricter(("warn", "skip-step", "raise").index),
     ] = "raise"
     give_up_after: Annotated[
         int,
         Field(ge=1, description="Raise after this many trips in a row, whatever `then` says."),
-        Stricter(operator.neg, "stops sooner", "stops later"),
     ] = 10
 
     @abstractmethod

@@ -1,14 +1,18 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
-from gradsurgeon.actions import TrapRule
+from pydantic.fields import FieldInfo
+
+from gradsurgeon.actions import FreezeRule, Options, Rule, Steps, TrapRule
 from gradsurgeon.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
-from gradsurgeon.review.rule_changes import OptionChange, changed_options, given_options, protects
 from gradsurgeon.schema import RuleSet
+
+# If these are not given, their meaning depends on the rule, so no default is filled in.
+_NEVER_FILLED_IN = ("at", "tensor", "steps")
 
 Ids = tuple[str, ...]
 Kind = Literal[
@@ -19,6 +23,12 @@ Kind = Literal[
     "cannot-act",  # a rule that newly cannot act
     "order",  # tensors whose rules take effect in another order
 ]
+
+
+class OptionChange(NamedTuple):
+    name: str  # with dots into mappings: ``where.ndim``
+    before: Any  # the value as in a rule file, ``None`` if it is not given
+    after: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,7 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
         "id": change.id,
         "action": change.action,
         "target": change.target,
-        "fields": [option.to_dict() for option in change.options],
+        "fields": [option._asdict() for option in change.options],
         "params_before": change.before.names,
         "params_after": change.after.names,
         "elements_before": change.before.elements,
@@ -165,7 +175,7 @@ def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleCh
     if old is not None and new is not None:
         options = changed_options(old, new)
     else:
-        given = {key: value for key, value in given_options(shown).items() if key != "action"}
+        given = {key: value for key, value in _given_options(shown).items() if key != "action"}
         sides = ((key, None, value) if new else (key, value, None) for key, value in given.items())
         options = tuple(OptionChange(*side) for side in sides)
     return RuleChange(
@@ -227,3 +237,71 @@ def _is_reordered(before: Ids, after: Ids) -> bool:
     """Tell whether the rules that a tensor keeps take effect in another order now."""
     both = set(before) & set(after)
     return [rule for rule in before if rule in both] != [rule for rule in after if rule in both]
+
+
+def protects(rule: Rule) -> bool:
+    """Tell whether a rule edits, traps or freezes; other rules only observe."""
+    return rule.edits or isinstance(rule, TrapRule | FreezeRule)
+
+
+def _given_options(rule: Rule) -> dict[str, Any]:
+    """Return the options of a rule that differ from their defaults, as plain values.
+
+    ``at`` and ``tensor`` are always included if the rule uses them: their defaults depend on the rule, and
+    writing a default out is no difference.
+    """
+    options: dict[str, Any] = {"action": rule.action}
+    for name, info in type(rule).model_fields.items():
+        value = getattr(rule, name)
+        if name in {"id", "action", "at", "tensor"} or value == info.default:
+            continue
+        if isinstance(value, Options):
+            plain = value.model_dump(by_alias=True, exclude_defaults=True)
+            inner = {f"{name}.{key}": item for key, item in plain.items()}
+            options |= {name: plain} if isinstance(value, Steps) else inner
+        else:
+            options[name] = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
+    if rule.target != "params":
+        options["tensor"] = str(rule.ref)
+    elif rule.takes_at:
+        options["at"] = rule.point
+    if "where.dtype" in options:
+        options["where.dtype"] = options["where.dtype"].removeprefix("torch.")
+    return options
+
+
+def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
+    """Return the options whose meaning differs."""
+    before, after = _given_options(old), _given_options(new)
+    changes = []
+    for name in dict.fromkeys((*before, *after)):
+        first, second = _value(old, before, name), _value(new, after, name)
+        same = _comparable(first) == _comparable(second)
+        if name == "steps":  # a schedule can be written in several ways
+            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
+        if not same:
+            changes.append(OptionChange(name, first, second))
+    return tuple(changes)
+
+
+def _comparable(value: Any) -> Hashable:
+    # The order of a list has no effect on what the rule selects.
+    return frozenset(value) if isinstance(value, list) else repr(value)
+
+
+def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
+    """Return the given value of an option, or its default if the rule has such an option."""
+    info = _field(rule, name)
+    if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
+        return options.get(name)
+    return list(info.default) if isinstance(info.default, tuple) else info.default
+
+
+def _field(rule: Rule, name: str) -> FieldInfo | None:
+    """Return the field of an option, ``None`` if the rule has no such field or mapping."""
+    options: Any = rule
+    *mappings, key = name.split(".")
+    for mapping in mappings:
+        options = getattr(options, mapping, None)
+    fields = type(options).model_fields if isinstance(options, Options) else {}
+    return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)

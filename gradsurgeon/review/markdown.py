@@ -17,8 +17,7 @@ _WIDEST = 400  # characters of one piece of code
 _LEADS = {"+": "new", "-": "removed; it was", "~": ""}
 _LEGEND = (
     "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is the number of parameters that a "
-    "rule acts on, *Elements* the number of their elements. A *tightened* rule lets less through, or acts "
-    "more often, than before; *loosened* is the opposite."
+    "rule acts on, *Elements* the number of their elements."
 )
 _CUT = (
     "*Cut here, because GitHub limits the length of a comment: {} lines are left out. "

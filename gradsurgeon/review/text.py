@@ -8,8 +8,7 @@ from typing import Any
 from gradsurgeon.actions import written
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import NOUNS, count, fold_names
-from gradsurgeon.review.difference import Difference, Ids, RuleChange
-from gradsurgeon.review.rule_changes import OptionChange
+from gradsurgeon.review.difference import Difference, Ids, OptionChange, RuleChange
 
 _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
@@ -130,9 +129,7 @@ class Phrases:
         absent = "always" if option.name in {"steps", "optional"} else "not given"
         texts = (_spelled(option.name, value) for value in (option.before, option.after))
         before, after = (self.code(text) if text else absent for text in texts)
-        meaning = f": {option.meaning}" if option.meaning else ""
-        name = self.code(option.name)
-        return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
+        return f"{self.code(option.name)}: {before} {self.arrow} {after}"
 
     def _given(self, option: OptionChange) -> str:
         value = option.after if option.before is None else option.before

@@ -23,7 +23,7 @@ SIDES = ("old.yaml", "new.yaml", "--params", "params.json")
 # Keys in order, and of what type their values are; of lists the type of each item.
 SCOPE = {"id": str, "action": str, "target": str}
 ONE = {**SCOPE, "params": [str], "modules": [str], "elements": int}
-FIELD = {"name": str, "before": object, "after": object, "word": str, "why": str}
+FIELD = {"name": str, "before": object, "after": object}
 BOTH = {
     **SCOPE,
     "fields": [FIELD],
