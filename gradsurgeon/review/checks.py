@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.actions import LossRule, Rule, TrapRule
-from gradsurgeon.actions.clamp import Clamp
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.errors import Severity
 from gradsurgeon.review.lint_context import LintContext
@@ -163,30 +162,6 @@ def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
 
 
 @_check(
-    '{id: bounded, action: clamp, params: "*.weight", at: step, min: 0.01, max: 0.1}',
-)
-def clamp_without_zero(context: LintContext) -> Iterator[Finding]:
-    """The bounds of a clamp of gradients exclude zero.
-
-    With a `min` above 0 or a `max` below 0, every element moves in one direction at every step, even if the loss
-    does not depend on it, and training cannot converge. Binding refuses such a rule on sparse gradients, because
-    the result would be dense.
-
-    Include 0 in the bounds, such as `min: -0.1` and `max: 0.1`. Often a minus sign is missing.
-    """
-    for rule in context.rules:
-        # A positive bound makes sense for values, but not for gradients.
-        if not isinstance(rule, Clamp) or rule.keeps_zero or not rule.ref.grad:
-            continue
-        key = "min" if rule.min is not None and rule.min > 0 else "max"
-        bound = getattr(rule, key)
-        what = "below" if key == "min" else "above"
-        message = f"no element may be {what} {bound:g}, so a gradient of 0 becomes {bound:g}"
-        hint = "include 0 in the bounds: is a minus sign missing?"
-        yield Finding(rule, (key,), message, hint)
-
-
-@_check(
     '{id: no-bias, action: scale, params: "*.bias", factor: 0}',
 )
 def scale_by_zero(context: LintContext) -> Iterator[Finding]:
@@ -233,8 +208,13 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
     Put the rules in the order in which they take effect, or give this one the point of the other with
     `at`. The plan shows the effective order for each tensor.
     """
-    for rule, others in _overlapping_edits(context):
-        later = tuple(other for other in others if context.acts_before(rule, other))
+    edits = [rule for rule in context.compared if rule.edits]
+    for index, rule in enumerate(edits):
+        later = tuple(
+            other
+            for other in edits[:index]
+            if context.acts_before(rule, other) and context.overlap(other, rule)
+        )
         if later:
             message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
             hint = "put them in the order in which they act, or choose another `at`"
@@ -276,28 +256,6 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
             )
             hint = f"put the {rule.name()} first"
             yield Finding(rule, ("action",), message, hint, above)
-
-
-@_check(
-    '{id: gentle-head, action: scale, params: "head.*", factor: 0.5}',
-    '{id: gentle-rest, action: scale, params: "*", factor: 0.1}',
-    severity="note",
-)
-def overlapping_edits(context: LintContext) -> Iterator[Finding]:
-    """Two rules certainly change the same tensors in the same step.
-
-    Every matching rule applies; there is no "last match wins". The second rule sees the result of the first.
-    With the names of a model, this check is exact. Without names, it reports a rule with the pattern `*`, with
-    a pattern of the other rule, or with a pattern that matches a full name in the other rule.
-
-    If you mean both, do nothing. Otherwise exclude the names of one rule from the other.
-    """
-    for rule, others in _overlapping_edits(context):
-        if others:
-            change = f"change{'s' * (len(others) == 1)}"
-            message = f"`{rule.id[:60]}` changes tensors that {_listed(others)} also {change}"
-            hint = "both apply, one after the other: if one is enough, use `exclude`"
-            yield Finding(rule, (rule.target,), message, hint, others)
 
 
 @_check(
@@ -347,22 +305,6 @@ def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
     for rule in context.rules:
         if rule.action == "zero" and rule.target == "params":
             yield Finding(rule, ("action",), message, hint)
-
-
-def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
-    """Yield each edit with the edits above it that certainly change the same tensors."""
-    edits = [rule for rule in context.compared if rule.edits]
-    for index, rule in enumerate(edits):
-        others = (
-            other
-            for other in edits[:index]
-            if not (_combines(rule) and _combines(other)) and context.overlap(other, rule)
-        )
-        yield rule, tuple(others)
-
-
-def _combines(rule: Rule) -> bool:
-    return isinstance(rule, LossRule) and rule.edits
 
 
 def _listed(rules: Sequence[Rule]) -> str:

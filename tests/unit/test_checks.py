@@ -155,25 +155,25 @@ class TestWithNames:
 
     def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
         rules = (
-            '  - {id: a, action: scale, params: "*.weight", factor: 2}\n'
+            '  - {id: a, action: scale, at: step, params: "*.weight", factor: 2}\n'
             '  - {id: b, action: scale, params: "h.*", factor: 2}\n'
         )
         assert lint(tmp_path, rules) == []
         names = [param("h.weight"), param("h.bias"), param("fc.weight")]
-        assert found(lint(tmp_path, rules, manifest(*names))) == [("overlapping-edits", 4, 36)]
+        assert found(lint(tmp_path, rules, manifest(*names))) == [("effective-order", 4, 21)]
         assert lint(tmp_path, rules, manifest(*names[1:])) == []
 
     def test_conditions_and_classes_of_models_count(self, tmp_path: pathlib.Path) -> None:
         rules = (
-            '  - {id: a, action: scale, params: "*", factor: 2, where: {ndim: 2}}\n'
-            '  - {id: b, action: scale, params: "*", factor: 2, where: {ndim: 1}}\n'
+            '  - {id: a, action: scale, at: step, params: "*", factor: 2, where: {ndim: 2}}\n'
+            '  - {id: b, action: scale, at: step, params: "*", factor: 2, where: {ndim: 1}}\n'
             '  - {id: c, action: scale, params: "*", factor: 2, model: "Other"}\n'
         )
         names = manifest(param("h.weight"), param("h.bias", ndim=1))
         assert lint(tmp_path, rules, names) == []
         other = manifest(param("h.weight"), param("h.bias", ndim=1), model_type=("Other",))
         (problem,) = lint(tmp_path, rules, other)
-        assert (problem.check, problem.place.line) == ("overlapping-edits", 5)
+        assert (problem.check, problem.place.line) == ("effective-order", 5)
         assert "`a` and `b`" in problem.message
 
     RULES = (
@@ -250,10 +250,10 @@ class TestSuppression:
         self, tmp_path: pathlib.Path
     ) -> None:
         path = tmp_path / "rules.yaml"
-        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:gan@1"{}\n'
+        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:finetune-llm@1"{}\n'
         path.write_text("version: 1\ninclude:\n" + entries.format(""))
         assert {one[1] for one in found(review.lint(str(path)))} == {4}
-        comment = "  # gradsurgeon: ignore[overlapping-edits]"
+        comment = "  # gradsurgeon: ignore[effective-order]"
         path.write_text("version: 1\ninclude:\n" + entries.format(comment))
         assert review.lint(str(path)) == []
 
