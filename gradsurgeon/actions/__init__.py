@@ -23,7 +23,15 @@ from gradsurgeon.actions._effects import (
     Observer,
     Spikes,
 )
-from gradsurgeon.actions._fields import Flaw, described, written
+from gradsurgeon.actions._fields import (
+    TARGETS,
+    Flaw,
+    TargetKind,
+    described,
+    gradient_pairs,
+    spelled,
+    written,
+)
 from gradsurgeon.actions._kinds import (
     CaptureRule,
     EditRule,
@@ -33,7 +41,6 @@ from gradsurgeon.actions._kinds import (
     TrapRule,
 )
 from gradsurgeon.actions._options import Options, Steps, Where
-from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
 
 __all__ = [
     "ACTIONS",
