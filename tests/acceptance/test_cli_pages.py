@@ -46,7 +46,7 @@ class TestExplain:
             "A factor of zero does not remove a NaN.",
         ]
         assert "\nUse `zero`, which overwrites every element with zero.\n" in done.stdout
-        rule = "  - id: no-bias\n    action: scale\n"
+        rule = '  - {id: no-bias, action: scale, params: "*.bias", factor: 0}\n'
         assert f"\nFound:\n\n```yaml\nversion: 1\nrules:\n{rule}" in done.stdout
         assert max(map(len, lines)) <= 100
 
