@@ -112,23 +112,18 @@ def _by_tensor(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
     return {tensor: tuple(some) for tensor, some in rules.items()}
 
 
-def _modules(plan: Plan) -> Sequence[ModuleProgram]:
+def _modules(plan: Plan) -> list[ModuleProgram]:
     own: dict[str, list[Rule]] = {}
     for rule in in_order(plan.rules.rules):
         if rule.target == "modules":
             for binding in plan.of(rule.id):
                 own.setdefault(binding.name, []).append(rule)
-    return [
-        ModuleProgram(
-            module.name,
-            tuple(
-                rule
-                for rule in own[module.name]
-                if rule.ref.side == "input" and not isinstance(rule, LossRule)
-            ),
-            tuple(rule for rule in own[module.name] if rule.ref.side == "output"),
-            tuple(rule for rule in own[module.name] if isinstance(rule, LossRule)),
-        )
-        for module in plan.manifest.modules
-        if module.name in own
-    ]
+    known = [module.name for module in plan.manifest.modules if module.name in own]
+    return [_module(name, own[name]) for name in known]
+
+
+def _module(name: str, rules: Sequence[Rule]) -> ModuleProgram:
+    shared = tuple(rule for rule in rules if isinstance(rule, LossRule))
+    on_input = (rule for rule in rules if rule.ref.side == "input" and rule not in shared)
+    on_output = (rule for rule in rules if rule.ref.side == "output")
+    return ModuleProgram(name, tuple(on_input), tuple(on_output), shared)

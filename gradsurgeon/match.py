@@ -22,9 +22,6 @@ _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and their cha
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
-# The text between two dots of a glob. Braces and brackets may contain further dots.
-_SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
-_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
 
@@ -90,55 +87,6 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
         matched.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
     return sorted(matched)
-
-
-class NameSearch:
-    """Finds the names that patterns match, quick with thousands of patterns and names.
-
-    A segment of a name is the text between two dots. If a whole segment of a pattern is text, a list
-    or a range, each matching name has such a segment, so only names with it are compared.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def matching(self, pattern: Pattern) -> list[int]:
-        """Return the positions of the names that a pattern matches, in order."""
-        choices = list(_segment_choices(pattern.text, len(self._names)))
-        if not choices:
-            return select([pattern], self._names)
-        groups = [[self._places.get(_key(text), []) for text in choice] for choice in choices]
-        fewest = min(groups, key=lambda group: sum(map(len, group)))
-        candidates = sorted(set(itertools.chain(*fewest)))
-        return [place for place in candidates if pattern.matches(self._names[place])]
-
-    @cached_property
-    def _places(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for place, name in enumerate(self._names):
-            for segment in name.split("."):
-                found.setdefault(_key(segment), []).append(place)
-        return found
-
-
-def _segment_choices(text: str, most: int) -> Iterator[Sequence[str]]:
-    """Yield the possible texts of each segment of a pattern that has a known choice."""
-    if text.startswith("re:"):
-        return
-    for segment in _SEGMENT.findall(text):
-        if numbers := _RANGE.fullmatch(segment):
-            low, high = int(numbers[1]), int(numbers[2])
-            if high - low < most:
-                yield [str(number) for number in range(low, high + 1)]
-        elif not set("*?[{") & set(segment):
-            yield [segment]
-        elif segment[0] == "{" and segment[-1] == "}" and not set("*?[{}.") & set(segment[1:-1]):
-            yield segment[1:-1].split(",")
-
-
-def _key(segment: str) -> str:
-    """Return a segment without leading zeros: a range matches both ``007`` and ``7``."""
-    return segment.lstrip("0") or "0"
 
 
 def contains(wide: str, narrow: str) -> bool:

@@ -23,7 +23,15 @@ from gradsurgeon.actions._effects import (
     Observer,
     Spikes,
 )
-from gradsurgeon.actions._fields import Direction, Flaw, Stricter, described, written
+from gradsurgeon.actions._fields import (
+    TARGETS,
+    Flaw,
+    TargetKind,
+    described,
+    gradient_pairs,
+    spelled,
+    written,
+)
 from gradsurgeon.actions._kinds import (
     CaptureRule,
     EditRule,
@@ -33,7 +41,6 @@ from gradsurgeon.actions._kinds import (
     TrapRule,
 )
 from gradsurgeon.actions._options import Options, Steps, Where
-from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
 
 __all__ = [
     "ACTIONS",
@@ -44,7 +51,6 @@ __all__ = [
     "Combination",
     "Comparison",
     "Decision",
-    "Direction",
     "Edit",
     "EditRule",
     "Example",
@@ -58,7 +64,6 @@ __all__ = [
     "Rule",
     "Spikes",
     "Steps",
-    "Stricter",
     "TargetKind",
     "TrapRule",
     "Where",

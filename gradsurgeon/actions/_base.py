@@ -8,7 +8,6 @@ compiled, because linting a rule file must not need torch.
 from __future__ import annotations
 
 import inspect
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,23 +16,28 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from gradsurgeon.actions._effects import Effect
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Glob, Patterns, RuleId, Stricter, described
-from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
-from gradsurgeon.actions._target import (
+from gradsurgeon.actions._fields import (
+    MAX_FLAWS,
     TARGETS,
+    Flaw,
+    Glob,
+    Patterns,
+    RuleId,
     TargetKind,
     TensorRef,
+    described,
     parse_tensor,
-    target_flaws,
 )
+from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.match import Pattern, compile_pattern
 
 Point = Literal["backward", "accumulated", "step"]
 Moment = Literal["forward", "backward", "accumulated", "step"]
 Role = Literal["edit", "observe", "trap", "capture", "freeze"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
+
+GRADIENTS_ONLY = "`when` is for edits of outputs and inputs: gradients exist in training only"
 
 # Every defined action by name: the actions of gradsurgeon, and a user's own.
 known_actions: dict[str, type[Rule]] = {}
@@ -72,6 +76,13 @@ class Rule(Options):
     measures: ClassVar[bool] = False
     # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
+    # What to write for `tensor`.
+    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
+        "params": "leave `tensor` out",
+        "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such "
+        "as `output[0].grad`",
+        "tensors": "write `grad` or `value`",
+    }
     # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
@@ -106,11 +117,6 @@ class Rule(Options):
     optional: Annotated[
         bool,
         Field(description="Matching nothing is no error."),
-        Stricter(
-            operator.not_,
-            "matching nothing is an error now",
-            "matching nothing is no error now",
-        ),
     ] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")
@@ -171,22 +177,58 @@ class Rule(Options):
         return ()
 
     @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """The compiled patterns of the names the rule selects."""
-        return tuple(compile_pattern(text) for text in getattr(self, self.target))
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of the names that the rule selects."""
+        return tuple(getattr(self, self.target))
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         """Yield the flaws of target and `at`; actions add the flaws of their options."""
         if cls is Rule:  # the action is unknown
             return
-        target = yield from target_flaws(cls.name(), cls.targets, given)
-        if target in ("modules", "tensors") and cls.takes_at:
-            if given.get("at") is not None:
-                message = f"`at` is for `params`: {target} act at the moment the tensor exists"
-                yield Flaw("at", message, "remove it", key=True)
-            return
+        named = [kind for kind in TARGETS if given.get(kind) is not None]
+        if not named:
+            names = ", ".join(f"`{kind}`" for kind in cls.targets)
+            choice = f"one of {names}" if len(cls.targets) > 1 else names
+            key = cls.targets[0]
+            message = f"missing key `{key}`: a rule names its target by {choice}"
+            yield Flaw(key, message, "add patterns of names", missing=True, check="missing-key")
+        elif len(named) > 1:
+            message = f"a rule has one target, found {' and '.join(f'`{kind}`' for kind in named)}"
+            yield Flaw(named[1], message, "write one rule for each", key=True)
+        else:
+            yield from cls._flaws_of_target(named[0], given)
+            if named[0] != "params" and cls.takes_at:
+                if given.get("at") is not None:
+                    message = (
+                        f"`at` is for `params`: {named[0]} act at the moment the tensor exists"
+                    )
+                    yield Flaw("at", message, "remove it", key=True)
+                return
         yield from cls._at_flaws(given.get("at"))
+
+    @classmethod
+    def _flaws_of_target(cls, target: TargetKind, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        text, where = given.get("tensor"), given.get("where")
+        if target not in cls.targets:
+            known = " and ".join(f"`{kind}`" for kind in cls.targets)
+            message = f"{cls.name()} acts on {known}, not on `{target}`"
+            yield Flaw(target, message, f"name {known.replace(' and ', ' or ')}", key=True)
+        elif isinstance(text, str | None) and isinstance(ref := parse_tensor(target, text), str):
+            check = "missing-key" if text is None else "bad-value"
+            yield Flaw("tensor", ref, cls.tensor_hints[target], missing=text is None, check=check)
+        if target == "params":
+            if given.get("when") is not None:
+                yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
+            return
+        if given.get("expect") is not None:
+            hint = "remove it, or name `params`"
+            yield Flaw("expect", "`expect` counts parameters", hint, key=True)
+        known_keys = ["module_type"] if target == "modules" else []
+        keys = where if isinstance(where, Mapping) else getattr(where, "model_fields_set", ())
+        if wrong := sorted(str(key) for key in keys if key not in known_keys):
+            message = f"`where: {{{wrong[0]}: ...}}` is a condition on parameters, not on {target}"
+            yield Flaw("where", message, "use `module_type`" if known_keys else "remove it")
 
     @classmethod
     def _at_flaws(cls, at: object) -> Iterator[Flaw]:
@@ -194,22 +236,17 @@ class Rule(Options):
             if at is not None:
                 message = f"{cls.name()} takes no `at`: {cls.no_at_reason}"
                 yield Flaw("at", message, "remove it", key=True, check="unknown-key")
-        elif at is None:
-            if cls.needs_at:
-                yield Flaw(
-                    "at",
-                    f"missing key `at`: {cls.name()} has no default, because its meaning differs",
-                    "`at: step` bounds the final gradient, `at: backward` the contribution of each "
-                    "backward pass",
-                    missing=True,
-                    check="missing-key",
-                )
-        elif isinstance(at, str) and at in POINTS and at not in cls.points:
-            reason = (
-                "an edit of accumulated gradients would compound over micro-batches"
-                if at == "accumulated"
-                else "the action has no such point"
+        elif at is None and cls.needs_at:
+            message = f"missing key `at`: {cls.name()} has no default, because its meaning differs"
+            hint = (
+                "`at: step` bounds the final gradient, `at: backward` the contribution of each "
+                "backward pass"
             )
+            yield Flaw("at", message, hint, missing=True, check="missing-key")
+        elif isinstance(at, str) and at in POINTS and at not in cls.points:
+            reason = "the action has no such point"
+            if at == "accumulated":
+                reason = "an edit of accumulated gradients would compound over micro-batches"
             hint = " or ".join(f"`at: {point}`" for point in cls.points)
             yield Flaw("at", f"{cls.name()} cannot act at `{at}`: {reason}", f"use {hint}")
 

@@ -1,4 +1,4 @@
-"""The values of options, and the description of a wrong value.
+"""The values of options, the tensor that a rule means, and the description of a wrong value.
 
 The reader of a description has a training run that does not start. So it names the value that was found, the
 reason why it cannot work, and the remedy, in the words of the rule file.
@@ -7,8 +7,9 @@ reason why it cannot work, and the remedy, in the words of the rule file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
@@ -189,33 +190,57 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Direction = Literal["tightened", "loosened", "changed"]
+TargetKind = Literal["params", "modules", "tensors"]
+TARGETS: tuple[TargetKind, ...] = ("params", "modules", "tensors")
+Side = Literal["param", "input", "output", "tag"]
+
+_STEP = re.compile(r"\[(\d{1,6})\]|\.([A-Za-z_]\w*)")
+_MODULE_TENSOR = re.compile(r"(output|input)((?:\[\d{1,6}\]|\.[A-Za-z_]\w*)*?)(\.grad)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Stricter:
-    """The order of strictness of the values of an option, as metadata of its field for reviews.
+class TensorRef:
+    """One tensor of a target, or every tensor of a structure if ``path`` is empty."""
 
-    ``max_norm: Annotated[float, Field(ge=0), Stricter(operator.neg)]``: the smaller, the stricter. A
-    value that is given is always stricter than none.
+    side: Side
+    path: tuple[int | str, ...] = ()  # into the arguments or the result of the module
+    grad: bool = True  # the gradient of the tensor, not its value
 
-    Attributes:
-        rank: maps a value to a number that is larger the stricter the value is. Without it two values
-            that are both given cannot be compared.
-        tightened: the meaning of a stricter value, if the word alone does not explain it.
-        loosened: the meaning of a less strict value.
-    """
+    def __str__(self) -> str:
+        if self.side in ("param", "tag"):
+            return "grad" if self.grad else "value"
+        return f"{self.side}{spelled(self.path)}{'.grad' if self.grad else ''}"
 
-    rank: Callable[[Any], float] | None = None
-    tightened: str = ""
-    loosened: str = ""
 
-    def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
-        """Return whether the new of two different values is stricter, and the meaning of the change."""
-        if before is None or after is None:
-            stricter = before is None
-        elif self.rank is None or self.rank(before) == self.rank(after):
-            return "changed", ""
-        else:
-            stricter = self.rank(after) > self.rank(before)
-        return ("tightened", self.tightened) if stricter else ("loosened", self.loosened)
+def spelled(path: tuple[int | str, ...]) -> str:
+    """Return a path as rule files write it: ``[0].logits``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
+    """Return the pairs of rules on a value and on its gradient. ``rules`` has the tensor of each rule by id."""
+    return [
+        (value, gradient)
+        for value, of_value in rules.items()
+        for gradient, of_gradient in rules.items()
+        if (of_value.grad, of_gradient.grad) == (False, True)
+        and (of_value.side, of_value.path) == (of_gradient.side, of_gradient.path)
+    ]
+
+
+@cache
+def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
+    """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""
+    if target == "params":
+        found = f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
+        return TensorRef("param") if text in (None, "grad") else found
+    if target == "tensors":
+        found = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
+        return TensorRef("tag", grad=text != "value") if text in (None, "grad", "value") else found
+    if text is None:
+        return "missing key `tensor`: a module has several"
+    parts = _MODULE_TENSOR.fullmatch(text)
+    if parts is None:
+        return f"`{text[:60]}` is no tensor of a module"
+    path = tuple(int(index) if index else key for index, key in _STEP.findall(parts[2]))
+    return TensorRef("input" if parts[1] == "input" else "output", path, parts[3] is not None)

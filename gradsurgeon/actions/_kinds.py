@@ -5,17 +5,15 @@ The kind of a rule and the result of its `compile` decide its effect on training
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from gradsurgeon.actions._base import Point, Role, Rule
+from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
     Combination,
     Comparison,
@@ -27,8 +25,14 @@ from gradsurgeon.actions._effects import (
     Spikes,
     Then,
 )
-from gradsurgeon.actions._fields import Flaw, Stricter, described, items_of
-from gradsurgeon.actions._target import TargetKind, parse_tensor
+from gradsurgeon.actions._fields import (
+    Flaw,
+    TargetKind,
+    TensorRef,
+    described,
+    items_of,
+    parse_tensor,
+)
 from gradsurgeon.errors import printable
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
@@ -73,12 +77,10 @@ class TrapRule(Rule):
     then: Annotated[
         Then,
         Field(description="The consequence for the step."),
-        Stricter(("warn", "skip-step", "raise").index),
     ] = "raise"
     give_up_after: Annotated[
         int,
         Field(ge=1, description="Raise after this many trips in a row, whatever `then` says."),
-        Stricter(operator.neg, "stops sooner", "stops later"),
     ] = 10
 
     @abstractmethod
@@ -151,6 +153,7 @@ class LossRule(Rule):
     )
     linear: ClassVar[bool] = False
     needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
+    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {**Rule.tensor_hints, "modules": _ON_INPUTS}
     # The numbers that are recorded in each call.
     stats: ClassVar[tuple[str, ...]]
 
@@ -170,11 +173,6 @@ class LossRule(Rule):
         return super().order + (1 if self.target == "modules" else -1)
 
     @property
-    @abstractmethod
-    def outcome(self) -> str:
-        """The result for the gradients, in a word or two."""
-
-    @property
     def notes(self) -> tuple[str, ...]:
         if self.target == "modules":
             return ("each rank uses its own gradients",)
@@ -183,12 +181,20 @@ class LossRule(Rule):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        for flaw in super().flaws(given):
-            yield replace(flaw, hint=_ON_INPUTS) if flaw.at == "tensor" and flaw.missing else flaw
+        yield from super().flaws(given)
         if given.get("params") is not None:
             yield from cls._flaws_of_losses(given.get("losses"))
         elif given.get("modules") is not None:
-            yield from cls._flaws_on_modules(given)
+            if given.get("losses") is not None:
+                message = "`losses` is for `params`: on modules each module counts by itself"
+                yield Flaw("losses", message, "remove it, or name `params`", key=True)
+            if given.get("when") is not None:
+                yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
+            tensor = given.get("tensor")
+            ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
+            if isinstance(ref, TensorRef) and not (ref.grad and ref.side == "input"):
+                message = f"{cls.name()} acts on inputs that modules share, not on `{tensor}`"
+                yield Flaw("tensor", message, _ON_INPUTS)
 
     @classmethod
     def _flaws_of_losses(cls, losses: object) -> Iterator[Flaw]:
@@ -205,17 +211,3 @@ class LossRule(Rule):
             if twice := next((pair for pair, times in pairs.items() if times > 1), None):
                 message = f"two pairs of losses have the same name `{twice[:80]}` in records"
                 yield Flaw("losses", message, "remove `/` from the name of one of them")
-
-    @classmethod
-    def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        if given.get("losses") is not None:
-            message = "`losses` is for `params`: on modules each module counts by itself"
-            yield Flaw("losses", message, "remove it, or name `params`", key=True)
-        if given.get("when") is not None:
-            message = "`when` is for edits of outputs and inputs: gradients exist in training only"
-            yield Flaw("when", message, "remove it", key=True)
-        tensor = given.get("tensor")
-        ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
-        if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
-            message = f"{cls.name()} acts on inputs that modules share, not on `{tensor}`"
-            yield Flaw("tensor", message, _ON_INPUTS)

@@ -23,7 +23,6 @@ from gradsurgeon.actions._fields import (
     Flaw,
     Glob,
     Path,
-    Stricter,
     described,
     flawed,
     is_whole,
@@ -304,5 +303,4 @@ class Expect(Options):
     params: Annotated[
         int,
         Field(ge=0, description="Exact number of distinct parameters."),
-        Stricter(tightened="it is checked now", loosened="it is no longer checked"),
     ]

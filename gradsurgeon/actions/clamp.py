@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import Flaw, Stricter, is_number
+from gradsurgeon.actions._fields import Flaw, is_number
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
@@ -58,12 +57,8 @@ class Clamp(EditRule):
     )
 
     action: Literal["clamp"] = "clamp"
-    min: Annotated[
-        float | None, Field(description="Lower bound of every element."), Stricter(operator.pos)
-    ] = None
-    max: Annotated[
-        float | None, Field(description="Upper bound of every element."), Stricter(operator.neg)
-    ] = None
+    min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
+    max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:

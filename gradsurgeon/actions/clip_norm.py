@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm, Edit
-from gradsurgeon.actions._fields import Flaw, Stricter
+from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class ClipNorm(EditRule):
     max_norm: Annotated[
         float,
         Field(ge=0, description="The largest norm that stays as it is."),
-        Stricter(operator.neg),
     ]
     norm_type: Annotated[
         Literal[2, "inf"],

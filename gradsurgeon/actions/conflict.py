@@ -64,11 +64,6 @@ class Conflict(LossRule):
             message = "`per` is for `params`: on modules the gradients of one tensor are compared"
             yield Flaw("per", message, "remove it", key=True)
 
-    @property
-    def outcome(self) -> str:
-        each = "" if self.per == "rule" else f", each {self.per} by itself"
-        return f"compared in pairs{each}"
-
     def compile(self) -> Comparison:
         """Return the comparison of pairs."""
         return Comparison(self.per)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Point
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
-from gradsurgeon.actions._fields import Flaw, Stricter
+from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
 
@@ -25,7 +25,6 @@ _PATIENCE = 10
 _Then = Annotated[
     SpikeThen,
     Field(description="What happens to the step."),
-    Stricter(("warn", "clip", "skip-step", "raise").index),
 ]
 _GiveUpAfter = Annotated[
     int | None,

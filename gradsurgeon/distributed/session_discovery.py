@@ -130,8 +130,7 @@ def lacking(
         rule
         for rule in rules.rules
         if rule.expect or shortfalls(_only(rules, rule.id), models)
-        if not (alone and rule.model)
-        or any(is_for(str(rule.model), manifest) for manifest in models.values())
+        if not (alone and rule.model) or any(is_for(rule, manifest) for manifest in models.values())
     ]
     if not asked:
         return [], {}

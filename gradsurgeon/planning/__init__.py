@@ -1,6 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
+from gradsurgeon.planning.binding import NO_MATCH, bind, curves_of_nothing
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -12,21 +12,23 @@ from gradsurgeon.planning.manifest import (
     named_modules,
     slots,
 )
-from gradsurgeon.planning.matching import Thing, examples, name_indexes
+from gradsurgeon.planning.matching import Match, Matcher, examples, is_for, name_indexes
+from gradsurgeon.planning.obstacles import MatchedRules, Obstacle, shortfalls
 from gradsurgeon.planning.plan import Binding, Plan
-from gradsurgeon.planning.plan_warnings import clashes, curves_of_nothing
 
 __all__ = [
     "NO_MATCH",
     "ROOT",
     "Binding",
     "Manifest",
+    "Match",
+    "MatchedRules",
+    "Matcher",
     "Module",
+    "Obstacle",
     "Param",
     "Plan",
-    "Thing",
     "bind",
-    "clashes",
     "class_names",
     "curves_of_nothing",
     "examples",
@@ -35,8 +37,6 @@ __all__ = [
     "is_scripted",
     "name_indexes",
     "named_modules",
-    "obstacles",
     "shortfalls",
     "slots",
-    "undecided",
 ]

@@ -1,23 +1,20 @@
 """RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import EditRule, LossRule, Rule
+from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param, calls_no_hook
-from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
+from gradsurgeon.planning.manifest import Manifest, Module, Param
+from gradsurgeon.planning.matching import Match, Matcher, Thing, examples
+from gradsurgeon.planning.obstacles import MAX_COMPLAINTS, UNCHECKED, MatchedRules, complaint
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
-from gradsurgeon.planning.plan_warnings import breaks_of, clashes, cost
+from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
-_ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
 NO_MATCH = "matches nothing in this model"
-# No reader needs more, and each hint takes time.
-_MAX_COMPLAINTS = 100
 
 
 @_live.uncollected()
@@ -27,139 +24,68 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     With ``alone=False`` a rule may match nothing here, because another model may have its names:
     `shortfalls` checks the rules once all models are known.
     """
-    names = name_indexes(manifest)
+    matcher = Matcher(manifest)
+    matched = MatchedRules(rules, matcher)
     complaints: list[str] = []
+    for rule in rules.rules:
+        if len(complaints) > MAX_COMPLAINTS:
+            complaints.append(f"{rules.place(rule.id)}: {UNCHECKED}")
+            break
+        found = matched.obstacles(rule.id, alone=alone)
+        complaints += [complaint(rules, rule, one) for one in found]
+    if complaints:
+        raise BindError(complaints)
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
-        if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
-            break
-        if texts := undecided(rule, manifest):
-            complaints += [_complaint(rules, rule, text) for text in texts]
-            continue
-        if rule.model is not None and not is_for(rule.model, manifest):
-            text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
-            warnings[rule.id] = (text,)
-            continue
-        if rule.target == "tensors":
-            bindings += _bindings(rule, ())
-            warnings[rule.id] = (
-                *rule.notes,
-                "takes effect when the script tags a tensor with such a name",
-            )
-            continue
-        known = names[rule.target]
-        doubts: list[str] = []
-        matched = known.select(rule, doubts)
-        if alone:
-            complaints += _shortfalls_of(rules, rule, matched, known)
-        complaints += [_complaint(rules, rule, text) for text in obstacles(rule, matched, manifest)]
-        remarks: tuple[str, ...] = (NO_MATCH,)
-        if matched:
-            remarks = (*_warnings_on(rule, matched), *rule.notes)
-        elif rule.optional:
-            remarks = ("matches nothing (optional)",)
-        # The notes describe an effect, and a rule without a match has none.
-        warnings[rule.id] = (*doubts, *remarks)
-        bindings += _bindings(rule, matched)
+        match = matched.matches[rule.id]
+        bindings += _bindings(rule, match)
+        warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
     plan = Plan(rules, manifest, tuple(bindings), warnings)
-    matched_names = {rule.id: [one.name for one in plan.of(rule.id)] for rule in rules.rules}
-    complaints += [
-        _complaint(rules, rule, text) for rule, text in clashes(rules.rules, matched_names)
-    ]
-    if complaints:
-        raise BindError(complaints)
-    notes = tuple(printable(note) for note in manifest.notes)
-    return replace(plan, warnings=(*cost(plan), *breaks_of(plan), *notes))
+    notes = map(printable, manifest.notes)
+    return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
 
 
-def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return the complaints about rules that match too little over several models together."""
-    complaints: list[str] = []
-    named = {title: name_indexes(one) for title, one in models.items()}
-    together = cache(lambda titles: _together([models[title] for title in titles], titles))
-    for rule in rules.rules:
-        if rule.target == "tensors":
-            continue
-        if len(complaints) > _MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not checked")
-            break
-        titles = [
-            title for title, one in models.items() if rule.model is None or is_for(rule.model, one)
-        ]
-        known = together(tuple(titles))
-        matched = [
-            (title, thing) for title in titles for thing in named[title][rule.target].select(rule)
-        ]
-        owners = [title for title, _ in matched] if len(titles) > 1 else []
-        things = [thing for _, thing in matched]
-        complaints += _shortfalls_of(rules, rule, things, known[rule.target], owners)
-    return complaints
-
-
-def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, NameIndex]:
-    origin = ", ".join(titles)
-    whole = Manifest(
-        origin=origin,
-        params=tuple(param for one in models for param in one.params),
-        modules=tuple(module for one in models for module in one.modules),
-    )
-    several = len(models) > 1
-    return name_indexes(whole, f"the models {printable(origin)}" if several else "the model")
-
-
-def undecided(rule: Rule, manifest: Manifest) -> list[str]:
-    """Return complaints about conditions on facts that the source of the names lacks."""
-    on_params = rule.target == "params" and bool(manifest.params)
-    owners: Fact = "classes of parameters" if on_params else "classes of modules"
-    where = rule.where
-    conditions: Sequence[tuple[str, object, Fact]] = (
-        ("model", rule.model, "class of the root"),
-        ("where: module_type", where.module_type, owners),
-        ("where: requires_grad", where.requires_grad, "classes of parameters"),
-    )
-    return [
-        f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
-        "`--model`, or with the params.json that `gradsurgeon params` writes"
-        for condition, wanted, fact in conditions
-        if wanted is not None and fact in manifest.untold
-    ]
-
-
-def is_for(model: str, manifest: Manifest) -> bool:
-    pattern = compile_pattern(model)
-    return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
-
-
-def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
+def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
     """Yield the bindings of a rule. There can be thousands, so shared facts are computed once."""
     rule_id, tensor, point, hook = rule.id, str(rule.ref), rule.point, hook_of(rule)
     if rule.target == "tensors":
-        for pattern in rule.patterns:
-            yield Binding(rule_id, pattern.text, (), tensor, point, hook)
-    for thing in matched:
+        for text in match.names:
+            yield Binding(rule_id, text, (), tensor, point, hook)
+    for thing in match.things:
         numel, dormant = (
             (0, False) if isinstance(thing, Module) else (thing.numel, not thing.requires_grad)
         )
         yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
 
 
-def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
+    if not match.is_for:
+        yield f"is for a model of the class {rule.model}, this one is {matcher.manifest.origin}"
+    elif rule.target == "tensors":
+        yield from rule.notes
+        yield "takes effect when the script tags a tensor with such a name"
+    else:
+        yield from matcher.names[rule.target].doubts(rule)
+        if match.things:
+            yield from _remarks(rule, match.things)
+            # The notes describe an effect, and a rule without a match has none.
+            yield from rule.notes
+        else:
+            yield "matches nothing (optional)" if rule.optional else NO_MATCH
+
+
+def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
         return
     if isinstance(rule, LossRule):
-        if len(matched) == 1:
-            name = printable(matched[0].name)
-            yield f"{name} alone meets no other gradient: name all modules with the same input tensor"
         yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"
-        inplace = [thing for thing in matched if isinstance(thing, Module) and thing.inplace]
-        if inplace:
+        if inplace := [one for one in matched if isinstance(one, Module) and one.inplace]:
             yield (
                 f"works in place{examples(inplace)}: the gradient belongs to the tensor before the "
                 "module, and includes the contributions of its earlier consumers"
@@ -169,116 +95,57 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _apart(matched: Sequence[Thing]) -> Iterator[str]:
-    """Yield the matched modules that lie inside other matched modules: their gradients never meet."""
+    """Yield the matched modules whose gradients meet no others: one alone, or one inside another."""
     names = {thing.name for thing in matched}
+    if len(names) == 1:
+        name = printable(matched[0].name)
+        yield f"{name} alone meets no other gradient: name all modules with the same input tensor"
     for name in sorted(names):
-        around = name
-        while "." in around:
-            around = around.rpartition(".")[0]
-            if around in names:
-                yield (
-                    f"{printable(name)} is a part of {printable(around)}, and each has its own view of the input: "
-                    "their gradients do not meet; leave one of them out by `exclude`"
-                )
-                break
-
-
-def _complaint(rules: RuleSet, rule: Rule, text: str, *path: str | int) -> str:
-    return f"{rules.place_to_correct(rule.id, *path)}: rule {rule.id}: {text}"
-
-
-def _shortfalls_of(
-    rules: RuleSet,
-    rule: Rule,
-    matched: Sequence[Thing],
-    names: NameIndex,
-    owners: Sequence[str] = (),
-) -> Iterator[str]:
-    if not matched and not rule.optional:
-        yield _complaint(rules, rule, names.no_match(rule), rule.target)
-    if rule.expect is not None and rule.expect.params != len(matched):
-        text = (
-            f"expected {rule.expect.params} parameters, matched {len(matched)}"
-            f"{examples(matched, owners)}; correct the pattern or the `expect`"
-        )
-        yield _complaint(rules, rule, text, "expect", "params")
-
-
-def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
-    lazy = [param for param in params if param.shape is None]
-    if lazy:
-        yield (
-            f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
-            "run one forward pass before applying rules"
-        )
-    complex_ones = [param for param in params if param.dtype.startswith("complex")]
-    if complex_ones and (reason := rule.complex_problem()):
-        yield f"{reason}{examples(complex_ones)}; leave them out by `exclude` or `where`"
-    sparse = [param for param in params if param.sparse]
-    if sparse and isinstance(rule, LossRule):
-        yield (
-            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: the gradients of single losses "
-            "cannot be told apart there; leave them out by `exclude`"
-        )
-    elif sparse and not rule.keeps_zero:
-        yield (
-            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}, and the bounds "
-            "exclude 0, so the result would be dense; include 0 in the bounds, or exclude them"
-        )
-
-
-def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
-    if flat := manifest.flat_params:
-        how = (
-            f"this one acts on {_ON_MODULES}"
-            if isinstance(rule, LossRule)
-            else "rules act at `step`"
-        )
-        yield (
-            f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
-            "gradients pass no hook and have no whole norm; shard the model with "
-            f"torch.distributed.fsdp.fully_shard instead, under which {how}"
-        )
-        return
-    if isinstance(rule, LossRule):
-        if divided := [param for param in params if param.sharding]:
+        parts = name.split(".")
+        outer = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+        if around := next((one for one in outer if one in names), ""):
             yield (
-                f"{len(divided)} parameters are divided by {divided[0].sharding}{examples(divided)}: the gradients of single "
-                f"losses cannot be had of them; use {_ON_MODULES}, which reads features"
+                f"{printable(name)} is a part of {printable(around)}, and each has its own view of the input: "
+                "their gradients do not meet; leave one of them out by `exclude`"
             )
-        return
-    if rule.point != "backward":
-        return
-    later = next((f"`at: {point}`" for point in rule.points if point != "backward"), "")
-    hint = f"use {later}" if later else "leave them out by `exclude`"
-    sharded = [param for param in params if param.sharding == "fully_shard"]
-    if sharded:
+
+
+def _graph_breaks(plan: Plan) -> Iterator[str]:
+    """Yield what `torch.compile` leaves out of its graphs because of rules on modules and tags."""
+    targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
+    # A break in a module also breaks the graph around the module.
+    calls = ["a module with rules, or around one,"] * ("modules" in targets)
+    calls += ["gradsurgeon.tag()"] * ("tensors" in targets)
+    if calls:
+        called = " or ".join(calls)
+        yield f"under torch.compile no call of {called} is part of a graph: numerics may differ"
+
+
+def _cost(plan: Plan) -> Iterator[str]:
+    """Yield the cost of a call of `gradsurgeon.backward` beside a backward pass; rules share it."""
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, LossRule) and rule.losses]
+    matched = {binding.name for rule in rules for binding in plan.of(rule.id)}
+    params = [param for param in plan.manifest.params if param.name in matched]
+    losses = dict.fromkeys(name for rule in rules if plan.of(rule.id) for name in rule.losses or ())
+    if params:
+        elements = count(sum(param.numel for param in params), "element")
         yield (
-            f"{len(sharded)} parameters are sharded by fully_shard{examples(sharded)}: autograd hands "
-            f"no hook what one backward pass contributes to them; {hint}"
-        )
-    divided = [param for param in params if param.sharding == "tensor parallel"]
-    if divided and rule.measures:
-        yield (
-            f"{len(divided)} parameters are divided by tensor parallelism{examples(divided)}: their "
-            "norm would need the other ranks in the middle of a backward pass; "
-            f"{hint}"
+            f"gradsurgeon.backward takes one more backward pass per loss ({printable(', '.join(losses))}), and meanwhile "
+            f"keeps {len(losses)} gradients of {elements} and the graph"
         )
 
 
-def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
-    """Return why a rule cannot act on its matches; `bind` raises these texts."""
-    params = [thing for thing in matched if isinstance(thing, Param)]
-    scripted = [
-        thing for thing in matched if isinstance(thing, Module) and calls_no_hook(thing, manifest)
-    ]
-    return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest), *_unseen(scripted)]
+def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
+    """Return a warning about patterns of curves that match no recorded tensor; empty without such patterns.
 
-
-def _unseen(scripted: Sequence[Module]) -> Iterator[str]:
-    if scripted:
-        yield (
-            f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "
-            "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
-            "parameters (`params`) do act there"
-        )
+    Records of modules and tags have names only once the model runs, so these are not judged.
+    """
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
+    if any(rule.target != "params" for rule in rules):
+        return ""
+    names = [binding.name for rule in rules for binding in plan.of(rule.id)]
+    astray = [text for text in patterns if not any(map(compile_pattern(text).matches, names))]
+    if not astray:
+        return ""
+    shown = ", ".join(f'"{printable(text)}"' for text in astray)
+    return f"names={shown} matches no tensor that a rule records, and gives no curve"

@@ -99,7 +99,6 @@ class Manifest:
         modules: the modules, the root first.
         model_type: class names of the root, most derived first, for `model:` in a rule.
         notes: facts about the names that a reader of a plan must know.
-        compiled: the model, or a part of it, is compiled already; always false for a file of names.
     """
 
     origin: str
@@ -107,7 +106,6 @@ class Manifest:
     modules: tuple[Module, ...] = ()
     model_type: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    compiled: bool = False
 
     @property
     def elements(self) -> int:
@@ -213,14 +211,6 @@ def from_model(model: Any) -> Manifest:
         params=tuple(_param(group, managed) for group in groups.values()),
         modules=tuple(_modules(model)),
         model_type=class_names(root),
-        compiled=any(_is_compiled(module) for _, module in tree),
-    )
-
-
-def _is_compiled(module: Any) -> bool:
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or vars(module).get("_compiled_call_impl") is not None
     )
 
 

@@ -1,12 +1,10 @@
 """The names of a model as a file, so that rules can be planned without the model.
 
 `params.json` is ours: version, origin, a hash of the content, parameters and modules. The format is stable.
-Few models need the keys ``sparse`` and ``sharding`` of a parameter, and ``aliases`` and ``inplace`` of a
-module: the others leave them out.
+Keys that have their default in most models are left out.
 
-The header of a ``.safetensors`` file names parameters too. The tensors are never read. Such a file has names,
-shapes and dtypes in no useful order. It has neither classes of modules nor which tensors train, are tied, or are
-buffers.
+The header of a ``.safetensors`` file has names, shapes and dtypes in no useful order. It has neither classes of
+modules nor which tensors train, are tied, or are buffers. The tensors are never read.
 
 Both kinds of files may come from a stranger: sizes are bounded, and pydantic checks the content.
 """
@@ -78,21 +76,15 @@ class _Tensor:
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"params": tuple[Param, ...], "modules": tuple[Module, ...]}
     content = {
         key: TypeAdapter(kind).dump_python(
-            things, mode="json", by_alias=True, exclude_defaults=True
+            getattr(manifest, key), mode="json", by_alias=True, exclude_defaults=True
         )
-        for key, kind, things in (
-            ("params", tuple[Param, ...], manifest.params),
-            ("modules", tuple[Module, ...], manifest.modules),
-        )
+        for key, kind in kinds.items()
     }
-    return {
-        "version": VERSION,
-        "origin": manifest.origin,
-        "hash": digest(content),
-        **content,
-    }
+    head = {"version": VERSION, "origin": manifest.origin, "hash": digest(content)}
+    return {**head, **content}
 
 
 def digest(content: dict[str, Any]) -> str:
@@ -102,14 +94,14 @@ def digest(content: dict[str, Any]) -> str:
 
 
 def dumps(manifest: Manifest) -> str:
-    data = to_dict(manifest)
-    lines = [
-        f" {json.dumps(key)}: {json.dumps(data[key])}," for key in ("version", "origin", "hash")
-    ]
-    for key, end in (("params", ","), ("modules", "")):
-        items = ",\n".join(f"  {json.dumps(item)}" for item in data[key])
-        lines.append(f' "{key}": [\n{items}\n ]{end}' if items else f' "{key}": []{end}')
-    return "\n".join(["{", *lines, "}", ""])
+    """Return the text of a ``params.json``, with one line per parameter and module for reviews."""
+    entries = []
+    for key, value in to_dict(manifest).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
@@ -124,7 +116,7 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 def _is_manifest(path: Path) -> bool:
     try:
-        data = read_json(path)
+        data = _read_json(os.fspath(path))
     except ManifestError:
         return False
     return isinstance(data, dict) and data.keys() >= {field.name for field in fields(_File)}
@@ -135,7 +127,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return _from_weights(file)
-    data = read_json(file)
+    data = _read_json(file)
     if isinstance(data, dict) and "weight_map" in data:
         message = "an index of several files of weights is not read"
         _refuse(file, message, "write the names of the model: `gradsurgeon params --model`")
@@ -165,44 +157,23 @@ def from_dict(data: object, file: str = "<dict>") -> Manifest:
 
 
 def _from_weights(file: str) -> Manifest:
-    """Return the names in the header of a safetensors file."""
-    path = Path(file)
-    try:
-        if path.exists() and not path.is_file():
-            _refuse(file, "is no regular file", "name a file", "unreadable-file")
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            lead = stream.read(_LEAD)
-            length = int.from_bytes(lead, "little")
-            if lead == b"version ":
-                _refuse(file, "this is a pointer of Git LFS", "git lfs pull")
-            if len(lead) < _LEAD or length > size - _LEAD:
-                message = (
-                    "no safetensors file, or one that is cut off: its header does not fit in it"
-                )
-                _refuse(file, message, "save or download it again")
-            entries = _parsed(stream.read(min(length, MAX_BYTES + 1)), file)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        _unreadable(file, error)
+    entries = _read_json(file, header=True)
     if not isinstance(entries, dict):
         _refuse(file, "its header is no JSON object: this is no safetensors file")
     entries.pop("__metadata__", None)
     tensors = _checked(dict[Name, _Tensor], entries, file)
     names = sorted(tensors, key=_layers_in_order)
-    params, whole = list[Param](), list[str]()
+    whole = [name for name in names if tensors[name].dtype.startswith(_WITHOUT_GRADIENT)]
+    params = []
+    # The root and every prefix of the names, each before the modules inside it.
+    paths = {ROOT: None}
     for name in names:
         dtype, shape = tensors[name].dtype, tensors[name].shape
-        if dtype.startswith(_WITHOUT_GRADIENT):
-            whole.append(name)
-            continue
-        dtype = _DTYPES.get(dtype, dtype.lower())
-        params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
-    paths = {
-        ROOT: None
-    }  # the root and every prefix of the names, each before the modules inside it
-    for param in params:
-        parts = param.name.split(".")
-        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+        if not dtype.startswith(_WITHOUT_GRADIENT):
+            dtype = _DTYPES.get(dtype, dtype.lower())
+            params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
+            parts = name.split(".")
+            paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
     notes = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
@@ -219,19 +190,26 @@ def _layers_in_order(name: str) -> list[tuple[bool, int, str]]:
     return [(not step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in steps]
 
 
-def read_json(path: str | os.PathLike[str]) -> object:
-    """Return the data of a JSON file, or raise `ManifestError`."""
-    file = os.fspath(path)
+def _read_json(file: str, *, header: bool = False) -> object:
+    """Return the data of a JSON file, or of the header of a safetensors file."""
+    path, length = Path(file), MAX_BYTES
     try:
-        with Path(file).open("rb") as stream:
+        if header and path.exists() and not path.is_file():
+            _refuse(file, "is no regular file", "name a file", "unreadable-file")
+        with path.open("rb") as stream:
+            if header:
+                lead = stream.read(_LEAD)
+                length = int.from_bytes(lead, "little")
+                if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
+                    message = (
+                        "no safetensors file, or one that is cut off: its header does not fit in it"
+                    )
+                    _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
             # A bounded read, because the path may be a device.
-            raw = stream.read(MAX_BYTES + 1)
+            raw = stream.read(min(length, MAX_BYTES) + (length >= MAX_BYTES))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        _unreadable(file, error)
-    return _parsed(raw, file)
-
-
-def _parsed(raw: bytes, file: str) -> object:
+        cause = getattr(error, "strerror", None) or str(error)
+        _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")
     if len(raw) > MAX_BYTES:
         _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
@@ -243,19 +221,18 @@ def _parsed(raw: bytes, file: str) -> object:
 
 
 def _checked(kind: type[_Value], value: object, file: str) -> _Value:
+    """Return a value of a type, or raise all its problems, each at its place."""
     try:
         valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
         if (count := errors.error_count()) > _MAX_PROBLEMS:
             _refuse(file, f"{count} problems: this is no file of names", _KINDS)
-        source = Built(None, file=file)
-        raise ManifestError(
-            [_problem(source, error) for error in errors.errors(include_url=False)]
-        ) from None
+        problems = [_problem(file, error) for error in errors.errors(include_url=False)]
+        raise ManifestError(problems) from None
     return valid
 
 
-def _problem(source: Built, error: Any) -> Problem:
+def _problem(file: str, error: Any) -> Problem:
     path = tuple(step[:60] if isinstance(step, str) else step for step in error["loc"])
     kind, hint = error["type"], _WRITE_AGAIN
     if kind == "missing":
@@ -266,13 +243,8 @@ def _problem(source: Built, error: Any) -> Problem:
         message, hint = error["msg"].replace("Input should be", "expected", 1), ""
         message = message.replace("valid tuple", "list")
         message = f"{message[:1].lower()}{message[1:]}, found {described(error['input'])}"
-    return Problem(source.place(path), "bad-manifest", message, hint)
+    return Problem(Built(None, file=file).place(path), "bad-manifest", message, hint)
 
 
 def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
     raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])
-
-
-def _unreadable(file: str, error: Exception) -> NoReturn:
-    cause = getattr(error, "strerror", None) or str(error)
-    _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")

@@ -1,12 +1,14 @@
-"""Patterns and conditions of a rule -> the parameters or modules it selects, with doubts about them."""
+"""Patterns and conditions of rules -> the parameters or modules that they select."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
-from gradsurgeon.actions import Rule, Where
+from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.errors import printable
-from gradsurgeon.match import NameSearch, Pattern, compile_pattern, suggest
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.planning.manifest import ROOT, Fact, Manifest, Module, Param
 
 Thing = Param | Module
 _EXAMPLES = 3
@@ -19,86 +21,85 @@ class NameIndex:
 
     def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
         self.noun = noun
-        # Each hint compares its pattern with all names.
+        # Returns the matched things by the name that a pattern matched. Only the name "." matches the root.
+        self.hits = cache(self._hits)
+        # Each hint compares its pattern with all names, so a big model has few hints to give.
         self._hints = max(_FEW, _COMPARED // (len(things) + 1))
         self._of = owner
-        self.names = [name for thing in things for name in thing.names if name != ROOT]
+        self._names = [name for thing in things for name in thing.names if name != ROOT]
         self._named = {name: thing for thing in things for name in thing.names}
-        self._search = NameSearch(self.names)
         self._things = things
         self._place = {thing.name: place for place, thing in enumerate(things)}
 
-    def hits(self, pattern: Pattern) -> dict[str, Thing]:
-        """Return the matched things by the name that matched. Only the name "." matches the root."""
+    def _hits(self, text: str) -> dict[str, Thing]:
+        pattern = compile_pattern(text)
         if pattern.is_literal:
-            names = [pattern.text] if pattern.text in self._named else []
-        else:
-            names = [self.names[place] for place in self._search.matching(pattern)]
+            return {text: self._named[text]} if text in self._named else {}
+        names = [self._names[place] for place in select([pattern], self._names)]
         return {name: self._named[name] for name in names}
 
-    def hint(self, pattern: Pattern) -> str:
-        """Return the likely meaning of a pattern without a match; a big model has few hints to give."""
+    def _under(self, texts: Sequence[str]) -> dict[str, Thing]:
+        return {thing.name: thing for text in texts for thing in self.hits(text).values()}
+
+    def _hint(self, text: str) -> str:
         self._hints -= 1
         if self._hints < 0:
             return "the hint about the first patterns that match nothing may help here too"
-        return suggest(pattern.text, self.names)
+        return suggest(text, self._names)
 
-    def select(self, rule: Rule, doubts: list[str] | None = None) -> list[Thing]:
-        """Return the things that a rule selects, in model order, and append doubts to ``doubts``."""
-        chosen: set[str] = set()
-        patterns = rule.patterns  # compiled at each call
-        for pattern in patterns:
-            hits = self.hits(pattern)
-            if doubts is not None and not hits and len(patterns) > 1:
-                doubts.append(f"pattern {quoted(pattern)} matches nothing; {self.hint(pattern)}")
-            chosen.update(thing.name for thing in hits.values())
-        for pattern in map(compile_pattern, rule.exclude):
-            hits = self.hits(pattern)
-            dropped = {thing.name for thing in hits.values()} & chosen
-            if doubts is not None:
-                if not dropped:
-                    doubts.append(f"exclude {quoted(pattern)} removes nothing from the match")
-                doubts += self._also_taken(pattern, hits, dropped)
-            chosen -= dropped
-        if doubts is not None and len(doubts) > _MAX_DOUBTS:
-            doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
+    def select(self, rule: Rule) -> list[Thing]:
+        """Return the things that a rule selects, in model order."""
+        chosen = self._under(rule.patterns).keys() - self._under(rule.exclude).keys()
         # Each of many rules may match few of many names, so only the matches are looked at.
         things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
         if rule.where == Where():
             return things
         return [thing for thing in things if not failed(rule.where, thing)]
 
-    def _also_taken(
-        self, pattern: Pattern, hits: dict[str, Thing], dropped: set[str]
-    ) -> Iterator[str]:
-        for thing in {one.name: one for one in hits.values() if one.name in dropped}.values():
-            others = [name for name in thing.names if name not in hits]
-            if others:
-                shown = printable(", ".join(others))
-                what = "tensor" if isinstance(thing, Param) else "module"
-                yield f"exclude {quoted(pattern)} also removes {shown}: the same {what}"
+    def doubts(self, rule: Rule) -> list[str]:
+        """Return what a rule's author may not know of its patterns: those without effect, and those with more."""
+        several = rule.patterns if len(rule.patterns) > 1 else ()
+        doubts = [
+            f"pattern {quoted(text)} matches nothing; {self._hint(text)}"
+            for text in several
+            if not self.hits(text)
+        ]
+        kept = set(self._under(rule.patterns))
+        for text in rule.exclude:
+            hits = self.hits(text)
+            dropped = {one.name: one for one in hits.values() if one.name in kept}
+            if not dropped:
+                doubts.append(f"exclude {quoted(text)} removes nothing from the match")
+            for thing in dropped.values():
+                if others := [name for name in thing.names if name not in hits]:
+                    what = "tensor" if isinstance(thing, Param) else "module"
+                    shown = printable(", ".join(others))
+                    doubts.append(f"exclude {quoted(text)} also removes {shown}: the same {what}")
+            kept -= dropped.keys()
+        if len(doubts) > _MAX_DOUBTS:
+            doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
+        return doubts
 
     def no_match(self, rule: Rule) -> str:
         """Return why a rule selects nothing."""
-        matched = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
+        matched = list(self._under(rule.patterns).values())
         if not matched:
-            patterns = rule.patterns
-            shown, more = patterns[:_FEW], len(patterns) - _FEW
-            texts = ", ".join(quoted(pattern) for pattern in shown)
-            texts += f" or {more} more patterns" if more > 0 else ""
-            hints = dict.fromkeys(self.hint(pattern) for pattern in shown)
+            shown, more = rule.patterns[:_FEW], len(rule.patterns) - _FEW
+            texts = ", ".join(map(quoted, shown)) + (
+                f" or {more} more patterns" if more > 0 else ""
+            )
+            hints = dict.fromkeys(map(self._hint, shown))
             return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
         reasons = Counter(filter(None, (failed(rule.where, thing) for thing in matched)))
         plural = f"{len(matched)} {self.noun}s match"
         if not reasons:
             return f"{plural}, but `exclude` removes all of them"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-        classes = ""
         if reasons["module_type"]:
             known = list(dict.fromkeys(name for thing in matched for name in thing.module_type[:1]))
             first = ", ".join(map(printable, known[:_FEW]))
-            classes = f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
-        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}{classes}"
+            causes += f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
+        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
 
 
 def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
@@ -132,6 +133,98 @@ def _failed_param(where: Where, param: Param) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The matches of one rule in a model."""
+
+    things: tuple[Thing, ...] = ()  # none for tags, which the script names
+    names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
+    members: frozenset[str] = frozenset()  # the names as a set
+    elements: int = 0  # of the parameters
+    is_for: bool = True  # False if `model` names another class
+    undecided: tuple[str, ...] = ()  # conditions that the names cannot decide; then nothing matches
+
+
+class Matcher:
+    """Matches rules against the names of a model, once per distinct selection."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.names = name_indexes(manifest)
+        self._matches: dict[object, Match] = {}
+        # Rules with equal matches share one set, so two sets are compared once.
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+
+    def match(self, rule: Rule) -> Match:
+        key = (
+            rule.target,
+            frozenset(rule.patterns),
+            frozenset(rule.exclude),
+            rule.where,
+            rule.model,
+        )
+        if key not in self._matches:
+            self._matches[key] = self._match(rule)
+        return self._matches[key]
+
+    def _match(self, rule: Rule) -> Match:
+        if texts := _undecided(rule, self.manifest):
+            return Match(undecided=tuple(texts))
+        if not is_for(rule, self.manifest):
+            return Match(is_for=False)
+        if rule.target == "tensors":
+            names = tuple(dict.fromkeys(rule.patterns))
+            return Match(names=names, members=frozenset(names))
+        things = tuple(self.names[rule.target].select(rule))
+        names = tuple(thing.name for thing in things)
+        members = frozenset(names)
+        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
+        return Match(things, names, self._sets.setdefault(members, members), elements)
+
+
+def is_for(rule: Rule, manifest: Manifest) -> bool:
+    """Tell whether a rule is for the class of a model: its `model` names the class, or is not given."""
+    if rule.model is None:
+        return True
+    pattern = compile_pattern(rule.model)
+    return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
+
+
+def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
+    """Return complaints about conditions on facts that the source of the names lacks."""
+    on_params = rule.target == "params" and bool(manifest.params)
+    owners: Fact = "classes of parameters" if on_params else "classes of modules"
+    conditions: Sequence[tuple[str, object, Fact]] = (
+        ("model", rule.model, "class of the root"),
+        ("where: module_type", rule.where.module_type, owners),
+        ("where: requires_grad", rule.where.requires_grad, "classes of parameters"),
+    )
+    return [
+        f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
+        "`--model`, or with the params.json that `gradsurgeon params` writes"
+        for condition, wanted, fact in conditions
+        if wanted is not None and fact in manifest.untold
+    ]
+
+
+def chains_of(
+    rules: Sequence[Rule], names: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return, per tensor, the ids of its rules in the order in which they take effect.
+
+    Args:
+        rules: in file order.
+        names: the matches of each rule by its id. Parameters go by their name; ``conv1 output.grad`` is a
+            tensor of a module.
+    """
+    chains: dict[str, list[str]] = {}
+    for rule in in_order(rules):
+        suffix = "" if rule.target == "params" else f" {rule.ref}"
+        for name in names[rule.id]:
+            chains.setdefault(name + suffix, []).append(rule.id)
+    return {key: tuple(chain) for key, chain in chains.items()}
+
+
 def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
     """Return the first names in parentheses, each behind its owner if owners are given."""
     if not things:
@@ -143,5 +236,5 @@ def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
     return f" ({shown}{', ...' if len(things) > _EXAMPLES else ''})"
 
 
-def quoted(pattern: Pattern) -> str:
-    return f'"{printable(pattern.text)}"'
+def quoted(text: str) -> str:
+    return f'"{printable(text)}"'

@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 from gradsurgeon import _html, _live
-from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule, in_order
+from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
-from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
+from gradsurgeon.planning.matching import chains_of
+from gradsurgeon.planning.table import NOUNS, abridged, count, grid
 from gradsurgeon.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -22,8 +23,6 @@ _HOOKS: dict[Moment, str] = {
 }
 
 _MAX_CHAINS = 100
-# Rows of a notebook's table: shown at once, and at most.
-_UNFOLDED, _MAX_ROWS = 12, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +85,12 @@ class Plan:
 
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
-        chains: dict[str, list[str]] = {}
-        for rule in in_order(self.rules.rules):
-            for binding in self.of(rule.id):
-                key = (
-                    binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"
-                )
-                chains.setdefault(key, []).append(rule.id)
+        names = {rule.id: [one.name for one in self.of(rule.id)] for rule in self.rules.rules}
+        chains = chains_of(self.rules.rules, names)
         place = {param.name: number for number, param in enumerate(self.manifest.params)}
-        keys = sorted(chains, key=lambda key: place.get(key, len(place)))
-        return {key: tuple(chains[key]) for key in keys}
+        return {
+            key: chains[key] for key in sorted(chains, key=lambda key: place.get(key, len(place)))
+        }
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
         """Return the bindings of one rule."""
@@ -109,26 +104,12 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        return "\n".join(
-            [_head(self), "", *_rules(self), "", *_losses(self), *_chains(self), *_warnings(self)]
-        )
+        doubts = [f"  {text}" for text in _doubts(self)]
+        to_know = ["", "to know", *doubts] if doubts else []
+        return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *to_know])
 
     def _repr_html_(self) -> str:
-        rows = list(_bindings(self))
-        bound = _html.table(
-            ("rule", "action", "tensors", "", "hook", "point"), rows[:_MAX_ROWS], right={3}
-        )
-        more = f"and {len(rows) - _MAX_ROWS:,} more rows" if len(rows) > _MAX_ROWS else ""
-        if len(rows) > _UNFOLDED:
-            bound = _html.folded(f"{count(len(self.bindings), 'binding')}", bound, more)
-        doubts = _html.listing(_doubts(self))
-        return _html.page(
-            _html.element("p", _html.bold(_head(self))),
-            bound,
-            doubts and _html.element("p", _html.bold("to know")),
-            doubts,
-            _html.element("p", "in order of effect: ", _html.code("print(plan)")),
-        )
+        return _html.element("pre", str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1.
@@ -217,20 +198,6 @@ def _rules(plan: Plan) -> Iterator[str]:
     yield from grid(rows, right=frozenset({4, 5}))
 
 
-def _losses(plan: Plan) -> Iterator[str]:
-    """Yield the losses of each rule, where they meet, and the outcome."""
-    rows = []
-    for rule in plan.rules.rules:
-        names = [binding.name for binding in plan.of(rule.id)]
-        if isinstance(rule, LossRule) and names:
-            losses = " ".join([printable(", ".join(rule.losses or ())), "on"]).strip()
-            tensor = "" if rule.target == "params" else f"{rule.ref} of "
-            where = f"{tensor}{count(len(names), NOUNS[rule.target])}: {abridged(names, {})}"
-            rows.append((rule.id, f"{losses} {where}", "->", rule.outcome))
-    if rows:
-        yield from ("gradients that meet", *grid(rows), "")
-
-
 def _chains(plan: Plan) -> Iterator[str]:
     if not plan.chains:
         yield "no rule binds anything"
@@ -252,28 +219,6 @@ def _chains(plan: Plan) -> Iterator[str]:
         yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` lists all"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
-
-
-def _bindings(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield the matches of each rule, with runs of equal layers folded."""
-    aliases = {binding.name: binding.aliases for binding in plan.bindings}
-    for rule in plan.rules.rules:
-        bound = plan.of(rule.id)
-        for text, names in fold_names(binding.name for binding in bound).items():
-            tied = tied_to(names, aliases)
-            tensor = "" if rule.target == "params" else f" {rule.ref}"
-            many = f"x{len(names):,}" if len(names) > 1 else ""
-            yield rule.id, rule.action, f"{text}{tensor}{tied}", many, bound[0].hook, rule.point
-        if not bound:
-            yield rule.id, rule.action, "nothing", "", "-", rule.point
-
-
-def _warnings(plan: Plan) -> Iterator[str]:
-    lines = [f"  {text}" for text in _doubts(plan)]
-    if lines:
-        yield ""
-        yield "to know"
-        yield from lines
 
 
 def _doubts(plan: Plan) -> Iterator[str]:

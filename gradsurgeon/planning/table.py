@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from gradsurgeon.errors import printable
 
@@ -86,25 +85,13 @@ def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
 
 
 def _range(texts: tuple[str, ...]) -> str:
-    """Return ``{0..3}`` for consecutive numbers, ``{0..3,7}`` for others, or the only one."""
+    """Return ``{0..3}`` for consecutive numbers, ``{0,2,7}`` for others, or the only one."""
     if len(texts) == 1:
         return texts[0]
-    if any(text != "0" and text.startswith("0") for text in texts):
-        pieces = list(texts)
-    else:
-        numbers = sorted(map(int, texts))
-        if numbers[-1] - numbers[0] == len(numbers) - 1:
-            return f"{{{numbers[0]}..{numbers[-1]}}}"
-        pieces = list(_runs(numbers))
+    numbers = sorted(map(int, texts))
+    consecutive = numbers[-1] - numbers[0] == len(numbers) - 1
+    if consecutive and not any(text != "0" and text.startswith("0") for text in texts):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    pieces = sorted(texts, key=int)
     more = len(pieces) > _MAX_PIECES
     return f"{{{','.join(pieces[:_MAX_PIECES])}{',...' if more else ''}}}"
-
-
-def _runs(numbers: list[int]) -> Iterator[str]:
-    start = numbers[0]
-    for number, following in pairwise([*numbers, None]):
-        if number is not None and following != number + 1:
-            run = range(start, number + 1)
-            yield f"{start}..{number}" if len(run) > 2 else ",".join(map(str, run))  # noqa: PLR2004 # not two
-            if following is not None:
-                start = following

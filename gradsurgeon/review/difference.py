@@ -1,34 +1,62 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple
 
-from gradsurgeon.planning import Manifest
-from gradsurgeon.review.diff_warnings import DiffWarning, warnings
-from gradsurgeon.review.matched_rules import (
-    ChainChange,
-    Match,
-    MatchedRules,
-    Matcher,
-    changed_chains,
-    protects,
-)
-from gradsurgeon.review.rule_changes import OptionChange, RulePairs, pair_rules
+from pydantic.fields import FieldInfo
+
+from gradsurgeon.actions import FreezeRule, Options, Rule, Steps, TrapRule
+from gradsurgeon.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.schema import RuleSet
+
+# If these are not given, their meaning depends on the rule, so no default is filled in.
+_NEVER_FILLED_IN = ("at", "tensor", "steps")
+
+Ids = tuple[str, ...]
+Kind = Literal[
+    "lost-protection",  # parameters that no rule protects any more
+    "lost-trap",  # tensors that lost a trap, and that other rules still protect
+    "no-match",  # a rule that newly matches nothing
+    "expect",  # a rule that newly breaks its `expect`
+    "cannot-act",  # a rule that newly cannot act
+    "order",  # tensors whose rules take effect in another order
+]
+
+
+class OptionChange(NamedTuple):
+    name: str  # with dots into mappings: ``where.ndim``
+    before: Any  # the value as in a rule file, ``None`` if it is not given
+    after: Any
 
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    id: str  # in the new file; for a removed rule, in the old file
-    old_id: str  # empty for an added rule
+    id: str
     action: str
     target: str
-    options: tuple[
-        OptionChange, ...
-    ]  # the changed options; for an added or removed rule, the given ones
+    # The changed options; for an added or removed rule, the given ones.
+    options: tuple[OptionChange, ...]
     before: Match  # no match for an added rule
     after: Match  # no match for a removed rule
+
+
+class ChainChange(NamedTuple):
+    """A tensor whose chain of rules differs: ids in order of effect."""
+
+    name: str
+    before: Ids
+    after: Ids
+
+
+class DiffWarning(NamedTuple):
+    """A part of the change that a reviewer must not miss."""
+
+    kind: Kind
+    rules: Ids = ()  # several in order of effect
+    names: tuple[str, ...] = ()  # of parameters, or of tensors as in the chains
+    detail: str = ""  # the reason in words; for an ``expect`` the numbers
 
 
 @dataclass(frozen=True)
@@ -39,16 +67,14 @@ class Difference:
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
     changed: tuple[RuleChange, ...]  # rules with other options
-    renamed: tuple[RuleChange, ...]  # rules with another id and equal options
-    unchanged: tuple[str, ...]
-    order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
-    order_after: tuple[str, ...]  # ... and in the new one
+    unchanged: Ids
+    order_before: Ids  # the rules of both sides, in the old order ...
+    order_after: Ids  # ... and in the new one
     params: tuple[ChainChange, ...]  # in model order
     tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
     covered: tuple[int, int]  # number of parameters with rules, before and after
-    lost: tuple[
-        str, ...
-    ]  # parameters that rules edited, trapped or froze before, and none does now
+    # Parameters that rules edited, trapped or froze before, and none does now.
+    lost: tuple[str, ...]
     warnings: tuple[DiffWarning, ...]  # the worst first
 
     @property
@@ -57,8 +83,8 @@ class Difference:
 
     @cached_property
     def in_effect(self) -> bool:
-        """Whether a training run could show a difference; an id counts, an order without effect does not."""
-        rules = self.added or self.removed or self.changed or self.renamed
+        """Whether a training run could show a difference; an order without effect does not count."""
+        rules = self.added or self.removed or self.changed
         return bool(rules or self.params or self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +94,6 @@ class Difference:
             "added": [_one_side(change, change.after) for change in self.added],
             "removed": [_one_side(change, change.before) for change in self.removed],
             "changed": [_both_sides(change) for change in self.changed],
-            "renamed": [_both_sides(change) for change in self.renamed],
             "order_changed": self.order_changed,
             "order": {"before": self.order_before, "after": self.order_after},
             "params": [chain._asdict() for chain in self.params],
@@ -97,8 +122,7 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
         "id": change.id,
         "action": change.action,
         "target": change.target,
-        "was": change.old_id,
-        "fields": [option.to_dict() for option in change.options],
+        "fields": [option._asdict() for option in change.options],
         "params_before": change.before.names,
         "params_after": change.after.names,
         "elements_before": change.before.elements,
@@ -110,45 +134,174 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     """Return the effect of a change of rules on a model; a rule that matches nothing is a warning."""
     matcher = Matcher(manifest)
     before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
-    pairs = pair_rules(before, after)
     order = {param.name: position for position, param in enumerate(manifest.params)}
-    chains = changed_chains(before, after, pairs.new_ids)
+    names = dict.fromkeys((*before.chains, *after.chains))
+    sides = (ChainChange(n, before.chains.get(n, ()), after.chains.get(n, ())) for n in names)
+    chains = [chain for chain in sides if chain.before != chain.after]
     chains.sort(key=lambda chain: order.get(chain.name, len(order)))
-    protected = (side.params_under(protects) for side in (before, after))
+    protected = (_params_under(side, protecting=True) for side in (before, after))
     lost = sorted(frozenset.difference(*protected), key=order.__getitem__)
-    order_after = tuple(rule for rule in after.rules if rule in pairs.old_ids)
-    both = [_rule_change(pairs, pairs.old_ids[rule], rule) for rule in order_after]
-    added = [rule for rule in after.rules if rule not in pairs.old_ids]
-    removed = [rule for rule in before.rules if rule not in pairs.new_ids]
+    both = tuple(rule for rule in after.rules if rule in before.rules)
+    changes = [_rule_change(before, after, rule) for rule in both]
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        added=tuple(_rule_change(pairs, "", rule) for rule in added),
-        removed=tuple(_rule_change(pairs, rule, "") for rule in removed),
-        changed=tuple(change for change in both if change.options),
-        renamed=tuple(change for change in both if change.old_id != change.id),
-        unchanged=tuple(
-            change.id for change in both if change.old_id == change.id and not change.options
-        ),
-        order_before=tuple(pairs.new_ids[rule] for rule in before.rules if rule in pairs.new_ids),
-        order_after=order_after,
+        added=tuple(_rule_change(before, after, r) for r in after.rules if r not in before.rules),
+        removed=tuple(_rule_change(before, after, r) for r in before.rules if r not in after.rules),
+        changed=tuple(change for change in changes if change.options),
+        unchanged=tuple(change.id for change in changes if not change.options),
+        order_before=tuple(rule for rule in before.rules if rule in after.rules),
+        order_after=both,
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
-        covered=(len(before.params_under()), len(after.params_under())),
+        covered=(len(_params_under(before)), len(_params_under(after))),
         lost=tuple(lost),
-        warnings=tuple(warnings(pairs, chains, lost)),
+        warnings=tuple(_warnings(before, after, chains, lost)),
     )
 
 
-def _rule_change(pairs: RulePairs, old: str, new: str) -> RuleChange:
-    rule = pairs.after.rules[new] if new else pairs.before.rules[old]
+def _params_under(side: MatchedRules, *, protecting: bool = False) -> frozenset[str]:
+    """Return the parameters under rules, or under rules that protect."""
+    rules = [rule for rule in side.rules.values() if rule.target == "params"]
+    members = (side.matches[rule.id].members for rule in rules if not protecting or protects(rule))
+    return frozenset().union(*members)
+
+
+def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleChange:
+    old, new = before.rules.get(rule), after.rules.get(rule)
+    shown = new or old
+    assert shown is not None  # noqa: S101 # the id is that of one side
+    if old is not None and new is not None:
+        options = changed_options(old, new)
+    else:
+        given = {key: value for key, value in _given_options(shown).items() if key != "action"}
+        sides = ((key, None, value) if new else (key, value, None) for key, value in given.items())
+        options = tuple(OptionChange(*side) for side in sides)
     return RuleChange(
-        id=rule.id,
-        old_id=old,
-        action=rule.action,
-        target=rule.target,
-        options=pairs.option_changes(old, new),
-        before=pairs.before.matches[old] if old else Match(),
-        after=pairs.after.matches[new] if new else Match(),
+        id=rule,
+        action=shown.action,
+        target=shown.target,
+        options=options,
+        before=before.matches.get(rule, Match()),
+        after=after.matches.get(rule, Match()),
     )
+
+
+def _warnings(
+    before: MatchedRules, after: MatchedRules, chains: Sequence[ChainChange], lost: Sequence[str]
+) -> Iterator[DiffWarning]:
+    """Yield the warnings, the worst first, without those that were true before the change."""
+    for rule in after.rules:
+        known = set(map(_key, before.obstacles(rule))) if rule in before.rules else set()
+        for found in after.obstacles(rule):
+            if _key(found) not in known:
+                yield DiffWarning(found.kind, (rule,), detail=found.text)
+    if lost:
+        yield DiffWarning("lost-protection", names=tuple(lost))
+    yield from _lost_traps(before, after, frozenset(lost))
+    # Many tensors share few distinct chains.
+    sides = {(chain.before, chain.after) for chain in chains}
+    reordered = {side for side in sides if _is_reordered(*side)}
+    if names := [chain.name for chain in chains if (chain.before, chain.after) in reordered]:
+        ids = [rule for rule in after.rules if rule in before.rules]
+        yield DiffWarning("order", tuple(ids), tuple(names))
+
+
+def _key(found: Obstacle) -> tuple[str, str]:
+    # A rule that matched nothing before is no news, whatever its pattern.
+    return found.kind, "" if found.kind == "no-match" else found.text
+
+
+def _lost_traps(
+    before: MatchedRules, after: MatchedRules, lost: Collection[str]
+) -> Iterator[DiffWarning]:
+    """Yield the traps that no longer check tensors on which other rules still act."""
+    names: dict[tuple[str, str], list[str]] = {}
+
+    @cache  # many tensors share few distinct chains
+    def gone(old: Ids, new: Ids) -> list[tuple[str, str]]:
+        present = {after.rules[one].action for one in new}
+        rules = [before.rules[one] for one in old]
+        traps = [rule for rule in rules if isinstance(rule, TrapRule)]
+        return [(trap.id, trap.action) for trap in traps if trap.action not in present]
+
+    for name, chain in before.chains.items():
+        for trap in gone(chain, after.chains.get(name, ())) if name not in lost else ():
+            names.setdefault(trap, []).append(name)
+    for (rule, action), concerned in names.items():
+        yield DiffWarning("lost-trap", (rule,), tuple(concerned), action)
+
+
+def _is_reordered(before: Ids, after: Ids) -> bool:
+    """Tell whether the rules that a tensor keeps take effect in another order now."""
+    both = set(before) & set(after)
+    return [rule for rule in before if rule in both] != [rule for rule in after if rule in both]
+
+
+def protects(rule: Rule) -> bool:
+    """Tell whether a rule edits, traps or freezes; other rules only observe."""
+    return rule.edits or isinstance(rule, TrapRule | FreezeRule)
+
+
+def _given_options(rule: Rule) -> dict[str, Any]:
+    """Return the options of a rule that differ from their defaults, as plain values.
+
+    ``at`` and ``tensor`` are always included if the rule uses them: their defaults depend on the rule, and
+    writing a default out is no difference.
+    """
+    options: dict[str, Any] = {"action": rule.action}
+    for name, info in type(rule).model_fields.items():
+        value = getattr(rule, name)
+        if name in {"id", "action", "at", "tensor"} or value == info.default:
+            continue
+        if isinstance(value, Options):
+            plain = value.model_dump(by_alias=True, exclude_defaults=True)
+            inner = {f"{name}.{key}": item for key, item in plain.items()}
+            options |= {name: plain} if isinstance(value, Steps) else inner
+        else:
+            options[name] = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
+    if rule.target != "params":
+        options["tensor"] = str(rule.ref)
+    elif rule.takes_at:
+        options["at"] = rule.point
+    if "where.dtype" in options:
+        options["where.dtype"] = options["where.dtype"].removeprefix("torch.")
+    return options
+
+
+def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
+    """Return the options whose meaning differs."""
+    before, after = _given_options(old), _given_options(new)
+    changes = []
+    for name in dict.fromkeys((*before, *after)):
+        first, second = _value(old, before, name), _value(new, after, name)
+        same = _comparable(first) == _comparable(second)
+        if name == "steps":  # a schedule can be written in several ways
+            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
+        if not same:
+            changes.append(OptionChange(name, first, second))
+    return tuple(changes)
+
+
+def _comparable(value: Any) -> Hashable:
+    # The order of a list has no effect on what the rule selects.
+    return frozenset(value) if isinstance(value, list) else repr(value)
+
+
+def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
+    """Return the given value of an option, or its default if the rule has such an option."""
+    info = _field(rule, name)
+    if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
+        return options.get(name)
+    return list(info.default) if isinstance(info.default, tuple) else info.default
+
+
+def _field(rule: Rule, name: str) -> FieldInfo | None:
+    """Return the field of an option, ``None`` if the rule has no such field or mapping."""
+    options: Any = rule
+    *mappings, key = name.split(".")
+    for mapping in mappings:
+        options = getattr(options, mapping, None)
+    fields = type(options).model_fields if isinstance(options, Options) else {}
+    return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)

@@ -3,7 +3,6 @@
 All text from a user's file is escaped for the format.
 """
 
-import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,9 +97,8 @@ def all_checks() -> dict[str, CheckInfo]:
 
 
 def _info(check: checks.Check) -> CheckInfo:
-    page = inspect.cleandoc(type(check).__doc__ or "")
-    summary, _, text = page.partition("\n")
-    return CheckInfo(summary, " ".join(text.split()) or page, check.severity)
+    summary, _, text = check.page.partition("\n")
+    return CheckInfo(summary, " ".join(text.split()) or check.page, check.severity)
 
 
 # -- SARIF ----------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from itertools import accumulate
 
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.match import contains, disjoint
-from gradsurgeon.planning import ROOT, Manifest
-from gradsurgeon.review.matched_rules import MatchedRules, Matcher
+from gradsurgeon.planning import ROOT, Manifest, MatchedRules, Matcher
 from gradsurgeon.schema import RuleSet
 
 # Rules are compared in pairs, pattern by pattern, and a file may hold thousands of rules.
@@ -19,16 +18,12 @@ class LintContext:
         self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
         self._is_within = cache(frozenset[str].issubset)
         self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
-        sizes = (len(getattr(rule, rule.target)) + len(rule.exclude) for rule in self.rules)
+        sizes = accumulate(len(rule.patterns) + len(rule.exclude) for rule in self.rules)
         # The rules that are compared with each other: all of them, except in a huge file.
-        self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
-
-    def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
-        """Return the names that a pattern matches, with their canonical names; ``None`` if names are unknown."""
-        hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
-        return None if hits is None else {name: thing.name for name, thing in hits.items()}
+        self.compared = self.rules[: sum(total <= MAX_COMPARED for total in sizes)]
 
     def selected(self, rule: Rule) -> frozenset[str] | None:
+        """Return the names that a rule selects; ``None`` if names are unknown."""
         if self.matched is None or rule.target == "tensors":
             return None
         return self.matched.matches[rule.id].members
@@ -47,12 +42,10 @@ class LintContext:
         if names is not None and others is not None:
             shared = not names.isdisjoint(others)
         else:
-            shared = self._shares_pattern(first, second) or self._shares_pattern(second, first)
+            shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(
+                _selects_all_of(second, first, text) for text in first.patterns
+            )
         return shared and first.steps.meets(second.steps)
-
-    def _shares_pattern(self, wide: Rule, narrow: Rule) -> bool:
-        texts = getattr(narrow, narrow.target)
-        return any(_selects_all_of(wide, narrow, text) for text in texts)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
@@ -63,13 +56,12 @@ class LintContext:
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:
             return bool(names) and self._is_within(names, wider)
-        texts = getattr(narrow, narrow.target)
-        return all(_selects_all_of(wide, narrow, text) for text in texts)
+        return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
 
 
 def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
     """Tell whether ``wide`` selects every name that ``narrow`` selects by ``text``, one of its patterns."""
-    if not any(_contains(wide, pattern, text) for pattern in getattr(wide, wide.target)):
+    if not any(_contains(wide, pattern, text) for pattern in wide.patterns):
         return False
     # Each condition of the wide rule is also a condition of the narrow one.
     if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):

@@ -1,6 +1,10 @@
-"""Find the problems of rule files, except the problems that comments suppress."""
+"""Find the problems of rule files, except the problems that comments suppress.
 
-from collections.abc import Iterator
+``# gradsurgeon: ignore[check-id]`` suppresses warnings and notes of a check that are shown at its own line.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
 
 from gradsurgeon import schema, source
 from gradsurgeon.errors import Place, Problem, RuleFileError
@@ -8,9 +12,9 @@ from gradsurgeon.packs import PREFIX
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.checks import CHECKS, Finding
 from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
-from gradsurgeon.review.reading_checks import READING_CHECKS
-from gradsurgeon.review.suppressions import Suppressions
-from gradsurgeon.schema import Inspection, RuleSet, bounded
+from gradsurgeon.schema import Inspection, Located, RuleSet, bounded
+
+_COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
@@ -24,25 +28,21 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
     """Return the problems of rules that were read, in the order of files and lines."""
-    own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
-    suppressions = Suppressions(own_files)
-    order = {source.file: index for index, source in enumerate(inspected.sources)}
+    order = {one.file: index for index, one in enumerate(inspected.sources)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
         place = problem.place
         return order.get(place.file, len(order)), place.line, place.col
 
-    kept = [problem for problem in inspected.problems if not suppressions.take(problem)]
     found = sorted(_problems_of_rules(inspected, manifest), key=position)
-    kept += bounded([problem for problem in found if not suppressions.take(problem)])
-    if manifest is not None:
-        # A comment that suppresses a problem without names is not useless if lint knows the names.
-        for problem in _problems_of_rules(inspected, None):
-            suppressions.take(problem)
-    severities = {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
-    unused = suppressions.unused(severities, checked=inspected.rules is not None)
-    kept += bounded(list(unused))
-    return sorted(dict.fromkeys(kept), key=position)
+    suppressed = _suppressed(one for one in inspected.sources if not one.file.startswith(PREFIX))
+    kept = [
+        problem
+        for problem in found
+        if problem.severity == "error"
+        or (problem.place.file, problem.place.line, problem.check) not in suppressed
+    ]
+    return sorted(dict.fromkeys([*inspected.problems, *bounded(kept)]), key=position)
 
 
 def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
@@ -78,3 +78,14 @@ def _place(rules: RuleSet, finding: Finding, *, always: bool) -> Place | None:
     if file.startswith(PREFIX) and alone and not always:
         return None
     return rules.place_to_correct(finding.rule.id, *finding.at)
+
+
+def _suppressed(sources: Iterable[Located]) -> set[tuple[str, int, str]]:
+    """Return the checks that comments name, each with its file and line."""
+    return {
+        (one.file, number, check)
+        for one in sources
+        for number, line in enumerate(one.text.removeprefix("\ufeff").split("\n"), 1)
+        if (comment := _COMMENT.search(line))
+        for check in re.findall(r"[^,\s]+", comment[1])
+    }

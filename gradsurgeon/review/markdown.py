@@ -10,15 +10,14 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import printable
 from gradsurgeon.review.difference import Difference
-from gradsurgeon.review.phrases import Phrases, short
+from gradsurgeon.review.text import Phrases, short
 
 LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
 _WIDEST = 400  # characters of one piece of code
 _LEADS = {"+": "new", "-": "removed; it was", "~": ""}
 _LEGEND = (
     "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is the number of parameters that a "
-    "rule acts on, *Elements* the number of their elements. A *tightened* rule lets less through, or acts "
-    "more often, than before; *loosened* is the opposite."
+    "rule acts on, *Elements* the number of their elements."
 )
 _CUT = (
     "*Cut here, because GitHub limits the length of a comment: {} lines are left out. "
@@ -70,15 +69,12 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield ""
     if difference.warnings:
         yield "> [!WARNING]"
-        for warning in phrases.warnings():
-            yield f"> - {warning[:1].upper()}{warning[1:]}"
+        yield from (f"> - {text[:1].upper()}{text[1:]}" for text in phrases.warnings())
         yield ""
     if difference.order_changed:
-        yield f"Note: {phrases.order()}."
-        yield ""
+        yield from (f"Note: {phrases.order()}.", "")
     for note in manifest.notes:
-        yield f"Note: {code(note)}"
-        yield ""
+        yield from (f"Note: {code(note)}", "")
     if difference.in_effect:
         yield from _rules(phrases)
         yield from _chains(phrases)
@@ -94,25 +90,19 @@ def _rules(phrases: Phrases) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
     if phrases.difference.unchanged:
         yield f"| = | {phrases.unchanged()} | | | | nothing |"
-    yield ""
-    yield _LEGEND
-    yield ""
+    yield from ("", _LEGEND, "")
 
 
 def _chains(phrases: Phrases) -> Iterator[str]:
     groups = phrases.chains()
     if not groups:
         return
-    yield "<details>"
     number = sum(len(names) for _, names in groups)
     what = "tensor is" if number == 1 else "tensors are"
+    yield "<details>"
     yield f"<summary>{number:,} {what} under other rules than before</summary>"
-    yield ""
-    yield "The rules of each tensor, in order of effect."
-    yield ""
-    yield "| Tensors | Before | Now |"
-    yield "|---|---|---|"
+    yield from ("", "The rules of each tensor, in order of effect.", "")
+    yield from ("| Tensors | Before | Now |", "|---|---|---|")
     for (before, after), names in groups:
         yield f"| {phrases.names(names)} | {phrases.chain(before)} | {phrases.chain(after)} |"
-    yield ""
-    yield "</details>"
+    yield from ("", "</details>")

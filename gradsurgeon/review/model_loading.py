@@ -19,13 +19,20 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
         with_values: build the model with values; otherwise on the meta device, which is enough for names.
     """
     with _stdout_to_stderr():
-        torch = _torch()
-        target = _target(spec)
-        model = (
-            target
-            if isinstance(target, torch.nn.Module)
-            else _build(torch, spec, target, with_values=with_values)
+        needed = (
+            "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
         )
+        with _failing(needed):
+            torch = importlib.import_module("torch")
+        target = _target(spec)
+        if isinstance(target, torch.nn.Module):
+            return target
+        kind = f"a value of the type {type(target).__name__}"
+        if not callable(target):
+            message = f"`{printable(spec)}` is neither a module nor something that builds one"
+            raise ModelError(f"{message}, but {kind}")
+        with _failing(f"cannot build `{printable(spec)}`"):
+            model = target() if with_values else _built_without_values(torch, target)
     if not isinstance(model, torch.nn.Module):
         message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
         raise ModelError(f"{message} a value of the type {type(model).__name__}")
@@ -54,14 +61,14 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _torch() -> Any:
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn whatever user code raises into a `ModelError` that begins with ``what``."""
     try:
-        return importlib.import_module("torch")
-    except (ImportError, OSError) as error:  # OSError: a build for another machine
-        what = (
-            "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
-        )
-        raise ModelError(_failure(what, error)) from None
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise ModelError(f"{what}:\n{trace}") from None
 
 
 def _target(spec: str) -> Any:
@@ -80,33 +87,16 @@ def _target(spec: str) -> Any:
 def _imported(name: str) -> Any:
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
         sys.path.insert(0, here)
-    try:
+    what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
+    with _failing(what):
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
-        what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-        raise ModelError(_failure(what, error)) from None
 
 
-def _build(torch: Any, spec: str, build: Any, *, with_values: bool) -> Any:
-    if not callable(build):
-        kind = type(build).__name__
-        message = f"`{printable(spec)}` is neither a module nor something that builds one"
-        raise ModelError(f"{message}, but a value of the type {kind}")
+def _built_without_values(torch: Any, build: Any) -> Any:
     try:
-        if with_values:
+        with torch.device("meta"):
             return build()
-        try:
-            with torch.device("meta"):
-                return build()
-        except Exception as error:  # noqa: BLE001 # many errors are possible without values
-            reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-        sys.stderr.write(
-            f"cannot build it on the meta device ({reason}): building it with values\n"
-        )
-        return build()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
-        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
-
-
-def _failure(what: str, error: BaseException) -> str:
-    return f"{what}:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    except Exception as error:  # noqa: BLE001 # many errors are possible without values
+        reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
+    sys.stderr.write(f"cannot build it on the meta device ({reason}): building it with values\n")
+    return build()

@@ -50,9 +50,6 @@ _TEXTS = {
     "unmet-requirement": "The file requires another gradsurgeon. "
     "Install a version that meets `requires`.",
     "unreadable-file": "The file cannot be read. Name a readable file of UTF-8 text.",
-    "unused-suppression": "A comment suppresses nothing. "
-    "It would hide the next problem of this kind: remove it, or correct the name. A comment "
-    "applies to the line at whose end it is.",
     "wrong-type": "A value is of the wrong type. "
     "Quoted numbers are texts, and patterns are quoted.",
     "yaml-syntax": "The text is not YAML. "
@@ -62,9 +59,9 @@ _TEXTS = {
 }
 
 
-def _info(check: str, text: str) -> CheckInfo:
+def _info(text: str) -> CheckInfo:
     summary, _, advice = text.partition(". ")
-    return CheckInfo(f"{summary}.", advice, "warning" if check == "unused-suppression" else "error")
+    return CheckInfo(f"{summary}.", advice)
 
 
-READING_CHECKS = {check: _info(check, text) for check, text in _TEXTS.items()}
+READING_CHECKS = {check: _info(text) for check, text in _TEXTS.items()}

@@ -344,4 +344,4 @@ def _is_numeric(tensor: Tensor) -> bool:
 
 def _matches(rule: Rule, name: str) -> bool:
     excluded = any(compile_pattern(text).matches(name) for text in rule.exclude)
-    return not excluded and any(pattern.matches(name) for pattern in rule.patterns)
+    return not excluded and any(compile_pattern(text).matches(name) for text in rule.patterns)

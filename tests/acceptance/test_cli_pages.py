@@ -13,7 +13,8 @@ from commands import WITHOUT_TORCH, call
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS, LossRule
-from gradsurgeon.actions._target import parse_tensor, target_flaws
+from gradsurgeon.actions._fields import parse_tensor
+from gradsurgeon.actions.zero import Zero
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.reading_checks import READING_CHECKS
 
@@ -45,7 +46,7 @@ class TestExplain:
             "A factor of zero does not remove a NaN.",
         ]
         assert "\nUse `zero`, which overwrites every element with zero.\n" in done.stdout
-        rule = "  - id: no-bias\n    action: scale\n"
+        rule = '  - {id: no-bias, action: scale, params: "*.bias", factor: 0}\n'
         assert f"\nFound:\n\n```yaml\nversion: 1\nrules:\n{rule}" in done.stdout
         assert max(map(len, lines)) <= 100
 
@@ -184,7 +185,7 @@ class TestSchema:
         for kind in TARGETS:
             for text in words["enum"]:
                 given = {kind: "*", "tensor": text}
-                takes = not list(target_flaws("zero", TARGETS, given))
+                takes = not list(Zero.flaws(given))
                 assert takes == (text in self.WORDS[kind])
         for text in ("output[0].grad", "input.mask", "output.a[1].b"):
             assert re.search(path["pattern"], text)

@@ -88,14 +88,7 @@ def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) 
     ]
     assert [row[:4] for row in session.rows("last events")] == [["2", "trap", "trap", "weight"]]
     plan = page(outputs, "session.plan")
-    assert plan.rows("hook")[0] == [
-        "norms",
-        "norm-log",
-        "weight",
-        "",
-        "end of backward",
-        "accumulated",
-    ]
+    assert any("norm-log  accumulated  end of backward" in text for text in plan.texts)
     report = page(outputs, "gradsurgeon.report.summary(session)")
     middle = (first + second) / 2
     numbers = [f"{number:.3g}" for number in (first, middle, second)]

@@ -95,13 +95,10 @@ def test_what_the_plan_says_of_loops(
     assert lost < whole
     assert (broken(), graphs()) == (0, 1)
     forget()
-    # At length only where something is compiled.
-    (short,) = gradsurgeon.plan(model, only(on(modules))).warnings
-    assert "numerics may differ" in short
     compiled: Any = torch.compile(model)
     plan = gradsurgeon.plan(compiled, only(on(modules)))
     (said,) = plan.warnings
-    assert "as in nn.Sequential, runs uncompiled, and so does the code around the loop" in said
+    assert "numerics may differ" in said
     assert "break" not in said
     with gradsurgeon.apply(model, plan.rules) as session:
         found = operations_in_graphs(model)

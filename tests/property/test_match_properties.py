@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradsurgeon._expressions import PatternError
-from gradsurgeon.match import NameSearch, compile_pattern, select, suggest
+from gradsurgeon.match import compile_pattern, select, suggest
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover
@@ -119,30 +119,6 @@ def test_select_is_any_of_matches(texts: list[str], names: list[str]) -> None:
             continue
     expected = [i for i, name in enumerate(names) if any(p.matches(name) for p in patterns)]
     assert select(patterns, names) == expected
-
-
-# Short segments between many dots, so that whole segments of patterns often are text, lists or ranges.
-DOTTED = st.lists(st.one_of(PIECES, st.just("."), st.just(".")), min_size=1, max_size=8)
-
-
-@SETTINGS
-@example(["{,a}.1"], [".1", ".001", "a.1", "1"])
-@example(["{a.b,b}.a"], ["b.a", "a.b.a"])
-@example(["a.{1..2}.*"], ["a.1.1", "a.02.b", "a.10.1", "a.2.2"])
-@example(["01.a"], ["1.a", "01.a", "001.a"])
-@example(["re:a.b"], ["a.b", "a1b"])
-@given(
-    st.lists(DOTTED.map("".join), max_size=3),
-    st.lists(st.lists(NAMES, max_size=4).map(".".join), max_size=6),
-)
-def test_a_search_finds_what_comparing_every_name_finds(texts: list[str], names: list[str]) -> None:
-    search = NameSearch(names)
-    for text in texts:
-        try:
-            pattern = compile_pattern(text)
-        except PatternError:
-            continue
-        assert search.matching(pattern) == select([pattern], names)
 
 
 @SETTINGS

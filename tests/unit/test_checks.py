@@ -78,12 +78,12 @@ def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
 def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
     examples = CHECKS[check]
     names = None
-    if examples.NAMES:
-        names = manifest(*map(param, examples.NAMES))
+    if examples.names:
+        names = manifest(*map(param, examples.names))
     if check == "cannot-act":  # as files of weights have them
-        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.NAMES)
+        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.names)
         names = Manifest("model.safetensors", params)
-    bad = lint(tmp_path, examples.BAD, names)
+    bad = lint(tmp_path, "".join(f"- {rule}\n" for rule in examples.bad), names)
     assert check in {one.check for one in bad}
     severities = {one.severity for one in bad if one.check == check}
     assert severities == {examples.severity}
@@ -155,34 +155,26 @@ class TestWithNames:
 
     def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
         rules = (
-            '  - {id: a, action: scale, params: "*.weight", factor: 2}\n'
+            '  - {id: a, action: scale, at: step, params: "*.weight", factor: 2}\n'
             '  - {id: b, action: scale, params: "h.*", factor: 2}\n'
         )
         assert lint(tmp_path, rules) == []
         names = [param("h.weight"), param("h.bias"), param("fc.weight")]
-        assert found(lint(tmp_path, rules, manifest(*names))) == [("overlapping-edits", 4, 36)]
+        assert found(lint(tmp_path, rules, manifest(*names))) == [("effective-order", 4, 21)]
         assert lint(tmp_path, rules, manifest(*names[1:])) == []
 
     def test_conditions_and_classes_of_models_count(self, tmp_path: pathlib.Path) -> None:
         rules = (
-            '  - {id: a, action: scale, params: "*", factor: 2, where: {ndim: 2}}\n'
-            '  - {id: b, action: scale, params: "*", factor: 2, where: {ndim: 1}}\n'
+            '  - {id: a, action: scale, at: step, params: "*", factor: 2, where: {ndim: 2}}\n'
+            '  - {id: b, action: scale, at: step, params: "*", factor: 2, where: {ndim: 1}}\n'
             '  - {id: c, action: scale, params: "*", factor: 2, model: "Other"}\n'
         )
         names = manifest(param("h.weight"), param("h.bias", ndim=1))
         assert lint(tmp_path, rules, names) == []
         other = manifest(param("h.weight"), param("h.bias", ndim=1), model_type=("Other",))
         (problem,) = lint(tmp_path, rules, other)
-        assert (problem.check, problem.place.line) == ("overlapping-edits", 5)
+        assert (problem.check, problem.place.line) == ("effective-order", 5)
         assert "`a` and `b`" in problem.message
-
-    def test_a_suppression_that_only_names_make_superfluous(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            '  - {id: a, action: norm-log, params: "layers.1*"}  '
-            "# gradsurgeon: ignore[number-prefix]\n"
-        )
-        assert lint(tmp_path, rules) == []
-        assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
 
     RULES = (
         '  - {id: a, action: norm-log, params: "encodr.*"}  # gradsurgeon: ignore[no-match]\n'
@@ -196,14 +188,13 @@ class TestWithNames:
         problems = lint(tmp_path, self.RULES, manifest(*LAYERS))
         assert found(problems) == [
             ("no-match", 3, 39),
-            ("unused-suppression", 3, 74),
             ("broken-expect", 4, 61),
         ]
-        assert [one.severity for one in problems] == ["error", "warning", "error"]
+        assert [one.severity for one in problems] == ["error", "error"]
 
     def test_what_binding_refuses_is_found(self, tmp_path: pathlib.Path) -> None:
         names = manifest(*LAYERS)
-        for problem in lint(tmp_path, self.RULES, names)[::2]:
+        for problem in lint(tmp_path, self.RULES, names):
             with pytest.raises(BindError) as error:
                 planning.bind(schema.validate(source.read(tmp_path / "rules.yaml")), names)
             assert problem.message in str(error.value)
@@ -235,19 +226,17 @@ class TestSuppression:
             "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-zero]\n"
             "      a\n    factor: 0  # gradsurgeon: ignore[scale-by-zero]\n"
         )
-        # The first one counts for its own line only, where nothing is wrong.
-        assert found(lint(tmp_path, rules)) == [("unused-suppression", 5, 39)]
+        assert lint(tmp_path, rules) == []
 
     def test_line_ends_wide_characters_and_a_mark_at_the_beginning(
         self, tmp_path: pathlib.Path
     ) -> None:
         path = tmp_path / "rules.yaml"
         line = '  - {id: a, action: scale, params: "层", factor: 0}  # gradsurgeon: ignore[%s]'
-        for check, expected in (("scale-by-zero", []), ("x", [("unused-suppression", 3, 75)])):
+        for check, expected in (("scale-by-zero", []), ("x", ["scale-by-zero"])):
             text = "\ufeffversion: 1\r\nrules:\r\n" + line % check + "\r\n"
             path.write_text(text, encoding="utf-8", newline="")
-            problems = review.lint(str(path))
-            assert [one for one in found(problems) if one[0] == "unused-suppression"] == expected
+            assert [one.check for one in review.lint(str(path))] == expected
 
     def test_a_comment_counts_for_its_own_line_alone(self, tmp_path: pathlib.Path) -> None:
         rule = "  - id: a{}\n    action: scale\n    params: a\n{}    factor: 0{}\n"
@@ -255,25 +244,22 @@ class TestSuppression:
         assert lint(tmp_path, rule.format("", "", comment)) == []
         for elsewhere in (("", f"{comment}\n", ""), (comment, "", "")):
             checks = [one[0] for one in found(lint(tmp_path, rule.format(*elsewhere)))]
-            assert sorted(checks) == ["scale-by-zero", "unused-suppression"]
+            assert checks == ["scale-by-zero"]
 
     def test_what_a_pack_does_is_suppressed_where_it_is_included(
         self, tmp_path: pathlib.Path
     ) -> None:
         path = tmp_path / "rules.yaml"
-        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:gan@1"{}\n'
+        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:finetune-llm@1"{}\n'
         path.write_text("version: 1\ninclude:\n" + entries.format(""))
         assert {one[1] for one in found(review.lint(str(path)))} == {4}
-        comment = "  # gradsurgeon: ignore[overlapping-edits]"
+        comment = "  # gradsurgeon: ignore[effective-order]"
         path.write_text("version: 1\ninclude:\n" + entries.format(comment))
         assert review.lint(str(path)) == []
 
     def test_no_comment_helps_where_nothing_can_be_read(self, tmp_path: pathlib.Path) -> None:
         (tmp_path / "no.yaml").write_text("# gradsurgeon: ignore[yaml-syntax]\nrules: [\n")
-        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == [
-            "unused-suppression",
-            "yaml-syntax",
-        ]
+        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == ["yaml-syntax"]
         assert [one.check for one in review.lint(str(tmp_path / "gone.yaml"))] == [
             "unreadable-file"
         ]

@@ -11,7 +11,7 @@ from commands import git
 from pairs import pairwise
 
 import gradsurgeon
-from gradsurgeon.review import git_tree, sources
+from gradsurgeon.review import sources
 
 # `touch` and a command that goes on as git expects, where {mark} tells that it ran.
 PROMISOR = """
@@ -134,7 +134,7 @@ class TestCommands:
         self, evil: Evil, way: str, lost: str, old: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if old:
-            monkeypatch.delitem(git_tree._VARIABLES, "GIT_NO_LAZY_FETCH")
+            monkeypatch.delitem(sources._VARIABLES, "GIT_NO_LAZY_FETCH")
         assert ids("main:rules.yaml") == ["good"]
         evil.configure(PROMISOR + FETCHES[way])
         assert ids("main:rules.yaml") == ["good"]

@@ -341,7 +341,7 @@ class TestWeights:
         [
             (b"", "its header does not fit in it"),
             (b"\xff" * 20, "its header does not fit in it"),
-            (b"version https://git-lfs.github.com/spec/v1\noid", "this is a pointer of Git LFS"),
+            (b"version https://git-lfs.github.com/spec/v1\noid", "its header does not fit in it"),
             (b"\x02" + bytes(7) + b"[]", "its header is no JSON object"),
             (b"\x09" + bytes(7) + b'{"a": NaN', "not JSON: expected value"),
             (b"\x09" + bytes(7) + b'{"a": [] }', "not JSON"),

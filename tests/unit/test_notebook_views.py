@@ -28,50 +28,15 @@ def plan(model: nn.Module, *rules: dict[str, Any]) -> gradsurgeon.Plan:
     return gradsurgeon.plan(model, {"version": 1, "rules": list(rules)})
 
 
-def test_a_plan_shows_what_each_rule_is_bound_to() -> None:
-    page = Page(
-        plan(
-            Tied(),
-            {"id": "bias", "action": "zero", "params": "*.bias", "at": "step"},
-            {"id": "all", "action": "scale", "params": "*", "factor": 0.5},
-            {"id": "maps", "action": "capture", "modules": "body", "tensor": "output.grad"},
-            {"id": "none", "action": "zero", "params": "other", "optional": True},
-        )
+def test_a_plan_shows_its_table() -> None:
+    found = plan(
+        Tied(),
+        {"id": "bias", "action": "zero", "params": "*.bias", "at": "step"},
+        {"id": "maps", "action": "capture", "modules": "body", "tensor": "output.grad"},
     )
-    assert page.texts[0] == "plan: <dict> on Tied: 4 rules, 3 parameters, 44 elements"
-    assert page.rows("hook") == [
-        ["bias", "zero", "body.bias", "", "step pre-hook", "step"],
-        ["all", "scale", "emb.weight (tied to head.weight)", "", "tensor hook", "backward"],
-        ["all", "scale", "body.weight", "", "tensor hook", "backward"],
-        ["all", "scale", "body.bias", "", "tensor hook", "backward"],
-        ["maps", "capture", "body output.grad", "", "hook on the output", "backward"],
-        ["none", "zero", "nothing", "", "-", "backward"],
-    ]
-    assert page.folded == 0
-    assert any(text.startswith("none: ") for text in page.texts)
-
-
-def test_a_long_plan_is_folded_and_its_layers_too() -> None:
-    layers = nn.ModuleDict({name * 3: nn.Linear(2, 2) for name in "abcdefgh"})
-    every = {"id": "all", "action": "norm-log", "params": "*"}
-    page = Page(plan(layers, every))
-    assert page.folded == 1
-    assert "16 bindings" in page.texts
-    assert len(page.rows("hook")) == 16
-    equal = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
-    assert [row[2:4] for row in Page(plan(equal, every)).rows("hook")] == [
-        ["{0..39}.weight", "x40"],
-        ["{0..39}.bias", "x40"],
-    ]
-
-
-def test_a_plan_without_end_ends() -> None:
-    layers = nn.ModuleDict(
-        {f"{chr(97 + i // 26)}{chr(97 + i % 26)}": nn.Linear(1, 1) for i in range(200)}
-    )
-    page = Page(plan(layers, {"id": "all", "action": "norm-log", "params": "*"}))
-    assert len(page.rows("hook")) == 300
-    assert "and 100 more rows" in page.texts
+    page = Page(found)
+    assert page.html.startswith("<pre>")
+    assert page.texts == [line for line in str(found).split("\n") if line]
 
 
 def facts(name: str, **more: Any) -> TensorFacts:

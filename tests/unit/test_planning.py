@@ -197,7 +197,7 @@ def test_optional_opts_out_of_no_match_but_not_of_expect() -> None:
     assert names(plan) == []
     assert plan.rule_warnings["it"][0] == "matches nothing (optional)"
     (text,) = complaints(deep(), rule(params="nope", optional=True, expect={"params": 1}))
-    assert "expected 1 parameters, matched 0;" in text
+    assert "expected 1 parameter, matched 0;" in text
 
 
 def test_lazy_modules_are_refused_with_the_remedy() -> None:

@@ -141,39 +141,6 @@ class TestRefused:
 
 
 class TestPlan:
-    def test_says_which_losses_meet_where_and_what_becomes_of_them(self) -> None:
-        text = str(
-            plan(
-                {
-                    "id": "tasks",
-                    "action": "conflict",
-                    **OF_LOSSES,
-                    "params": "trunk.*",
-                    "per": "module",
-                },
-                combine(method="cagrad", c=0.4),
-                on_heads(),
-            )
-        )
-        part = text.partition("gradients that meet\n")[2].partition("\n\n")[0]
-        trunk = "seg, depth on 4 parameters: trunk.{0,2}.weight, trunk.{0,2}.bias"
-        assert [line.split() for line in part.splitlines()] == [
-            [
-                "tasks",
-                *trunk.split(),
-                "->",
-                *["compared", "in", "pairs,", "each", "module", "by", "itself"],
-            ],
-            ["surgery", *trunk.split(), "->", "cagrad", "(c:", "0.4)"],
-            [
-                "heads",
-                *["on", "input.grad", "of", "2", "modules:", "seg,", "depth", "->", "pcgrad"],
-            ],
-        ]
-
-    def test_has_no_such_part_without_such_rules(self) -> None:
-        assert "meet" not in str(plan({"id": "norms", "action": "norm-log", "params": "*"}))
-
     def test_the_cost_is_told_once_for_all_rules(self) -> None:
         look = {
             "id": "tasks",
@@ -195,7 +162,6 @@ class TestPlan:
         options: dict[str, dict[str, Any]] = {
             "cagrad": {"c": 1},
             "fairgrad": {"alpha": 1},
-            "krum": {"n_byzantine": 0, "losses": ["a", "b", "c"]},
             "constant": {"weights": {"seg": 1, "depth": 1}},
         }
         scale, *_ = plan(combine(method=method, **options.get(method, {}))).rule_warnings["surgery"]

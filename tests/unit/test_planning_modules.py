@@ -112,25 +112,6 @@ def test_what_a_reader_must_know_of_module_rules() -> None:
     )
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_compiling_costs_is_said_where_something_is_compiled(in_place: bool) -> None:
-    model: nn.Module = nn.Sequential(nn.Linear(2, 2))
-    rules = {"version": 1, "rules": [rule(modules="0", tensor="output.grad")]}
-    assert gradsurgeon.plan(model, rules).warnings[0].endswith("a graph: numerics may differ")
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    assert (
-        gradsurgeon.plan(model, rules)
-        .warnings[0]
-        .endswith(
-            "numerics may differ, and `fullgraph=True` cannot be had. A loop with such a call in it, as in "
-            "nn.Sequential, runs uncompiled, and so does the code around the loop"
-        )
-    )
-
-
 def test_the_table_and_the_json_form() -> None:
     plan = bind(
         rule(modules="*", tensor="output.grad"),

@@ -24,11 +24,8 @@ FLOODS = {
     "keys": HEAD + "- id: a\n  action: zero\n" + "".join(f"  k{i}: 1\n" for i in range(45_000)),
     "keys of the top level": "version: 1\n" + "".join(f"k{i}: 1\n" for i in range(49_000)),
     "ids": HEAD + '- {id: a, action: zero, params: "*"}\n' * 10_000,
-    "comments": HEAD
-    + '- {id: a, action: zero, params: "*"}\n'
-    + "# gradsurgeon: ignore[scale-by-zero]\n" * 25_000,
     "hashes": HEAD
-    + "- {id: a, action: zero, params: ["
+    + "- {id: a, actio: zero, k: 1, params: ["
     + '" #x",' * 45_000
     + "]} # gradsurgeon: ignore[x]",
 }

@@ -1,0 +1,317 @@
+"""The checks of `gradsurgeon lint` on valid rules: questions about one rule, or about two."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gradsurgeon.actions import LossRule, Rule, TrapRule
+from gradsurgeon.actions.scale import Scale
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.lint_context import LintContext
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    rule: Rule  # the rule at which it is shown
+    at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
+    message: str
+    hint: str
+    others: tuple[Rule, ...] = ()  # further rules that the finding is about
+
+
+_Find = Callable[[LintContext], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about valid rules."""
+
+    find: _Find  # its name is the name of the check, its docstring the page
+    # `error`: training cannot begin. `warning`: probably a mistake. `note`: a fact worth knowing.
+    severity: Severity
+    bad: tuple[str, ...]  # rules in which the check finds something ...
+    names: tuple[str, ...]  # ... in a model with these parameters, if it needs names
+
+    @property
+    def id(self) -> str:
+        return self.find.__name__.replace("_", "-")
+
+    @property
+    def page(self) -> str:
+        return inspect.cleandoc(self.find.__doc__ or "")
+
+
+_checks: list[Check] = []
+
+
+def _check(
+    *bad: str, severity: Severity = "warning", names: tuple[str, ...] = ()
+) -> Callable[[_Find], _Find]:
+    """Return a decorator that makes a function a check."""
+
+    def add(find: _Find) -> _Find:
+        _checks.append(Check(find, severity, bad, names))
+        return find
+
+    return add
+
+
+_NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
+
+
+@_check(
+    '{id: norms, action: norm-log, params: "encodr.*"}',
+    severity="error",
+    names=("encoder.fc.weight", "encoder.fc.bias"),
+)
+def no_match(context: LintContext) -> Iterator[Finding]:
+    """A rule matches nothing in the model whose names `--params` gives to lint.
+
+    Training with such a rule ends with an error before its first step. Most often a name is misspelt, or
+    the model has changed and the rule has not.
+
+    Correct the pattern: the message has the nearest names. If a rule is meant for some models only, write
+    `optional: true`, or `model:` with the class of the model.
+    """
+    return _obstacles(context, "no-match")
+
+
+@_check(
+    '{id: norms, action: norm-log, params: "fc*", expect: {params: 2}}',
+    severity="error",
+    names=("fc1.weight", "fc1.bias", "fc2.weight"),
+)
+def broken_expect(context: LintContext) -> Iterator[Finding]:
+    """A rule matches another number of parameters than its `expect` says.
+
+    Training with such a rule ends with an error before its first step. The number is there so that a pattern
+    cannot change its meaning unnoticed, and in the model whose names `--params` gives to lint, it has.
+
+    `gradsurgeon plan` shows the matches of the rule. If they are wrong, correct the pattern; if they are right,
+    correct the number.
+    """
+    return _obstacles(context, "expect")
+
+
+@_check(
+    # A file of weights has no classes.
+    '{id: norms, action: norm-log, params: "fc.*", where: {module_type: "Linear"}}',
+    severity="error",
+    names=("fc.weight", "fc.bias"),
+)
+def cannot_act(context: LintContext) -> Iterator[Finding]:
+    """A rule cannot act on its matches, or the names cannot decide what it matches.
+
+    Training with such a rule ends with an error before its first step. With the names of a model, from
+    `--params`, the check finds rules on parameters that have no shape yet, that are complex or sparse and do
+    not allow the action, or that are sharded so that the rule cannot reach them. It also finds conditions that
+    the file of names cannot decide.
+
+    The message says what the rule can do instead. For undecided conditions, give lint the names as
+    `gradsurgeon params` writes them.
+    """
+    return _obstacles(context, "cannot-act")
+
+
+@_check(
+    '{id: second-layer, action: norm-log, params: "layers.1*"}',
+)
+def number_prefix(context: LintContext) -> Iterator[Finding]:
+    """A star right behind a number also matches more digits.
+
+    `layers.1*` means layers 1, 10 to 19, and 100: a pattern that was right for a small model grows with the
+    model. With the names of a model, the check reports it only if the model has such a longer number.
+
+    End the number with a dot, as in `layers.1.*`, or write a range: `layers.{10..19}.*`.
+    """
+    for rule in context.rules:
+        for key in (rule.target, "exclude"):
+            for index, text in enumerate(getattr(rule, key)):
+                number = None if text.startswith("re:") else _NUMBER.search(text)
+                if number is None or not _may_go_on(number[1], context, rule, text):
+                    continue
+                digits = number[1][:20]
+                message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
+                ended = text.replace(number[0], f"{number[1]}.*", 1)
+                hint = f'end the number with a dot: "{ended[:80]}"'
+                yield Finding(rule, (key, index), message, hint)
+
+
+@_check(
+    '{id: bounded, action: clamp, params: "*.weight", at: backward, min: -0.1, max: 0.1}',
+)
+def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
+    """A bound at `backward` does not bound the gradient.
+
+    At `backward` a `clamp` or `clip-norm` bounds the contribution of one backward pass. Under gradient
+    accumulation the sum can exceed the bound; under DDP each rank bounds its own share before the average.
+    So the effect of the rule depends on the number of micro-batches and of ranks.
+
+    Write `at: step` to bound the gradient that the optimizer gets. If you mean to bound each contribution,
+    suppress the warning.
+    """
+    for rule in context.rules:
+        contribution = rule.target == "params" and rule.point == "backward"
+        if contribution and rule.takes_at and not rule.linear:
+            message = (
+                f"{rule.action} at `backward` bounds the contribution of each backward pass: under "
+                "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"
+            )
+            yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")
+
+
+@_check(
+    '{id: no-bias, action: scale, params: "*.bias", factor: 0}',
+)
+def scale_by_zero(context: LintContext) -> Iterator[Finding]:
+    """A factor of zero does not remove a NaN.
+
+    NaN times 0 is NaN, and so is infinity times 0. A gradient that should be removed because of its non-finite
+    elements still reaches the optimizer.
+
+    Use `zero`, which overwrites every element with zero.
+    """
+    for rule in context.rules:
+        if isinstance(rule, Scale) and rule.factor == 0:
+            message = "scaling by 0 leaves NaN: NaN times 0 is NaN"
+            yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")
+
+
+def _may_go_on(number: str, context: LintContext, rule: Rule, pattern: str) -> bool:
+    """Tell whether a pattern matches a name with more digits; without names, it may."""
+    if context.matched is None or rule.target == "tensors":
+        return True
+    hits = context.matched.matcher.names[rule.target].hits(pattern)
+    return any(map(re.compile(f"(?<![0-9]){number}[0-9]").search, hits))
+
+
+def _obstacles(context: LintContext, kind: str) -> Iterator[Finding]:
+    if context.matched is None:
+        return
+    for rule in context.rules:
+        for found in context.matched.obstacles(rule.id):
+            if found.kind == kind:
+                yield Finding(rule, found.at, found.text, found.hint)
+
+
+@_check(
+    '{id: clipped, action: clip-norm, params: "*", max_norm: 1.0}',
+    '{id: gentle-head, action: scale, params: "head.*", factor: 0.5}',
+)
+def effective_order(context: LintContext) -> Iterator[Finding]:
+    """Two edits of the same gradients take effect in another order than in the file.
+
+    Rules at `backward` act before rules at `step`, whatever their order in the file: the rule above gets the
+    gradient after this one. A clip at `step` above a scale at `backward` clips the scaled gradient.
+
+    Put the rules in the order in which they take effect, or give this one the point of the other with
+    `at`. The plan shows the effective order for each tensor.
+    """
+    edits = [rule for rule in context.compared if rule.edits]
+    for index, rule in enumerate(edits):
+        later = tuple(
+            other
+            for other in edits[:index]
+            if context.acts_before(rule, other) and context.overlap(other, rule)
+        )
+        if later:
+            message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
+            hint = "put them in the order in which they act, or choose another `at`"
+            if isinstance(rule, LossRule):
+                message = f"`{rule.id[:60]}` acts on single losses, before {_listed(later)} above it in the file"
+                hint = "put this rule first: the others see the combined losses"
+            key = "at" if "at" in rule.model_fields_set else "action"
+            yield Finding(rule, (key,), message, hint, later)
+
+
+@_check(
+    '{id: bound, action: clip-norm, params: "*", max_norm: 1.0, per: rule}',
+    '{id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5}}',
+)
+def judged_before_edits(context: LintContext) -> Iterator[Finding]:
+    """A trap that judges before all edits is below an edit of the same gradients.
+
+    `spike-trap` judges the gradient as the script hands it over, whatever its place in the file. It does not see
+    the result of an edit at `step` above it. If the trap clips, it shortens the edited gradient once more, by a
+    factor for the unedited one.
+
+    Put the trap above these edits: then it clips the gradient that it judged, and the edits see the result.
+    Edits at `backward` act before the trap judges, wherever they are in the file.
+    """
+    for rule in (rule for rule in context.compared if rule.judges_first):
+        above = tuple(
+            other
+            for other in context.compared
+            if other.edits
+            and not other.judges_first
+            and other.point == rule.point
+            and context.acts_before(other, rule)
+            and context.overlap(other, rule)
+        )
+        if above:
+            edit = f"edit{'s' * (len(above) == 1)}"
+            message = (
+                f"`{rule.id[:60]}` judges the gradient before {_listed(above)} above it {edit} it"
+            )
+            hint = f"put the {rule.name()} first"
+            yield Finding(rule, ("action",), message, hint, above)
+
+
+@_check(
+    '{id: clean, action: sanitize, params: "*"}',
+    '{id: guard, action: nan-trap, params: "*"}',
+)
+def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
+    """A trap cannot trip, because another rule removes every NaN first.
+
+    `nan-trap` checks gradients after each backward pass. If a `sanitize` or a `zero` covers all its tensors, that
+    rule has replaced every NaN and every infinity by then. The trap cannot trip, although the file looks as if
+    it guarded the run.
+
+    Restrict `sanitize` to the known source of NaN, and let the trap guard the rest. To count the replaced
+    elements, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
+    """
+    cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
+    # A trap that judges the final gradient expects it to be sanitized.
+    traps = (rule for rule in context.compared if isinstance(rule, TrapRule))
+    for trap in (rule for rule in traps if not rule.judges_first):
+        before = tuple(
+            rule
+            for rule in cleaners
+            if context.acts_before(rule, trap) and context.covers(rule, trap)
+        )
+        if before:
+            replace = f"replace{'s' * (len(before) == 1)}"
+            message = f"the trap never sees a NaN: {_listed(before)} {replace} it first"
+            hint = "restrict that rule, or remove the trap"
+            yield Finding(trap, ("action",), message, hint, before)
+
+
+@_check(
+    '{id: keep-backbone, action: zero, params: "backbone.*"}',
+    severity="note",
+)
+def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
+    """A parameter whose gradient is set to zero still moves.
+
+    Weight decay still shrinks the weight, and the momentum of earlier steps still moves it. Adam counts the
+    zeros as a gradient in its statistics.
+
+    To keep a parameter unchanged, use `freeze`. To drop the gradient of a loss, use `zero`.
+    """
+    message = "zero is not freeze: weight decay and momentum still move the weight"
+    hint = "to keep a parameter unchanged, use `freeze`"
+    for rule in context.rules:
+        if rule.action == "zero" and rule.target == "params":
+            yield Finding(rule, ("action",), message, hint)
+
+
+def _listed(rules: Sequence[Rule]) -> str:
+    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
+    if len(rules) > len(shown):
+        shown.append(f"{len(rules) - len(shown)} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+CHECKS: dict[str, Check] = {check.id: check for check in sorted(_checks, key=lambda one: one.id)}
