@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsurgeon.report.parts import is_stored
+from gradsurgeon.report.sheets import is_stored
 from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,

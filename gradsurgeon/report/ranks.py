@@ -9,7 +9,7 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.report.history import MOST_VALUES, POINTS
-from gradsurgeon.report.parts import blocks
+from gradsurgeon.report.sheets import blocks
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT
 from gradsurgeon.store.layout import CHUNK, Summary
 
