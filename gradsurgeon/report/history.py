@@ -29,6 +29,7 @@ _AT_ONCE = 2**20  # so many values are judged together
 # An explosion grows so many times, to norms that no usual training has.
 GROWTH, LARGE = 1e3, 1e2
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
+_LEAST_FOR_GROWTH = 4
 _TURNS = 4  # so many losses that take turns are no noise
 _MOST_FOR_JITTER = 2**16
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
@@ -349,16 +350,17 @@ def _alike(norms: Floats, kept: Flags) -> Iterator[tuple[list[int], Ints, Floats
 
 
 def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:
-    """Return `growth` and `rise` of tracks; a single high norm is no growth, unless a non-finite one follows."""
+    """Return `growth` and `rise` of tracks; of few norms `rise` alone, up to the last one.
+
+    A single high norm is no growth, unless a non-finite one follows, or it is the last of a module that is seldom called.
+    """
     number = norms.shape[1]
-    few = min(3, number // 4)
-    if not few:
-        none = np.full(len(norms), np.nan)
-        return none, none
-    begin = np.median(norms[:, : min(_ENDS, number // 4)], axis=1)
+    few = max(1, min(3, number // 4))
+    begin = np.median(norms[:, : max(1, min(_ENDS, number // 4))], axis=1)
     lasting = sliding_window_view(norms, few, axis=1).min(axis=2)
     end = np.where(broken, norms[:, -few:].max(axis=1), lasting[:, -1])
-    return end / begin, np.maximum(end, lasting.max(axis=1)) / begin
+    growth = end / begin if number >= _LEAST_FOR_GROWTH else np.full(len(norms), np.nan)
+    return growth, (np.maximum(end, lasting.max(axis=1)) if few > 1 else end) / begin
 
 
 def _jitter(logs: Floats) -> Floats:
