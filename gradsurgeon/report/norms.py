@@ -13,7 +13,7 @@ from gradsurgeon.report.rules_and_events import GRADIENT
 from gradsurgeon.report.tables import Table
 
 _ROWS = 40
-NORM_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
+_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _HEAD = ("history", "first", "median", "max", "last", "non-finite")
@@ -67,17 +67,12 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         f"norms (l2) of {count(len(tracks), noun)}, recorded by {_named(sources)}",
         [nouns(kind), *_HEAD, *["rule"] * several],
         rows,
-        right=NORM_NUMBERS,
+        right=_NUMBERS,
         curves=[track.cells(_CELLS) for track in shown],
         levels=["bad" if track.nonfinite else "warning" if track.spike else "" for track in shown],
         marks=[_MARK * (track is spikiest) for track in shown],
         notes=notes,
     )
-
-
-def nothing_recorded(history: History) -> str:
-    recorded = printable(", ".join(sorted({key.stat for key in history.keys})))
-    return f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
 
 
 def _named(sources: set[Source]) -> str:

@@ -43,8 +43,9 @@ def write_page(
     readable, problems = [], []
     for path in runs:
         try:
-            with open_run(path) as run:
+            with open_run(path, partly=True) as run:
                 readable.append(page_data(run))
+                problems += run.broken.values()
         except RecordError as error:
             problems.append(str(error))
     if not readable:

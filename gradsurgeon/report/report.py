@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
+# How the status of a rule tells that the rule was due and has not fired.
+_DUE = "was due in"
 _LEGEND = (
     f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
 )
@@ -114,7 +116,7 @@ class Report:
         return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
 
     @property
-    def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
+    def _series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
         """Every series that is shown, with columns that another one has recorded as well."""
         return [*((one, frozenset[int]()) for one in self.records), *self.stored]
 
@@ -131,14 +133,8 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        return History(
-            self.series,
-            kinds,
-            self.params,
-            pending=self._pending_step,
-            rule=rule,
-            newest=self.newest,
-        )
+        options = {"pending": self._pending_step, "rule": rule, "newest": self.newest}
+        return History(self._series, kinds, self.params, **options)
 
     def _pending_step(self, series: WholeSeries) -> int | None:
         key = series.key
@@ -160,19 +156,18 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
-        from gradsurgeon.report.norms import nothing_recorded  # noqa: PLC0415 # needs numpy
-
         stats = {key.stat for key in self.history.keys}
         if self.norms or (self.losses.stats and not stats - self.losses.stats):
             return ""
-        return nothing_recorded(self.history)
+        recorded = printable(", ".join(sorted(stats)))
+        return f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
 
     @cached_property
     def losses(self) -> OfLosses:
         """What was recorded of several losses."""
         from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
 
-        return of_series(self.series, self.rules, self.newest)
+        return of_series(self._series, self.rules, self.newest)
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
@@ -183,20 +178,19 @@ class Report:
         found = list(callouts(history, len(self.params)))
         if self.ranks:
             found.append(self.ranks)
-        having = {name for _, name in self.history.shown}
-        # A rule that never fired says so in its own row.
-        fired = [
-            self.rules[rule]
-            for rule, one in self.statuses.items()
-            if one.fired and rule in self.rules
-        ]
-        logged = {name for info in fired for name in info.logged}
-        silent = [
-            name for name in self.params if name in logged - having and name not in self.frozen
-        ]
-        if silent:
+        if silent := self._silent():
             found.append(f"never got a gradient: {listed(silent)}")
         return tuple(found)
+
+    def _silent(self) -> list[str]:
+        """Return the parameters that should learn and had no gradient in any update."""
+        logged: set[str] = set()
+        for rule, one in self.statuses.items():
+            # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
+            if rule in self.rules and (one.fired or any(_DUE in text for text in one.warnings)):
+                logged.update(self.rules[rule].logged)
+        logged -= {name for _, name in self.history.shown} | self.frozen.keys()
+        return [name for name in self.params if name in logged]
 
     @property
     def frozen_note(self) -> str:
@@ -212,22 +206,19 @@ class Report:
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
         lines = [] if self.ended is None else list(self.ended.lines(self.events))
+        kinds = by_kind(self.events)
+        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
-        notes = [f"{steps}, {self._event_counts()}"]
+        notes = [f"{steps}, {count(kinds.total(), 'event')}" + (f" ({counts})" if counts else "")]
         if dropped := self.records.dropped:
             notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
         notes += filter(None, (*self.notes, self.frozen_note))
         return [*lines, f"summary: {printable(self.title)}: {'; '.join(map(printable, notes))}"]
 
-    def _event_counts(self) -> str:
-        kinds = by_kind(self.events)
-        listed = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        return count(kinds.total(), "event") + (f" ({listed})" if listed else "")
-
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for one, _ in self.series for end in self._ends(one)]
+        ends = [end for one, _ in self._series for end in self._ends(one)]
         # A rule that has seen a pass without its update has acted in no step of that number.
         waiting = set(self.pending.values())
         lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]

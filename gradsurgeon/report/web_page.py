@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsurgeon.events import TRIPS, Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
@@ -134,10 +134,10 @@ def _ending(report: Report) -> dict[str, Any]:
         return {"ended": None, "diagnosis": ""}
     words = ended.words + ended.outcome(report.events)
     level = ended.level(report.events)
-    trips = sum(one.kind in TRIPS for one in report.events)
+    trips = sum(is_trip(one, ended.edits) for one in report.events)
     return {
         "ended": {"state": ended.state, "level": level, "words": words, "trips": trips},
-        "diagnosis": first_diagnosis(report.events),
+        "diagnosis": first_diagnosis(report.events, ended.edits),
     }
 
 

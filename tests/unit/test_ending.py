@@ -79,6 +79,19 @@ def test_skipped_steps(tmp_path: pathlib.Path) -> None:
     assert ended(tmp_path)["state"] == "ended"
 
 
+def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
+    roles = {"norms": {"role": "observe", "stats": ["l2"]}, "spikes": {"role": "edit"}}
+    plan = {"rules": [{"id": "spikes", "action": "spike-trap", "params": ["a.weight"]}]}
+    writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
+    writer.event(Event("spike", "spikes", 3, 0, "a.weight", "step 3: a spike was clipped"))
+    writer.close()
+    assert head(tmp_path)[0] == "ended, clean"
+    assert head(tmp_path)[1].startswith("summary: ")
+    with gradsurgeon.open_run(tmp_path) as run:
+        data = page_data(run)
+    assert (data["ended"]["trips"], data["diagnosis"]) == (0, "")
+
+
 def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, RULES, record=tmp_path):
