@@ -79,6 +79,7 @@ class Recorder:
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
         self._state_written = time.monotonic()
+        self._outlived = _exceptions()
         # The failed writes, with the reasons.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -147,6 +148,9 @@ class Recorder:
                 self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
 
     def end_step(self) -> None:
+        # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
+        # in a notebook, which shows an exception and goes on.
+        self._outlived = _exceptions()
         due = False
         for outlet in self._outlets:  # each outlet must learn of it
             due |= outlet.ends_step()
@@ -180,6 +184,8 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
+        if any(error is one for one in self._outlived):
+            error = None
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
@@ -319,9 +325,17 @@ def cause_of_end(error: BaseException | None) -> dict[str, Any]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return {}
     found: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, SystemExit):
+        # Python prints a text and exits with 1.
+        found["status"] = error.code if isinstance(error.code, int) else 1
     if isinstance(error, TrapError):
         found |= {"step": error.step, "rule": error.rule}
     return found
+
+
+def _exceptions() -> tuple[BaseException | None, BaseException | None]:
+    """Return the exception that is being handled, and the last one that Python, or a notebook, has shown."""
+    return sys.exc_info()[1], getattr(sys, "last_value", None)
 
 
 def _close(reference: weakref.ref[Recorder]) -> None:

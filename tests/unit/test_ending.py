@@ -100,6 +100,35 @@ def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
 
 
+@pytest.mark.parametrize("broken", [None, 4])
+def test_a_training_after_a_caught_exception_has_ended(
+    tmp_path: pathlib.Path, broken: int | None
+) -> None:
+    """It makes no difference whether a trap or the script has raised it."""
+    skips = {**TRAP, "then": "skip-step"}
+    try:
+        train(tmp_path / "first", TRAP, broken=2) if broken else int("no number")
+    except (NonFiniteGradientError, ValueError):
+        train(tmp_path / "run", NORMS, skips, broken=broken)
+    said = "ended, clean" if broken is None else "ended, 1 step skipped"
+    assert head(tmp_path / "run")[0] == said
+    with pytest.raises(ValueError, match="own"):
+        _raise_after_training(tmp_path / "own")
+    assert head(tmp_path / "own")[0] == "stopped by ValueError"
+
+
+def _raise_after_training(path: pathlib.Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        int("no number")
+    except ValueError:
+        with gradsurgeon.apply(model, RULES, optimizer=optimizer, record=path):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            raise ValueError("its own") from None
+
+
 ENDS = """
 import sys, torch, gradsurgeon
 model = torch.nn.Linear(3, 1)
