@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -160,6 +161,38 @@ def test_the_end_of_a_process(tmp_path: pathlib.Path, end: str, said: str) -> No
     assert re.fullmatch(said, head(tmp_path / "run")[0])
     state = {"e": "ended", "s": "stopped", "n": "unknown"}[said[0]]
     assert ended(tmp_path / "run")["state"] == state
+
+
+HANGS = """
+import sys, time, torch, gradsurgeon
+model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rules = [{"id": "norms", "action": "norm-log", "params": "*"}]
+rules += [{"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}]
+session = gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=optimizer, record=sys.argv[1])
+for step in range(int(sys.argv[2])):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_script_that_hangs_keeps_the_record_of_its_last_step(
+    tmp_path: pathlib.Path, steps: int
+) -> None:
+    with another_process(HANGS, str(tmp_path / "run"), str(steps)):
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with gradsurgeon.open_run(tmp_path / "run") as run:
+                found = from_run(run)
+            if found.steps == (0, steps - 1):
+                break
+            time.sleep(0.2)
+    lasts = {(track.name, int(track.steps[-1])) for track in found.history.tracks}
+    assert lasts == {(name, steps - 1) for name in ("0.weight", "0.bias", "0")}
 
 
 WRITES = """
