@@ -43,7 +43,8 @@ def failing(
         kinds: of events.
         asked: what the user named.
     """
-    found, unknown = [], []
+    found: list[Failing] = []
+    unknown: list[str] = []
     for place in runs if kinds else ():
         try:
             with open_run(place, partly=True) as run:

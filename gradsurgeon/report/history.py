@@ -283,7 +283,7 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
         ends = there.argmax(axis=1), there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
         has_bad = bad.any(axis=1)
         # Only of norms that end in zeros it has to be known since when.
-        ends_in_zero = sheet.tops[lines][np.arange(len(bad)), ends[1]] == 0
+        ends_in_zero = np.asarray(sheet.tops[lines][np.arange(len(bad)), ends[1]] == 0)
         for row, name in enumerate(sheet.names[lines]):
             line = start + row
             growth, rise, largest = (float(numbers[field][row]) for field in _GROWN)
@@ -324,7 +324,7 @@ def _numbers(sheet: Sheet, lines: slice) -> dict[str, Any]:
     found["spike"] = [None] * len(tops)
     # The last norms before a non-finite one may have grown within a step or two.
     ends = np.where(sheet.there[lines], np.arange(tops.shape[1]), -1).argmax(axis=1)
-    broken = sheet.bad[lines][np.arange(len(tops)), ends] > 0
+    broken: Flags = np.asarray(sheet.bad[lines][np.arange(len(tops)), ends] > 0)
     for rows, columns, norms in _alike(tops, ~np.isnan(tops)):
         found["largest"][rows] = norms.max(axis=1)
         for row, spike in zip(rows, largest_spikes(norms), strict=True):
@@ -346,7 +346,7 @@ def _alike(norms: Floats, kept: Flags) -> Iterator[tuple[list[int], Ints, Floats
     for rows in groups.values():
         columns = np.flatnonzero(kept[rows[0]])
         if len(columns):
-            yield rows, columns, norms[np.ix_(rows, columns)].astype(float)
+            yield rows, columns, norms[rows][:, columns].astype(float)
 
 
 def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.report.web_page import BEGINNING, page_data, web_page
@@ -40,7 +40,8 @@ def write_page(
                 f"{printable(str(place))}: is there already and is no page of `report`; name another one, or "
                 "remove it first"
             )
-    readable, problems = [], []
+    readable: list[dict[str, Any]] = []
+    problems: list[str] = []
     for path in runs:
         try:
             with open_run(path, partly=True) as run:

@@ -133,8 +133,14 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        options = {"pending": self._pending_step, "rule": rule, "newest": self.newest}
-        return History(self._series, kinds, self.params, **options)
+        return History(
+            self._series,
+            kinds,
+            self.params,
+            pending=self._pending_step,
+            rule=rule,
+            newest=self.newest,
+        )
 
     def _pending_step(self, series: WholeSeries) -> int | None:
         key = series.key

@@ -107,9 +107,8 @@ def read_sheet(
     if not found:
         none = np.empty((len(names), 0), np.float32)
         found = [(np.empty(0, np.int64), none, none, none.astype(bool), none.astype(bool))]
-    steps, *fields = (np.concatenate(field, axis=-1) for field in zip(*found, strict=True))
-    tops, sample, bad, there = fields
-    raw = sample
+    fields: list[Any] = [np.concatenate(field, axis=-1) for field in zip(*found, strict=True)]
+    steps, tops, raw, bad, there = fields
 
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
         if every == 1:
@@ -121,8 +120,7 @@ def read_sheet(
             raise stored.damaged()
         return np.array([step for step, _ in pairs]), np.array([norm for _, norm in pairs])
 
-    sample = tops if every == 1 else sample
-    return Sheet(names, steps, tops, sample, bad, there, every, read_rows)
+    return Sheet(names, steps, tops, tops if every == 1 else raw, bad, there, every, read_rows)
 
 
 def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Iterator[Sheet]:
@@ -155,19 +153,14 @@ def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet
     owners = np.repeat(np.arange(len(parts)), [len(sheet.steps) for sheet, _ in parts])[order]
     places = np.concatenate([np.arange(len(sheet.steps)) for sheet, _ in parts])[order]
 
-    def of(field: str) -> Any:
-        fields = [getattr(sheet, field)[lines] for sheet, lines in parts]
-        return np.concatenate(fields, axis=1)[:, order]
-
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
-        sheet, lines = parts[owners[column]]
+        sheet, lines = parts[int(owners[column])]
         return sheet.read(lines[line], int(places[column]))
 
     first, lines = parts[0]
-    return Sheet(
-        [first.names[line] for line in lines],
-        np.concatenate([sheet.steps for sheet, _ in parts])[order],
-        *map(of, ("tops", "sample", "bad", "there")),
-        max(sheet.every for sheet, _ in parts),
-        read_rows,
-    )
+    joint: dict[str, Any] = {"names": [first.names[line] for line in lines], "read": read_rows}
+    joint["steps"] = np.concatenate([sheet.steps for sheet, _ in parts])[order]
+    for field in ("tops", "sample", "bad", "there"):
+        every = [getattr(sheet, field)[lines] for sheet, lines in parts]
+        joint[field] = np.concatenate(every, axis=1)[:, order]
+    return Sheet(**joint, every=max(sheet.every for sheet, _ in parts))

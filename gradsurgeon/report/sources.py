@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -58,6 +58,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
         newest: read only so many of the newest rows of each series.
     """
     from gradsurgeon.store.rank_file import RankFileError  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.store.run import set_aside  # noqa: PLC0415 # it needs SQLite
 
     while True:
         try:
@@ -67,7 +68,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
                 # The files may be closed before somebody looks at the report.
                 _ = report.steps, report.history.tracks, report.losses
         except RankFileError as error:
-            run.set_aside(error)
+            set_aside(run, error)
         else:
             return report
 
@@ -75,7 +76,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
 def unread(run: Run, newest: int | None = None) -> Report:
     """Return the report of an open run that reads rows when they are asked for, and compares no ranks."""
     from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
-    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.store.run import missing_ranks, of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     start = run.meta.get("start_step")
     captured, problem = captures(run)
@@ -96,7 +97,7 @@ def unread(run: Run, newest: int | None = None) -> Report:
         statuses=run.status(),
         stored=list(of_lowest_ranks(run)),
         events=tuple(run.events),
-        notes=(*_notes(run, observed=observed), *filter(None, [problem])),
+        notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
         start=start if isinstance(start, int) else None,
         captures=tuple(kept),
         observed=observed,
@@ -116,18 +117,18 @@ def _title(about: Mapping[str, Any]) -> str:
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
-def _notes(run: Run, *, observed: bool) -> Iterator[str]:
+def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]:
     if observed:
         yield "observed only: no rule changed anything"
     if len(run.ranks) > 1:
         yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
     yield from (f"without rank {rank}: {text}" for rank, text in sorted(run.broken.items()))
-    if missing := run.missing:
+    if missing:
         files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
         yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"
 
 
-def _numbers(ranks: list[int]) -> str:
+def _numbers(ranks: Sequence[int]) -> str:
     most = 8
     return ", ".join(map(str, ranks[:most])) + " ..." * (len(ranks) > most)
 

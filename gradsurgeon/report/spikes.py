@@ -80,7 +80,8 @@ def _earliest(norms: Floats) -> list[int]:
     others[row, places] = 0.0
     is_far = norms[row, places] > _FAR_FROM_ALL * others.max(axis=1)
     # At the end of so short a run nobody knows whether it falls.
-    return np.where(is_far & (places < norms.shape[1] - _AFTER), places, 0).tolist()
+    is_over = places < norms.shape[1] - _AFTER
+    return [int(place) for place in np.where(is_far & is_over, places, 0)]
 
 
 def _early(norms: Floats, place: int) -> tuple[int, float] | None:

@@ -38,7 +38,7 @@ class Run(RecordQueries):
         path: the directory.
         meta: the content of `run.json`: versions, rules, plan, when the run began.
         params: canonical names of the parameters, in the order of the model.
-        broken: why the files of other ranks cannot be read, if the caller put up with that.
+        broken: why the files of other ranks cannot be read, by rank, where a report has left them aside.
     """
 
     def __init__(
@@ -66,20 +66,6 @@ class Run(RecordQueries):
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have records."""
         return tuple(file.rank for file in self._files)
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks of the job that have no file here."""
-        known = {*self.ranks, *self.broken}
-        world = self.meta.get("ranks")
-        return sorted({*range(max(known, default=-1) + 1), *range(_most(world))} - known)
-
-    def set_aside(self, error: RankFileError) -> None:
-        """Go on without a file that cannot be read. The last one that is left raises the error instead."""
-        if self.ranks == (error.rank,):
-            raise error
-        self._files = [file for file in self._files if file.rank != error.rank]
-        self.broken[error.rank] = str(error)
 
     def close(self) -> None:
         """Close the files."""
@@ -252,6 +238,27 @@ class Run(RecordQueries):
                 self._aliases[str(alias)] = name
 
 
+def missing_ranks(run: Run) -> list[int]:
+    """Return the ranks of the job that have no file in the run."""
+    known = {*run.ranks, *run.broken}
+    world = run.meta.get("ranks")
+    # A number in a damaged file may be of any size.
+    started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
+    return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
+
+
+def set_aside(run: Run, error: RankFileError) -> None:
+    """Go on without the file of a rank that cannot be read.
+
+    Raises:
+        RankFileError: it is the last one that is left.
+    """
+    if run.ranks == (error.rank,):
+        raise error
+    run._files = [file for file in run._files if file.rank != error.rank]  # noqa: SLF001 # users have `broken`
+    run.broken[error.rank] = str(error)
+
+
 def closed_at(run: Run) -> float | None:
     """Return when the last rank closed the run, in seconds since 1970, ``None`` before that."""
     times = [file.closed for file in run._files]  # noqa: SLF001 # users have `states`
@@ -310,7 +317,8 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun], *, partly: bool = F
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
     with ExitStack() as stack:
-        files, broken = [], {}
+        files: list[RankFile] = []
+        broken: dict[int, str] = {}
         for rank in ranks:
             try:
                 file = RankFile(folder / database_name(rank), rank)
@@ -350,11 +358,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
             "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
-
-
-def _most(world: object) -> int:
-    # A number in a damaged file may be of any size.
-    return world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
