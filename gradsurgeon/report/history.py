@@ -281,7 +281,7 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
         numbers = _numbers(sheet, lines)
         bad, there = sheet.bad[lines], sheet.there[lines]
         ends = there.argmax(axis=1), there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
-        has_bad = bad.any(axis=1)
+        has_bad = np.asarray(bad.any(axis=1))
         # Only of norms that end in zeros it has to be known since when.
         ends_in_zero = np.asarray(sheet.tops[lines][np.arange(len(bad)), ends[1]] == 0)
         for row, name in enumerate(sheet.names[lines]):

@@ -116,7 +116,7 @@ class Report:
         return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
 
     @property
-    def _series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
+    def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
         """Every series that is shown, with columns that another one has recorded as well."""
         return [*((one, frozenset[int]()) for one in self.records), *self.stored]
 
@@ -134,7 +134,7 @@ class Report:
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
         return History(
-            self._series,
+            self.series,
             kinds,
             self.params,
             pending=self._pending_step,
@@ -173,7 +173,7 @@ class Report:
         """What was recorded of several losses."""
         from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
 
-        return of_series(self._series, self.rules, self.newest)
+        return of_series(self.series, self.rules, self.newest)
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ class Report:
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for one, _ in self._series for end in self._ends(one)]
+        ends = [end for one, _ in self.series for end in self._ends(one)]
         # A rule that has seen a pass without its update has acted in no step of that number.
         waiting = set(self.pending.values())
         lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]

@@ -38,6 +38,7 @@ class Run(RecordQueries):
         path: the directory.
         meta: the content of `run.json`: versions, rules, plan, when the run began.
         params: canonical names of the parameters, in the order of the model.
+        ranks: the ranks that have records.
         broken: why the files of other ranks cannot be read, by rank, where a report has left them aside.
     """
 
