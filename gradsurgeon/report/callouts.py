@@ -11,9 +11,10 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.history import GROWTH, History, Track, Whole
+from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
+from gradsurgeon.report.tensor_numbers import GROWTH
 
 _DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.

@@ -51,6 +51,21 @@ def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported(
     assert [note for note in json.loads(found.stdout)["notes"] if f"rank-{rank}.db" in note]
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: pathlib.Path, rank: int) -> None:
+    file = ranks / f"rank-{rank}.db"
+    data = bytearray(file.read_bytes())
+    data[-30_000:] = b"\xff" * 30_000
+    file.write_bytes(data)
+    with open_run(ranks) as run:  # the tables are fine
+        report = from_run(run)
+        assert list(run.broken) == [rank]
+    assert [track.name for track in report.history.tracks] == [
+        f"p{n}" for n in range(3) if n != rank
+    ]
+    assert call_here("report", str(ranks), cwd=ranks.parent).returncode == 2
+
+
 def test_of_files_that_are_all_damaged_there_is_no_report(ranks: pathlib.Path) -> None:
     for rank in range(3):
         cut(ranks / f"rank-{rank}.db", 40_000 if rank else 100)
