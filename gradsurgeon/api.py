@@ -335,7 +335,8 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
     from gradsurgeon.store import writer  # noqa: PLC0415 # other functions work without SQLite
 
     version = str(torch.__version__)
-    meta = describe(bound, mode=options.mode, start_step=options.start_step, torch=version)
+    mode, start = options.mode, options.start_step
+    meta = describe(bound, mode=mode, start_step=start, torch=version, ranks=_dist.world())
     return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
 
 

@@ -1,15 +1,15 @@
 """``gradsurgeon report --fail-on``: which runs have had events that a CI job must not pass over. Never imports torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from gradsurgeon.errors import did_you_mean, printable
+from gradsurgeon.errors import RecordError, did_you_mean, printable
 from gradsurgeon.events import Event, EventKind
 from gradsurgeon.planning.table import count
-from gradsurgeon.report import from_run
+from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.rules_and_events import by_kind
-from gradsurgeon.store.run import Run, open_run
+from gradsurgeon.store.run import open_run
 
 
 class Failing(NamedTuple):
@@ -33,28 +33,42 @@ def why_unknown(kinds: Sequence[str]) -> str:
     return ""
 
 
-def failing(place: Path, kinds: Sequence[str], *, alone: bool) -> Failing:
-    """Return what a run has of some kinds of events.
+def failing(
+    runs: Iterable[Path], kinds: Sequence[str], asked: Sequence[Path]
+) -> tuple[list[Failing], list[str]]:
+    """Return the runs that have events of some kinds, and why it is not known of runs, or ranks.
 
-    Raises:
-        RecordError: the run cannot be read, so that nobody knows.
+    Args:
+        runs: the runs, each read only if there are kinds.
+        kinds: of events.
+        asked: what the user named.
     """
-    with open_run(place) as run:
-        events = [event for event in run.events if event.kind in kinds]
-        if "spike" in kinds:
-            events += _spikes(run)
-        ranks = len(run.ranks)
-    return Failing("" if alone else str(place), ranks, events)
+    found: list[Failing] = []
+    unknown: list[str] = []
+    for place in runs if kinds else ():
+        try:
+            with open_run(place, partly=True) as run:
+                report = from_run(run)
+                events = [event for event in report.events if event.kind in kinds]
+                if "spike" in kinds:
+                    events += _spikes(report, run.ranks[0])
+                if events:
+                    path = "" if [place] == asked else str(place)
+                    found.append(Failing(path, len(run.ranks), events))
+                unknown += run.broken.values()
+        except RecordError as error:
+            unknown.append(str(error))
+    return found, unknown
 
 
-def _spikes(run: Run) -> Iterator[Event]:
+def _spikes(report: Report, rank: int) -> Iterator[Event]:
     """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
-    for track in from_run(run).history.tracks:
+    for track in report.history.tracks:
         if spike := track.spike:
             text = (
                 f"norm {spike.value:.3g}, {spike.times:.3g} times the median of the steps before it"
             )
-            yield Event("spike", track.source.rule, spike.step, run.ranks[0], track.name, text)
+            yield Event("spike", track.source.rule, spike.step, rank, track.name, text)
 
 
 def summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
@@ -63,13 +77,10 @@ def summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
         numbers = by_kind(events)
         for kind in kinds:
             if number := numbers[kind]:
-                first = min((event for event in events if event.kind == kind), key=_step)
+                of_kind = [event for event in events if event.kind == kind]
+                first = min(of_kind, key=lambda event: event.step)
                 where = f"{printable(path)}: " if path else ""
                 yield f"{where}{count(number, f'{kind} event')}, first at {_place(first)}"
-
-
-def _step(event: Event) -> int:
-    return event.step
 
 
 def _place(event: Event) -> str:

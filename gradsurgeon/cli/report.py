@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -12,7 +12,6 @@ from typing import get_args
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.fail_on import (
-    Failing,
     failing,
     kinds_of,
     print_annotations,
@@ -65,16 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
     if reason := why_unknown(kinds) or _why_unusable(kinds, arguments):
         return fail(reason)
     folders = [Path(run) for run in arguments.runs]
-    problems: list[str] = []
     try:
         if arguments.html is not None:
-            problems += _write_page(folders, Path(arguments.html))
+            problems = _write_page(folders, Path(arguments.html))
+        elif arguments.format == "json":
+            problems = _print_json(folders[0])
         else:
             # The events alone tell whether a job fails, and need no numpy.
-            by_events = arguments.format == "text" and bool(kinds) and not is_installed("numpy")
-            for folder in folders:
-                _print(folder, arguments.format, by_events=by_events)
-            if by_events:
+            by_events = bool(kinds) and not is_installed("numpy")
+            shown = folders if arguments.format == "text" else []
+            problems = [text for folder in shown for text in _print_text(folder, by_events)]
+            if by_events and shown:
                 text = "norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'"
                 print(f"gradsurgeon: {text}", file=sys.stderr)
     except RecordError as error:
@@ -83,32 +83,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html is None:  # what reads the report has closed the pipe, say
             raise
         return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
-    found, unknown = _failing(folders, kinds)
+    found, unknown = failing(chain.from_iterable(map(_runs_of, folders)), kinds, folders)
     if arguments.format == "github":
         print_annotations(found)
     # Otherwise what was found could overtake the report.
     sys.stdout.flush()
-    problems += [text for text in unknown if text not in problems]
-    for line in (*problems, *summary(found, kinds)):
+    for line in (*dict.fromkeys((*problems, *unknown)), *summary(found, kinds)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
-    # A run that cannot be read counts as a failure.
-    return 2 if problems else int(bool(found))
-
-
-def _failing(folders: Sequence[Path], kinds: Sequence[str]) -> tuple[list[Failing], list[str]]:
-    """Return what runs have of some kinds of events, and why it is not known of others."""
-    found, unknown = [], []
-    for place in chain.from_iterable(map(_runs_of, folders)) if kinds else ():
-        try:
-            found.append(failing(place, kinds, alone=[place] == folders))
-        except RecordError as error:
-            unknown.append(str(error))
-    return [one for one in found if one.events], unknown
+    # A run that cannot be read, or a part of it, counts as a failure.
+    return 2 if problems or unknown else int(bool(found))
 
 
 def _runs_of(folder: Path) -> list[Path]:
     """Return a run and those inside it, or those of a folder; of neither the folder, which then says so."""
-    inside = sorted(runs_inside(folder))
+    inside = runs_inside(folder)
     return [folder, *inside] if _is_run(folder) or not inside else inside
 
 
@@ -116,24 +104,16 @@ def _is_run(folder: Path) -> bool:
     return (folder / RUN_FILE).exists()
 
 
-def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
-    """Write the page, and return why runs are not on it."""
-    from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
-
-    runs = list(chain.from_iterable(map(_runs_of, folders)))
-    runs_shown, size, problems = write_page(runs, place)
-    shown = f"{count(runs_shown, 'run')}, {size / 2**20:.1f} MB"
-    print(f"{printable(str(place))}: {shown}; open it in a browser")
-    return problems
-
-
-def _print(folder: Path, form: str, *, by_events: bool) -> None:
-    inside = sorted(runs_inside(folder))
-    is_run = _is_run(folder) or not inside
-    if form == "text":
-        _print_text(folder, inside, is_run=is_run, by_events=by_events)
-    elif form == "json":
-        _print_json(folder, inside, is_run=is_run)
+def runs_inside(folder: Path) -> list[Path]:
+    """Return the runs in the folders below; a link leads elsewhere and is not followed."""
+    found = []
+    for name, below, files in os.walk(folder):
+        place = Path(name)
+        if RUN_FILE in files and place != folder:
+            found.append(place)
+        if len(place.parts) - len(folder.parts) == _DEEPEST:
+            below.clear()
+    return sorted(found)
 
 
 def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:
@@ -158,47 +138,56 @@ def why_no_page(name: str) -> str:
     return ""
 
 
-def _print_text(folder: Path, inside: Sequence[Path], *, is_run: bool, by_events: bool) -> None:
-    if is_run:
-        with open_run(folder) as opened:
+def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
+    """Write the page, and return why runs, or ranks, are not on it."""
+    from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
+
+    shown, size, problems = write_page([*chain.from_iterable(map(_runs_of, folders))], place)
+    runs = f"{count(shown, 'run')}, {size / 2**20:.1f} MB"
+    print(f"{printable(str(place))}: {runs}; open it in a browser")
+    return problems
+
+
+def _print_text(folder: Path, by_events: bool) -> list[str]:  # noqa: FBT001 # one of two
+    """Print the report of a run and the names of the runs inside; return why ranks are not in it."""
+    problems: list[str] = []
+    inside = runs_inside(folder)
+    if _is_run(folder) or not inside:
+        with open_run(folder, partly=True) as opened:
             report = from_run(opened)
             print("\n".join([*report.head, *event_lines(report.events)]) if by_events else report)
+            problems += opened.broken.values()
+        if inside:
+            print()
     if inside:
-        head = f"{count(len(inside), 'run')} inside {printable(str(folder))}, of other models or processes:"
-        print("\n".join([*([""] if is_run else []), head, *_commands(inside)]))
+        print(
+            f"{count(len(inside), 'run')} inside {printable(str(folder))}, of other models or processes:"
+        )
+        print("\n".join(grid([(_command(run), _title(run)) for run in inside])))
+    return problems
 
 
-def _print_json(folder: Path, inside: Sequence[Path], *, is_run: bool) -> None:
+def _command(folder: Path) -> str:
+    return printable(f"gradsurgeon report {shlex.quote(str(folder))}")
+
+
+def _title(folder: Path) -> str:
+    try:
+        with open_run(folder) as opened:
+            return printable(title_of(opened))
+    except RecordError:
+        return "cannot be read"  # the command says why
+
+
+def _print_json(folder: Path) -> list[str]:
     from gradsurgeon.report.plain import to_dict  # noqa: PLC0415 # needs numpy
 
-    paths = [str(path) for path in inside]
-    if not is_run:
+    inside = [str(path) for path in runs_inside(folder)]
+    if inside and not _is_run(folder):
         raise RecordError(
             f"{printable(str(folder))}: is no run itself; name one of the runs inside: "
-            f"{printable(', '.join(paths))}"
+            f"{printable(', '.join(inside))}"
         )
-    with open_run(folder) as opened:
-        print(json_text({**to_dict(from_run(opened)), "inside": paths}, indent=2))
-
-
-def runs_inside(folder: Path) -> Iterator[Path]:
-    """Yield the runs in the folders below; a link leads elsewhere and is not followed."""
-    for name, below, files in os.walk(folder):
-        place = Path(name)
-        if RUN_FILE in files and place != folder:
-            yield place
-        if len(place.parts) - len(folder.parts) == _DEEPEST:
-            below.clear()
-
-
-def _commands(folders: Sequence[Path]) -> Iterator[str]:
-    rows = []
-    for folder in folders:
-        try:
-            with open_run(folder) as opened:
-                title = title_of(opened)
-        except RecordError:
-            title = "cannot be read"  # the command says why
-        command = f"gradsurgeon report {shlex.quote(str(folder))}"
-        rows.append((printable(command), printable(title)))
-    yield from grid(rows)
+    with open_run(folder, partly=True) as opened:
+        print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
+        return list(opened.broken.values())

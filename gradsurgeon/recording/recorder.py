@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.recording.previews import CaptureKey, previews
+from gradsurgeon.recording.quiet_writing import QuietWriting
 from gradsurgeon.recording.rows import Row, shares
 from gradsurgeon.recording.shared_rows import SharedRows
 from gradsurgeon.store import Key, Records
@@ -81,6 +82,10 @@ class Recorder:
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
         self._state_written = time.monotonic()
+        self._outlived = _exceptions()
+        self._quiet: QuietWriting | None = None
+        # What waited when `_write_waiting` last looked: rows, and tensors that are not rows yet.
+        self._waited = (0, 0)
         # The failed writes, with the reasons.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -141,6 +146,9 @@ class Recorder:
                 self._ring.put(row, values)
 
     def end_step(self) -> None:
+        # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
+        # in a notebook, which shows an exception and goes on.
+        self._outlived = _exceptions()
         due = False
         for outlet in self._outlets:  # each outlet must learn of it
             due |= outlet.ends_step()
@@ -151,7 +159,35 @@ class Recorder:
         if time.monotonic() - self._state_written > _STATE_SECONDS:
             self._write_state()
 
+    def _write_waiting(self) -> None:
+        """Write the rows that wait on the host, if none has come for a while: the script may hang.
+
+        Another thread calls this. It leaves alone what is on a device, whose CUDA graph may be in the making.
+        """
+        writer = self.writer
+        if writer is None or not writer.due():
+            return
+        with self._ring.lock:
+            before, self._waited = self._waited, (len(self._ring), len(self._pending))
+            if self._waited != before or not (self._ring.on_host and self._pending.on_host):
+                return
+            self._gather()
+            self._ring.send(wait=False)
+        writer.commit()
+
+    def _watch(self) -> None:
+        """Start to write the rows of a script that hangs."""
+        # A process that has too many threads goes without.
+        with suppress(RuntimeError):
+            self._quiet = QuietWriting(self._write_waiting)
+
+    def _stop_watching(self) -> None:
+        if self._quiet is not None:
+            self._quiet.stop()
+
     def _move(self, *, due: bool) -> None:
+        if self._quiet is None and self.writer is not None and not self.writer.closed:
+            self._watch()
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
             self._send(wait=False)
         if due:
@@ -183,11 +219,14 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
+        if any(error is one for one in self._outlived):
+            error = None
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
+            stack.callback(self._stop_watching)
             stack.callback(self._close_writer, error)
             self._gather()
             self._ring.send(wait=True)
@@ -217,6 +256,7 @@ class Recorder:
         self.writer.close(cause_of_end(error), pending)
 
     def discard(self) -> None:
+        self._stop_watching()
         if self._outlets:
             atexit.unregister(self._at_exit)
         for outlet in self._outlets:
@@ -299,9 +339,17 @@ def cause_of_end(error: BaseException | None) -> dict[str, Any]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return {}
     found: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, SystemExit):
+        # Python prints a text and exits with 1.
+        found["status"] = error.code if isinstance(error.code, int) else 1
     if isinstance(error, TrapError):
         found |= {"step": error.step, "rule": error.rule}
     return found
+
+
+def _exceptions() -> tuple[BaseException | None, BaseException | None]:
+    """Return the exception that is being handled, and the last one that Python, or a notebook, has shown."""
+    return sys.exc_info()[1], getattr(sys, "last_value", None)
 
 
 def _close(reference: weakref.ref[Recorder]) -> None:

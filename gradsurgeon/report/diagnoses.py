@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from gradsurgeon.events import Event, is_trip
@@ -51,9 +51,14 @@ def diagnosis_of(message: str) -> dict[str, Any] | None:
     return found
 
 
-def first_diagnosis(events: Sequence[Event]) -> str:
-    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped."""
-    trips = [event for event in events if is_trip(event)]
+def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
+    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped.
+
+    Args:
+        events: oldest first.
+        edits: ids of rules that edit gradients, whose events are no trips.
+    """
+    trips = [event for event in events if is_trip(event, edits)]
     for event in trips:
         if (found := diagnosis_of(event.message)) is not None:
             at = f", {found['at']}" if found.get("at") else ""

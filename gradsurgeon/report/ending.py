@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import TRIPS, Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.diagnoses import first_diagnosis
 from gradsurgeon.report.rules_and_events import by_kind
@@ -25,62 +25,62 @@ class Ending(NamedTuple):
         state: "running", "ended", "stopped" by something, or "unknown" where no end was written.
         words: the same in words, with the ranks if they differ.
         ranks: the words of each rank.
+        edits: ids of rules that edit gradients, whose events are no trips.
     """
 
     state: State
     words: str
     ranks: Mapping[int, str]
+    edits: Collection[str] = frozenset()
 
     def lines(self, events: Sequence[Event]) -> Iterator[str]:
         """Yield one or two lines: how the run ended, and the first diagnosis."""
         yield f"{self.words}{self.outcome(events)}"
-        if found := first_diagnosis(events):
+        if found := first_diagnosis(events, self.edits):
             yield f"  {printable(found)}"
 
     def outcome(self, events: Sequence[Event]) -> str:
         """Return what was skipped, and that a run that came to its end is clean."""
         kinds = by_kind(events)
+        trips = by_kind([one for one in events if is_trip(one, self.edits)]).total()
         skipped = kinds["skipped-step"] + kinds["scaler-skip"]
-        trips = sum(kinds[kind] for kind in TRIPS)
-        if never := kinds["never-fired"]:
-            idle = f"{count(never, 'rule')} never fired"
-            return f", {count(skipped, 'step')} skipped, {idle}" if skipped else f", {idle}"
-        if skipped:
-            return f", {count(skipped, 'step')} skipped"
-        if trips > (self.state == "stopped"):
+        never = kinds["never-fired"]
+        found = [f", {count(skipped, 'step')} skipped"] if skipped else []
+        found += [f", {count(never, 'rule')} never fired"] if never else []
+        if not found and trips > (self.state == "stopped"):
             return f", traps tripped in {count(trips, 'step')}"
-        return ", clean" if self.state == "ended" else ""
+        return "".join(found) or (", clean" if self.state == "ended" else "")
 
     def level(self, events: Sequence[Event]) -> Literal["good", "warning", "bad", "running"]:
         """Return how serious it is, for a colour."""
         if self.state in ("stopped", "unknown"):
             return "bad"
-        outcome = self.outcome(events)
-        if self.state == "running":
-            return "warning" if outcome else "running"
-        return "good" if outcome == ", clean" else "warning"
+        if self.outcome(events) not in ("", ", clean"):
+            return "warning"
+        return "running" if self.state == "running" else "good"
 
 
 # A run is what the first of these is that one of its ranks is.
 _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
-def ending_of(run: Run) -> Ending:
-    """Return how a run ended, by what its ranks have written."""
-    found = {
-        rank: _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))
-        for rank, state in run.states.items()
-    }
-    state = min((one for one, _ in found.values()), key=_FIRST.index)
-    words = {rank: text for rank, (_, text) in found.items()}
+def ending_of(run: Run, edits: Collection[str] = frozenset()) -> Ending:
+    """Return how a run ended, by what its ranks have written.
+
+    Args:
+        run: open.
+        edits: ids of rules that edit gradients.
+    """
+    states, words = [], {}
+    for rank, state in run.states.items():
+        of_rank, words[rank] = _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))
+        states.append(of_rank)
     by_words: dict[str, list[str]] = {}
     for rank, text in words.items():
         by_words.setdefault(text, []).append(str(rank))
-    if len(by_words) == 1:
-        (text,) = by_words
-    else:
-        text = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_words.items())
-    return Ending(state, text, words)
+    every = [f"rank {', '.join(ranks)}: {text}" for text, ranks in by_words.items()]
+    text = "; ".join(every if len(every) > 1 else by_words)
+    return Ending(min(states, key=_FIRST.index), text, words, edits)
 
 
 def _of_rank(state: str, ending: Mapping[str, Any], written: float | None) -> tuple[State, str]:
@@ -94,7 +94,8 @@ def _of_rank(state: str, ending: Mapping[str, Any], written: float | None) -> tu
     error = printable(str(ending.get("error", "")))
     if not error:
         return "ended", "ended"
-    step, rule = ending.get("step"), ending.get("rule")
+    step, rule, status = (ending.get(key) for key in ("step", "rule", "status"))
     if isinstance(step, int) and isinstance(rule, str) and rule:
         return "stopped", f"stopped at step {step} by rule {printable(rule)} ({error})"
-    return "stopped", f"stopped by {error}"
+    exit_status = f", exit status {status}" if isinstance(status, int) else ""
+    return "stopped", f"stopped by {error}{exit_status}"

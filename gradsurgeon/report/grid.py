@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.history import Track
-from gradsurgeon.report.parts import Flags
+from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Floats, Ints
 
 

@@ -1,34 +1,31 @@
 """The l2 norms of a run, read once with numpy: what text, page, screen, notebook and plots show.
 
-A short run is read row by row, so that all numbers are exact. A run of more than `MOST_VALUES` values is read by
-the summaries that its writer left, one for every `CHUNK` rows; then the median is that of a sample of rows, and
-spikes are searched in the chunks that can hold one.
+Of a run with more than `MOST_VALUES` values a few successive rows count as one, by their largest norm. Ends, spikes
+and non-finite norms are then looked up in the rows, so that their steps are exact; the median is that of one row in a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
-from gradsurgeon.report.parts import Flags, Part, is_stored, joined
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT
-from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike
+from gradsurgeon.report.sheets import Flags, Sheet, is_stored, joined, read_sheet
+from gradsurgeon.report.spikes import Floats, Ints, Spike
+from gradsurgeon.report.tensor_numbers import has_grown, numbers_of
 from gradsurgeon.store import Key, WholeSeries
-from gradsurgeon.store.layout import CHUNK
 
-MOST_VALUES = 8 * 2**20
+MOST_VALUES = 16 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
-_ENDS = 8  # steps at each end of a run that tell how far a norm grew
-_TURNS = 4  # so many losses that take turns are no noise
+_AT_ONCE = 2**20  # so many values are judged together
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
 
 
@@ -47,7 +44,7 @@ class Track:
     Attributes:
         name: canonical name.
         source: which records these are.
-        steps: of each record, or of the first record of each chunk.
+        steps: of each record, or of the first of every few records.
         tops: the largest finite norm, NaN where there is none.
         bad: how many norms were not finite.
         there: whether the tensor had a gradient, or a value.
@@ -56,7 +53,7 @@ class Track:
         median: of all finite norms.
         largest: the largest finite norm.
         last: the last norm.
-        spike: the norm that stands out most from the steps before it.
+        spike: the norm that stands out most from the steps before it; none of a tensor whose norms grew.
         zero_since: the step from which on all norms are 0 until the end.
         growth: how many times the first norms the last finite ones are.
         rise: how many times the first norms the highest ones are that last a few steps.
@@ -87,6 +84,10 @@ class Track:
     @property
     def is_zero(self) -> bool:
         return self.largest == 0 and not self.nonfinite
+
+    @property
+    def has_grown(self) -> bool:
+        return has_grown(self.rise, self.largest)
 
     def cells(self, most: int) -> list[float | None]:
         """Return the history in at most so many cells: the largest norm, NaN for non-finite, `None` for no gradient."""
@@ -128,6 +129,11 @@ class History:
         pending: returns the number of the update that a series waits for at its end, if it never came.
         rule: read only the records of one rule.
         newest: read only so many of the newest rows of each series.
+
+    Attributes:
+        keys: of every series, whatever its statistic.
+        sampled: the medians are those of one row in so many.
+        shown: which records are shown, by kind and name: kinds as rules have them, names as in the model.
     """
 
     def __init__(
@@ -143,48 +149,46 @@ class History:
         every = list(series)
         self.keys = [one.key for one, _ in every]
         norms = [(one, without) for one, without in every if one.key.stat == STAT and len(one)]
-        self._kinds, self._rules = kinds, list(kinds)
-        self._pending = pending
+        self._kinds = kinds
+        self._sheets: list[tuple[Source, Sheet]] = []
+        self._places: dict[tuple[Source, str], list[tuple[int, int]]] = {}
+        size = sum(min(newest or len(one), len(one)) * len(one.key.names) for one, _ in norms)
+        self.sampled = 1
+        for one, without in norms:
+            if rule in (None, one.key.rule):
+                rows = -(-size // MOST_VALUES) if is_stored(one) else 1
+                self._read(one, without, rows, pending(one), newest)
         names = dict.fromkeys((*order, *chain.from_iterable(one.key.names for one, _ in norms)))
-        self._parts = self._read(norms, rule, newest)
-        self._by_source = self._tensors()
         self.shown = self._choose(names)
-        self.sampled = max((part.every for part in self._parts), default=1)
 
     def _read(
         self,
-        norms: Sequence[tuple[WholeSeries, frozenset[int]]],
-        rule: str | None,
+        series: WholeSeries,
+        without: Collection[int],
+        every: int,
+        pending: int | None,
         newest: int | None,
-    ) -> list[Part]:
-        size = sum(len(one) * len(one.key.names) for one, _ in norms)
-        exact = newest is not None or size <= MOST_VALUES
-        parts = []
-        for one, without in norms:
-            columns = [column for column in range(len(one.key.names)) if column not in without]
-            if columns and rule in (None, one.key.rule):
-                is_exact = exact or not is_stored(one)
-                pending = self._pending(one)
-                parts.append(Part(one, columns, newest=newest, pending=pending, exact=is_exact))
-        return parts
+    ) -> None:
+        columns = [column for column in range(len(series.key.names)) if column not in without]
+        start = 0 if newest is None else max(0, len(series) - newest)
+        # A pass has left the last row for an update that never came.
+        stop = len(series) - (len(series) - start > 1 and series.ends()[-1] == pending)
+        every = min(every, stop - start)
+        sheet = read_sheet(series, columns, start=start, stop=stop, every=every)
+        source = self.source_of(series.key)
+        for line in np.flatnonzero(sheet.there.any(axis=1)).tolist():
+            place = len(self._sheets), line
+            self._places.setdefault((source, sheet.names[line]), []).append(place)
+        self._sheets.append((source, sheet))
+        self.sampled = max(self.sampled, every)
 
     def source_of(self, key: Key) -> Source:
         return Source(self._kinds.get(key.rule, GRADIENT), key.rule, key.point)
 
-    def _tensors(self) -> dict[tuple[Source, str], list[tuple[Part, int]]]:
-        found: dict[tuple[Source, str], list[tuple[Part, int]]] = {}
-        for part in self._parts:
-            source, there = self.source_of(part.series.key), np.asarray(part.there.any(axis=1))
-            for name, row in part.row.items():
-                if there[row]:
-                    found.setdefault((source, name), []).append((part, row))
-        return found
-
     def _choose(self, names: Iterable[str]) -> dict[tuple[str, str], Source]:
-        """Return which records are shown, by kind and name: kinds as rules have them, names as in the model."""
         best: dict[tuple[str, str], tuple[tuple[int, int], Source]] = {}
-        for source, name in self._by_source:
-            points, rules = [*POINTS, source.point], [*self._rules, source.rule]
+        for source, name in self._places:
+            points, rules = [*POINTS, source.point], [*self._kinds, source.rule]
             rank = points.index(source.point), rules.index(source.rule)
             known = best.get((source.kind, name))
             if known is None or rank < known[0]:
@@ -197,56 +201,32 @@ class History:
     @property
     def hidden(self) -> set[Source]:
         """Records of l2 norms that are not shown, because others of the same kind are."""
-        return {source for source, _ in self._by_source} - set(self.shown.values())
-
-    @cached_property
-    def tracks(self) -> list[Track]:
-        return [self._track(name, source) for (_, name), source in self.shown.items()]
-
-    def of_kind(self, kind: str) -> list[Track]:
-        return [track for track in self.tracks if track.source.kind == kind]
+        return {source for source, _ in self._places} - set(self.shown.values())
 
     @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(kind for kind, _ in self.shown))
 
-    def _track(self, name: str, source: Source) -> Track:
-        parts = self._by_source[source, name]
-        is_once = source.point not in _OF_EACH_CALL
-        steps, tops, bad, there = joined(parts, once=is_once)
-        # Where a step has one record, the later series counts.
-        begin, begin_row = min(parts[::-1] if is_once else parts, key=lambda one: _span(one)[0])
-        end, end_row = max(parts[::-1], key=lambda one: _span(one)[1])
-        finite = tops[~np.isnan(tops)].astype(float)
-        usual = finite
-        if not parts[0][0].exact:
-            sample = np.concatenate([part.sample[row] for part, row in parts])
-            usual = sample[np.isfinite(sample)].astype(float)
-        return Track(
-            name,
-            source,
-            steps,
-            tops,
-            bad,
-            there,
-            nonfinite_steps=_nonfinite_steps(parts, steps, bad),
-            first=begin.ends(begin_row)[0],
-            median=float(np.median(usual)) if len(usual) else np.nan,
-            largest=float(finite.max()) if len(finite) else np.nan,
-            last=end.ends(end_row)[1],
-            spike=self._spike(parts, steps, tops),
-            zero_since=_zero_since(parts, steps, tops, bad, there),
-            **_growth(finite, broken=bool(bad[there][-1:].any())),
-            jitter=_jitter(usual if len(parts) == 1 else finite),
-        )
+    def of_kind(self, kind: str) -> list[Track]:
+        return [track for track in self.tracks if track.source.kind == kind]
 
-    @staticmethod
-    def _spike(parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats) -> Spike | None:
-        if parts[0][0].exact:
-            finite = ~np.isnan(tops)
-            return largest_spike(steps[finite], tops[finite])
-        found = [part.spike(row) for part, row in parts]
-        return max(filter(None, found), key=lambda spike: spike.times, default=None)
+    @cached_property
+    def tracks(self) -> list[Track]:
+        """Every tensor that is shown."""
+        # Tensors that lie in the same series are read and judged together.
+        groups: dict[tuple[object, ...], list[list[tuple[int, int]]]] = {}
+        for (_, name), source in self.shown.items():
+            places = self._places[source, name]
+            groups.setdefault((source, *(sheet for sheet, _ in places)), []).append(places)
+        found = {}
+        for group in groups.values():
+            sheets = [self._sheets[number] for number, _ in group[0]]
+            source = sheets[0][0]
+            lines = [[line for _, line in places] for places in zip(*group, strict=True)]
+            parts = [(sheet, some) for (_, sheet), some in zip(sheets, lines, strict=True)]
+            for sheet in joined(parts, once=source.point not in _OF_EACH_CALL):
+                found.update({(source.kind, one.name): one for one in _tracks_of(sheet, source)})
+        return [found[pair] for pair in self.shown]
 
     @cached_property
     def gradients(self) -> list[Whole]:
@@ -258,142 +238,96 @@ class History:
 
         A sum over whatever a step happens to have would rise and fall with the rules that are due.
         """
-        groups: dict[tuple[object, ...], list[tuple[Part, list[int]]]] = {}
-        for part in self._parts:
-            source = self.source_of(part.series.key)
-            rows = [
-                row
-                for name, row in part.row.items()
+        groups: dict[tuple[object, ...], list[tuple[Source, Sheet, list[int]]]] = {}
+        for source, sheet in self._sheets:
+            lines = [
+                line
+                for line, name in enumerate(sheet.names)
                 if self.shown.get((kind, name)) == source and (names is None or name in names)
             ]
-            if rows and len(part.steps):
-                place = source.point, part.steps.tobytes(), part.exact
-                groups.setdefault(place, []).append((part, rows))
-        return [self._whole(group) for group in groups.values()]
+            if lines and len(sheet.steps):
+                place = source.point, sheet.steps.tobytes(), sheet.every
+                groups.setdefault(place, []).append((source, sheet, lines))
+        return [_whole(group) for group in groups.values()]
 
-    def _whole(self, parts: Sequence[tuple[Part, list[int]]]) -> Whole:
-        names = tuple(
-            part.series.key.names[part.columns[row]] for part, rows in parts for row in rows
-        )
-        sources = frozenset(self.source_of(part.series.key) for part, _ in parts)
-        first = parts[0][0]
-        squares, bad = np.zeros(len(first.steps)), np.zeros(len(first.steps), bool)
-        there = np.zeros(len(first.steps), bool)
-        for part, rows in parts:
-            # The largest norm of a chunk is the least that the whole has been in it.
-            chosen = part.tops[rows].astype(float)
-            squares += (
-                np.nansum(np.square(chosen), axis=0)
-                if part.exact
-                else np.nanmax(np.square(np.nan_to_num(chosen)), axis=0)
+
+def _whole(parts: Sequence[tuple[Source, Sheet, list[int]]]) -> Whole:
+    _, first, _ = parts[0]
+    squares, largest = np.zeros(len(first.steps)), np.zeros(len(first.steps))
+    bad, there = np.zeros(len(first.steps), bool), np.zeros(len(first.steps), bool)
+    for _, sheet, lines in parts:
+        squares += np.nansum(np.square(sheet.sample[lines], dtype=float), axis=0)
+        # The largest norm of a few rows is the least that the whole has been in them.
+        largest = np.fmax(largest, np.fmax.reduce(sheet.tops[lines], axis=0))
+        bad |= sheet.bad[lines].any(axis=0)
+        there |= sheet.there[lines].any(axis=0)
+    values = np.where(bad, np.nan, np.fmax(np.sqrt(squares), largest))
+    names = tuple(sheet.names[line] for _, sheet, lines in parts for line in lines)
+    sources = frozenset(source for source, _, _ in parts)
+    return Whole(names, sources, first.steps[there], values[there], first.every)
+
+
+def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
+    """Yield the tensors of a sheet, all of which have a gradient, or a value, at some time."""
+    most = max(1, _AT_ONCE // max(1, len(sheet.steps)))
+    for start in range(0, len(sheet.names), most):
+        lines = slice(start, start + most)
+        numbers = numbers_of(sheet, lines)
+        bad, there = sheet.bad[lines], sheet.there[lines]
+        ends = there.argmax(axis=1), there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+        has_bad = np.asarray(bad.any(axis=1))
+        # Only of norms that end in zeros it has to be known since when.
+        ends_in_zero = np.asarray(sheet.tops[lines][np.arange(len(bad)), ends[1]] == 0)
+        for row, name in enumerate(sheet.names[lines]):
+            line = start + row
+            growth, rise, largest = (
+                float(numbers[field][row]) for field in ("growth", "rise", "largest")
             )
-            bad |= (part.bad[rows] > 0).any(axis=0)
-            there |= part.there[rows].any(axis=0)
-        values = np.where(bad, np.nan, np.sqrt(squares))
-        if not first.exact:
-            values = np.fmax(values, _sampled_wholes(parts, first))
-            values[bad] = np.nan
-        steps = first.steps[there]
-        return Whole(names, sources, steps, values[there], 1 if first.exact else CHUNK)
+            spike = None if has_grown(rise, largest) else numbers["spike"][row]
+            yield Track(
+                name,
+                source,
+                sheet.steps,
+                sheet.tops[line],
+                sheet.bad[line],
+                sheet.there[line],
+                nonfinite_steps=_nonfinite_steps(sheet, line) if has_bad[row] else (-1, -1),
+                first=float(sheet.read(line, int(ends[0][row]))[1][0]),
+                median=float(numbers["median"][row]),
+                largest=largest,
+                last=float(sheet.read(line, int(ends[1][row]))[1][-1]),
+                spike=None if spike is None else _spike(sheet, line, *spike),
+                zero_since=_zero_since(sheet, line) if ends_in_zero[row] else None,
+                growth=growth,
+                rise=rise,
+                jitter=float(numbers["jitter"][row]),
+            )
 
 
-def _sampled_wholes(parts: Sequence[tuple[Part, list[int]]], first: Part) -> Floats:
-    """Return the largest whole norm of the sampled rows of each chunk."""
-    squares = sum(
-        np.nansum(np.square(part.sample[rows].astype(float)), axis=0) for part, rows in parts
-    )
-    chunks = np.searchsorted(first.steps, first.sample_steps, side="right") - 1
-    found = np.zeros(len(first.steps))
-    np.maximum.at(found, chunks, np.sqrt(squares))
-    return found
+def _spike(sheet: Sheet, line: int, column: int, times: float) -> Spike:
+    steps, norms = sheet.read(line, column)
+    at = int(np.argmax(np.where(np.isfinite(norms), norms, -1.0)))
+    return Spike(int(steps[at]), float(norms[at]), times)
 
 
-def _span(of: tuple[Part, int]) -> tuple[int, int]:
-    """Return the first and the last step of a tensor in one series."""
-    part, row = of
-    steps = part.steps[part.there[row]]
-    return int(steps[0]), int(steps[-1])
+def _nonfinite_steps(sheet: Sheet, line: int) -> tuple[int, int]:
+    columns = np.flatnonzero(sheet.bad[line])[[0, -1]].tolist()
+    first, last = (sheet.read(line, column) for column in columns)
+    return int(first[0][~np.isfinite(first[1])][0]), int(last[0][~np.isfinite(last[1])][-1])
 
 
-def _nonfinite_steps(parts: Sequence[tuple[Part, int]], steps: Ints, bad: Ints) -> tuple[int, int]:
-    if not bad.any():
-        return -1, -1
-    if parts[0][0].exact:
-        found = steps[bad > 0]
-        return int(found[0]), int(found[-1])
-    near = []
-    for part, row in parts:
-        places = np.flatnonzero(part.bad[row]).tolist()
-        for place in {*places[:1], *places[-1:]}:
-            of_chunk, values = part.pairs(row, place, place + 1)
-            near += of_chunk[~np.isfinite(values)].tolist()
-    return min(near, default=-1), max(near, default=-1)
-
-
-def _zero_since(
-    parts: Sequence[tuple[Part, int]], steps: Ints, tops: Floats, bad: Ints, there: Flags
-) -> int | None:
+def _zero_since(sheet: Sheet, line: int) -> int | None:
     """Return the step from which on a tensor that was alive has only norms of 0, None if it rests now and then."""
-    places = np.flatnonzero(there & ((tops != 0) | (bad > 0)))
-    if not len(places):
+    columns = np.flatnonzero(sheet.there[line])
+    alive = np.flatnonzero((sheet.tops[line, columns] != 0) | (sheet.bad[line, columns] > 0))
+    if not len(alive):
         return None
-    if parts[0][0].exact:
-        alive = int(places[-1])
-        rest = steps[alive + 1 :][there[alive + 1 :]]
-        number, used = len(rest), np.flatnonzero((tops[there] != 0) | (bad[there] > 0))
-        pauses = np.diff(used, prepend=-1)
-    else:
-        rest, number, pauses = _rest(parts)
+    steps, norms = sheet.read(line, int(columns[alive[-1]]))
+    rest = steps[np.flatnonzero(norms != 0)[-1] + 1 :]
+    later = columns[alive[-1] + 1 :]
+    number = len(rest) + sheet.every * len(later)
     # An expert that is rarely chosen rests as long between two choices.
-    is_dead = number >= max(_DEAD, 3 * int(pauses.max()))
-    return int(rest[0]) if len(rest) and is_dead else None
-
-
-def _rest(parts: Sequence[tuple[Part, int]]) -> tuple[Ints, int, Ints]:
-    """Return the steps after the last norm that is not 0, about how many there are, and the pauses before it.
-
-    Of a long run only the rows of two chunks are read.
-    """
-    ordered = sorted(parts, key=lambda one: _span(one)[0])
-    ways = [
-        np.flatnonzero((part.tops[row] != 0) & part.there[row] | (part.bad[row] > 0))
-        for part, row in ordered
-    ]
-    last = max(number for number, places in enumerate(ways) if len(places))
-    (part, row), places = ordered[last], ways[last]
-    alive = int(places[-1])
-    near, values = part.pairs(row, alive, alive + 2)
-    if not len(used := np.flatnonzero(values != 0)):
-        raise part.damaged()
-    later = [one.steps[one.there[line]] for one, line in ordered[last + 1 :]]
-    rest = np.concatenate([near[used[-1] + 1 :], *later])
-    chunks = part.there[row][alive + 2 :].sum() + sum(map(len, later))
-    number = len(values) - 1 - int(used[-1]) + CHUNK * int(chunks)
-    pauses = np.append(np.diff(used, prepend=-1), CHUNK * (np.diff(places, prepend=-1) - 1))
-    return rest, number, pauses
-
-
-def _growth(finite: Floats, *, broken: bool) -> dict[str, float]:
-    """Return `growth` and `rise` of a track, NaN where they say nothing.
-
-    The last norms before a non-finite one may have grown within a step or two; otherwise a single high norm is
-    no growth.
-    """
-    positive = finite[finite > 0]
-    few = min(3, len(positive) // 4)
-    if not few:
-        return {"growth": np.nan, "rise": np.nan}
-    begin = np.median(positive[: min(_ENDS, len(positive) // 4)])
-    lasting = sliding_window_view(positive, few).min(axis=1)
-    end = positive[-few:].max() if broken else lasting[-1]
-    return {"growth": float(end / begin), "rise": float(max(end, lasting.max()) / begin)}
-
-
-def _jitter(values: Floats) -> float:
-    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time.
-
-    Losses that take turns have a different norm in each step, and the same again a few steps later.
-    """
-    logs = np.log(values[values > 0])
-    lags = range(1, min(_TURNS, len(logs) - 1) + 1)
-    return min((float(np.median(np.abs(logs[lag:] - logs[:-lag]))) for lag in lags), default=np.nan)
+    pause = sheet.every * int(np.diff(alive, prepend=-1).max())
+    if number < max(_DEAD, 3 * pause):
+        return None
+    return int(rest[0] if len(rest) else sheet.steps[later[0]])

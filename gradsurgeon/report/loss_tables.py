@@ -32,33 +32,27 @@ def loss_tables(found: OfLosses, *, observed: bool) -> list[Table]:
 
 def compared_table(found: Compared) -> Table:
     parts = f" in each of {len(found.parts):,} parts" if any(found.parts) else ""
-    title = (
-        f"conflicts of {len(found.losses)} losses{parts}, recorded by "
-        f"{printable(found.rule)} in steps {found.steps[0]}..{found.steps[1]}"
-    )
     worst = found.worst()
     shown = worst[:_PAIRS]
-    more = []
+    notes = []
     if len(shown) < len(worst):
-        more = [f"and {len(worst) - len(shown):,} more; the lowest mean cosines are shown"]
+        notes.append(f"and {len(worst) - len(shown):,} more; the lowest mean cosines are shown")
+    # Of two losses, or of several parts, the table says it all.
+    if len(found.losses) > 2 and len(found.parts) == 1:  # noqa: PLR2004 # two
+        cells = matrix(found.losses, found.pairs)
+        notes += [line[2:] for line in grid(cells, right=frozenset(range(1, 100)))]
+        notes.append(MATRIX_HINT)
     return Table(
-        title,
+        f"conflicts of {len(found.losses)} losses{parts}, recorded by {printable(found.rule)} in steps "
+        f"{found.steps[0]}..{found.steps[1]}",
         _PAIR_HEAD,
         [_cells(one) for one in shown],
         right=frozenset(range(2, len(_PAIR_HEAD))),
         curves=[one.curve.values.tolist() for one in shown],
         ends=(-1.0, 1.0),
         levels=["warning" if one.cosine < 0 else "" for one in shown],
-        notes=[*more, *_matrix_lines(found), *_PAIR_HINTS, *_remarks(found)],
+        notes=[*notes, *_PAIR_HINTS, *_remarks(found, worst)],
     )
-
-
-def _matrix_lines(found: Compared) -> Iterator[str]:
-    """Yield all losses against each other; of two, or of several parts, the table says it all."""
-    if len(found.losses) > 2 and len(found.parts) == 1:  # noqa: PLR2004 # two
-        cells = matrix(found.losses, found.pairs)
-        yield from (line[2:] for line in grid(cells, right=frozenset(range(1, 100))))
-        yield MATRIX_HINT
 
 
 def matrix(losses: Sequence[str], pairs: Sequence[Pair]) -> list[list[str]]:
@@ -92,21 +86,16 @@ def _cosine(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    """Return a share in percent; 0 and 100 are said of nothing else."""
-    if math.isnan(value):
-        return "-"
-    if 0 < value < 0.01 or 0.99 < value < 1:  # noqa: PLR2004 # what rounding would make 0 and 100
-        return "<1%" if value < 0.01 else ">99%"  # noqa: PLR2004 # the same
-    return f"{100 * value:.0f}%"
+    return "-" if math.isnan(value) else f"{100 * value:.0f}%"
 
 
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
-def _remarks(found: Compared) -> Iterator[str]:
+def _remarks(found: Compared, worst: Sequence[Pair]) -> Iterator[str]:
     """Yield what stands out, a sentence each."""
-    low = [one for one in found.worst() if one.cosine < 0]
+    low = [one for one in worst if one.cosine < 0]
     if not low:
         yield "no losses conflict on average"
     elif len(found.parts) > 1:
@@ -117,38 +106,27 @@ def _remarks(found: Compared) -> Iterator[str]:
         if len(conflicting) > _SAID:
             yield f"... and {count(len(conflicting) - _SAID, 'more pair')} in some parts"
     else:
-        one = low[0]
         yield (
-            f"the worst: {printable(one.name)}, mean cosine {_cosine(one.cosine)}, below 0 in {_share(one.below)} of "
-            f"{count(one.calls, 'call')}"
+            f"the worst: {printable(low[0].name)}, mean cosine {_cosine(low[0].cosine)}, below 0 in "
+            f"{_share(low[0].below)} of {count(low[0].calls, 'call')}"
         )
-    yield from _far(found)
-    yield from _unknown(found)
-
-
-def _far(found: Compared) -> Iterator[str]:
     far = [one for one in found.pairs if one.ratio >= _FAR or one.ratio <= 1 / _FAR]  # never of NaN
     if far:
         one = max(far, key=lambda pair: abs(math.log(pair.ratio)))
         large, small = (one.first, one.second) if one.ratio > 1 else (one.second, one.first)
-        more = f" (and {len(far) - 1:,} more)" if len(far) > 1 else ""
-        times = max(one.ratio, 1 / one.ratio)
         where = f" in {printable(one.part)}" if one.part else ""
+        more = f" (and {len(far) - 1:,} more)" if len(far) > 1 else ""
         yield (
-            f"the gradient of {printable(large)} is {times:.3g} times that of {printable(small)}{where}{more}: that is no "
-            "conflict, a loss wants another weight"
+            f"the gradient of {printable(large)} is {max(one.ratio, 1 / one.ratio):.3g} times that of "
+            f"{printable(small)}{where}{more}: that is no conflict, a loss wants another weight"
         )
-
-
-def _unknown(found: Compared) -> Iterator[str]:
     lacking = [one for one in found.pairs if one.missing]
     if lacking:
         most = max(lacking, key=lambda one: one.missing)
         more = f", and of {count(len(lacking) - 1, 'more pair')}" if len(lacking) > 1 else ""
-        where = f"{printable(most.part)}: " if most.part else ""
         yield (
-            f"left out: {count(most.missing, 'call')} of {where}{printable(most.name)}{more}, in which a loss gave no "
-            "gradient, or none that is finite"
+            f"left out: {count(most.missing, 'call')} of {pair_name(most)}{more}, in which a loss gave no gradient, or "
+            "none that is finite"
         )
     yield from _long(found.every)
 
@@ -161,24 +139,24 @@ def combined_table(found: Combined, *, observed: bool) -> Table:
     shown = found.weights[:_WEIGHTS]
     low = min(0.0, *(one.least for one in shown))
     high = max(1.0, *(one.largest for one in shown))
-    would = "would have changed" if observed else "changed"
     more = [f"and {len(found.weights) - len(shown):,} more"] * (len(shown) < len(found.weights))
-    numbers = [
-        [*map(_number, (one.mean, one.least, one.largest)), f"{one.calls:,}"] for one in shown
-    ]
     return Table(
         f"combined gradients of losses, recorded by {printable(found.rule)} in {count(found.calls, 'call')}, "
         f"steps {found.steps[0]}..{found.steps[1]}",
         _WEIGHT_HEAD,
-        [[printable(one.name), "", *cells] for one, cells in zip(shown, numbers, strict=True)],
+        [
+            [printable(one.name), "", *map(_number, (one.mean, one.least, one.largest)), calls]
+            for one in shown
+            for calls in [f"{one.calls:,}"]
+        ],
         right=frozenset(range(2, len(_WEIGHT_HEAD))),
         curves=[one.curve.values.tolist() for one in shown],
         ends=(low, high),
         notes=[
             *more,
             f"history: the mean weight of a few calls each, from {low:.3g} (▁) to {high:.3g} (█)",
-            f"{would} the sum in {_share(found.changed)} of calls; distance from it, over its norm: mean "
-            f"{_number(found.distance)}, largest {found.largest:.3g} at step {found.largest_step}",
+            f"{'would have ' * observed}changed the sum in {_share(found.changed)} of calls; distance from it, over its "
+            f"norm: mean {_number(found.distance)}, largest {found.largest:.3g} at step {found.largest_step}",
             *_long(found.every),
         ],
     )

@@ -7,14 +7,13 @@ Which rules have recorded that is told by their statistics, and between which lo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsurgeon.report.parts import is_stored
 from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,
@@ -24,11 +23,8 @@ from gradsurgeon.report.rules_and_events import (
     WEIGHT,
     RuleInfo,
 )
+from gradsurgeon.report.sheets import blocks
 from gradsurgeon.store import WholeSeries
-from gradsurgeon.store.tables import arrays
-
-if TYPE_CHECKING:
-    from gradsurgeon.store.rank_file import StoredSeries
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
@@ -39,13 +35,6 @@ class Curve(NamedTuple):
 
     steps: NDArray[np.int64]
     values: NDArray[np.floating[Any]]
-
-    def without(self, there: NDArray[np.bool_]) -> Curve:
-        return Curve(self.steps[there], self.values[there])
-
-    @property
-    def finite(self) -> NDArray[np.floating[Any]]:
-        return np.asarray(self.values[np.isfinite(self.values)])
 
 
 _NONE = Curve(np.empty(0, np.int64), np.empty(0))
@@ -175,105 +164,105 @@ def of_series(
     shown = [pair for pair in series if pair[0].key.stat in LOSS_STATS and len(pair[0])]
     values = sum(min(len(one), newest or len(one)) * len(one.key.names) for one, _ in shown)
     every = max(1, -(-values // MOST_VALUES))
-    by_rule: dict[str, dict[str, dict[str, Curve]]] = {rule: {} for rule in rules}
+    # By rule, statistic and name. A set of parameters that grows, or another one of modules, is another series.
+    found: dict[str, Any] = {rule: defaultdict(lambda: defaultdict(list)) for rule in rules}
     for one, repeated in shown:
-        known = by_rule.setdefault(one.key.rule, {}).setdefault(one.key.stat, {})
-        for name, curve in _curves(one, repeated, every, newest):
-            # A set of parameters that grows, or another one of modules, is another series.
-            known[name] = _joined([known[name], curve]) if name in known else curve
+        start = 0 if newest is None else max(0, len(one) - newest)
+        read = [
+            [np.copy(part[::every]) for part in block] for block in blocks(one, start, every=every)
+        ]
+        steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        by_stat = found.setdefault(one.key.rule, defaultdict(lambda: defaultdict(list)))
+        for column, name in enumerate(one.key.names):
+            there = present[:, column]
+            if column not in repeated and there.any():
+                curve = Curve(steps[there], numbers[there, column].astype(float))
+                by_stat[one.key.stat][name].append(curve)
     compared, combined = [], []
-    for rule, by_stat in by_rule.items():
-        named = rules[rule].losses if rule in rules else ()
-        if COSINE in by_stat and (found := _compared(rule, by_stat, named, every)) is not None:
-            compared.append(found)
+    for rule, by_stat in found.items():
+        curves = {
+            stat: {name: _joined(some) for name, some in named.items()}
+            for stat, named in by_stat.items()
+        }
+        losses = rules[rule].losses if rule in rules else ()
+        if pairs := _pairs(curves, losses):
+            compared.append(_compared(rule, pairs, losses, _joined(curves[COSINE].values()), every))
         # A statistic of somebody's own may have one of these names, hardly both.
-        if by_stat.get(WEIGHT) and by_stat.get(DISTANCE):
-            combined.append(_combined(rule, by_stat, every))
+        if WEIGHT in curves and DISTANCE in curves:
+            combined.append(_combined(rule, curves, every))
     return OfLosses(compared, combined)
 
 
-def _curves(
-    series: WholeSeries, repeated: frozenset[int], every: int, newest: int | None
-) -> Iterator[tuple[str, Curve]]:
-    start = 0 if newest is None else max(0, len(series) - newest)
-    if every == 1 or not is_stored(series):
-        rows = list(islice(series.stored(), start, None, every))
-    else:
-        rows = list(cast("StoredSeries", series).one_in(every, start))
-    if not rows:
-        return
-    steps, values, present = arrays(rows, len(series.key.names))
-    for column, name in enumerate(series.key.names):
-        if column not in repeated and present[:, column].any():
-            yield name, Curve(steps, values[:, column].astype(float)).without(present[:, column])
-
-
 def _joined(curves: Iterable[Curve]) -> Curve:
-    found = [_NONE, *curves]
+    found = list(curves)
     steps = np.concatenate([curve.steps for curve in found])
     order = np.argsort(steps, kind="stable")
     return Curve(steps[order], np.concatenate([curve.values for curve in found])[order])
 
 
-def _compared(
-    rule: str, by_stat: Mapping[str, Mapping[str, Curve]], named: Collection[str], every: int
-) -> Compared | None:
+def _pairs(curves: Mapping[str, Mapping[str, Curve]], named: Collection[str]) -> list[Pair]:
     pairs = []
-    for name, curve in by_stat[COSINE].items():
+    for name, curve in curves.get(COSINE, {}).items():
         if (split := split_pair(name, named)) is None:
             continue
-        known = curve.without(~np.isnan(curve.values))
-        below = known.steps[known.values < 0]
-        ratios = by_stat.get(RATIO, {}).get(name, _NONE).finite
-        # A mean of ratios would not be as far from 2 as from 1/2.
-        logs = np.log(ratios[ratios > 0])
+        known = ~np.isnan(curve.values)
+        steps, cosines = curve.steps[known], curve.values[known]
+        ratios = curves.get(RATIO, {}).get(name, _NONE).values
         pairs.append(
             Pair(
                 *split,
-                calls=len(known.steps),
-                missing=len(curve.steps) - len(known.steps),
-                cosine=_mean(known.values),
-                least=float(known.values.min()) if len(known.values) else math.nan,
-                below=len(below) / len(known.steps) if len(known.steps) else math.nan,
-                below_from=int(below[0]) if len(below) else None,
-                ratio=math.exp(_mean(logs)) if len(logs) else math.nan,
-                opposed=_mean(by_stat.get(OPPOSED, {}).get(name, _NONE).finite),
-                curve=known,
+                calls=len(steps),
+                missing=len(curve.steps) - len(steps),
+                cosine=_mean(cosines),
+                least=float(cosines.min()) if len(steps) else math.nan,
+                below=_mean(cosines < 0),
+                below_from=int(steps[cosines < 0][0]) if (cosines < 0).any() else None,
+                # A mean of ratios would not be as far from 2 as from 1/2.
+                ratio=math.exp(_mean(np.log(ratios[ratios > 0]))),
+                opposed=_mean(curves.get(OPPOSED, {}).get(name, _NONE).values),
+                curve=Curve(steps, cosines),
             )
         )
-    if not pairs:
-        return None
+    return pairs
+
+
+def _compared(
+    rule: str, pairs: list[Pair], named: Sequence[str], every_cosine: Curve, every: int
+) -> Compared:
     found = dict.fromkeys(loss for pair in pairs for loss in (pair.first, pair.second))
-    order = [loss for loss in named if loss in found]
-    losses = (*order, *(loss for loss in found if loss not in order))
+    losses = tuple(dict.fromkeys((*(loss for loss in named if loss in found), *found)))
     place = {loss: number for number, loss in enumerate(losses)}
     parts = {part: number for number, part in enumerate(dict.fromkeys(one.part for one in pairs))}
     pairs.sort(key=lambda one: (parts[one.part], place[one.first], place[one.second]))
-    steps = _joined(by_stat[COSINE].values()).steps
+    steps = every_cosine.steps
     return Compared(rule, losses, pairs, (int(steps[0]), int(steps[-1])), every)
 
 
-def _combined(rule: str, by_stat: Mapping[str, Mapping[str, Curve]], every: int) -> Combined:
-    weights = [_weighed(name, one) for name, one in by_stat[WEIGHT].items()]
-    curve = _joined(by_stat[DISTANCE].values())
-    top = int(np.argmax(curve.values))
+def _combined(rule: str, curves: Mapping[str, Mapping[str, Curve]], every: int) -> Combined:
+    steps, distances = curve = _joined(curves[DISTANCE].values())
+    top = int(np.argmax(distances))
     return Combined(
         rule,
-        weights,
-        steps=(int(curve.steps[0]), int(curve.steps[-1])),
-        calls=len(curve.steps),
-        changed=float((curve.values > 0).mean()),
-        distance=_mean(curve.finite),
-        largest=float(curve.values[top]),
-        largest_step=int(curve.steps[top]),
+        [
+            Weighed(name, len(values), _mean(values), float(values.min()), float(values.max()), one)
+            for name, one in curves[WEIGHT].items()
+            for values in [one.values]
+        ],
+        steps=(int(steps[0]), int(steps[-1])),
+        calls=len(steps),
+        changed=float((distances > 0).mean()),
+        distance=_mean(distances),
+        largest=float(distances[top]),
+        largest_step=int(steps[top]),
         curve=curve,
         every=every,
     )
 
 
-def _weighed(name: str, curve: Curve) -> Weighed:
-    least, largest = float(curve.values.min()), float(curve.values.max())
-    return Weighed(name, len(curve.steps), _mean(curve.values), least, largest, curve)
+def _mean(values: NDArray[Any]) -> float:
+    """Return the mean of the finite values, NaN where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | None:
@@ -298,7 +287,3 @@ def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | Non
 
 def _places(text: str, letter: str) -> list[int]:
     return [place for place, one in enumerate(text) if one == letter]
-
-
-def _mean(values: NDArray[np.floating[Any]]) -> float:
-    return float(values.mean()) if len(values) else math.nan

@@ -13,7 +13,7 @@ from gradsurgeon.report.rules_and_events import GRADIENT
 from gradsurgeon.report.tables import Table
 
 _ROWS = 40
-NORM_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
+_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _HEAD = ("history", "first", "median", "max", "last", "non-finite")
@@ -34,7 +34,7 @@ def norm_tables(history: History) -> list[NormTable]:
     tables = []
     for kind in history.kinds:
         tracks = history.of_kind(kind)
-        table = _table(history, kind, tracks, selected(tracks, special))
+        table = _table(history, kind, tracks, _selected(tracks, special))
         tables.append(NormTable(kind, tracks, table))
     return tables
 
@@ -47,9 +47,13 @@ def newest_table(history: History, found: NormTable, most: int) -> Table:
 def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence[Track]) -> Table:
     sources = {track.source for track in tracks}
     several = len(sources) > 1
-    noun = "parameter" if kind == GRADIENT else kind
-    worst = spikiest(shown)
-    notes = []
+    most = max((track.spike.times for track in shown if track.spike), default=0.0)
+    rows, notes = [], []
+    for track in shown:
+        numbers = (track.first, track.median, track.largest, track.last)
+        nonfinite = f"{track.nonfinite:,}" if track.nonfinite else "-"
+        cells = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
+        rows.append([*cells, printable(track.source.rule)] if several else cells)
     if len(shown) < len(tracks):
         more = len(tracks) - len(shown)
         notes.append(f"and {more:,} more; those that stand out and the largest are shown")
@@ -57,21 +61,18 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         notes.append(f"recorded as well, not shown: {_named(hidden)}")
     if history.sampled > 1:
         notes.append(f"median: that of one step in {history.sampled:,}; all else is of every step")
+    spikiest = next((track for track in shown if track.spike and track.spike.times == most), None)
+    noun = "parameter" if kind == GRADIENT else kind
     return Table(
         f"norms (l2) of {count(len(tracks), noun)}, recorded by {_named(sources)}",
         [nouns(kind), *_HEAD, *["rule"] * several],
-        [norm_cells(track, several=several) for track in shown],
-        right=NORM_NUMBERS,
+        rows,
+        right=_NUMBERS,
         curves=[track.cells(_CELLS) for track in shown],
         levels=["bad" if track.nonfinite else "warning" if track.spike else "" for track in shown],
-        marks=[_MARK * (track is worst) for track in shown],
+        marks=[_MARK * (track is spikiest) for track in shown],
         notes=notes,
     )
-
-
-def nothing_recorded(history: History) -> str:
-    recorded = printable(", ".join(sorted({key.stat for key in history.keys})))
-    return f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
 
 
 def _named(sources: set[Source]) -> str:
@@ -79,44 +80,38 @@ def _named(sources: set[Source]) -> str:
     return ", ".join(f"{printable(rule)} (at {printable(point)})" for rule, point in named)
 
 
-def selected(tracks: Sequence[Track], special: set[str], most: int = _ROWS) -> list[Track]:
+def _selected(tracks: Sequence[Track], special: set[str]) -> list[Track]:
     """Return the tensors to show, in the order of the model: what stands out first, then the largest."""
-    if len(tracks) <= most:
+    if len(tracks) <= _ROWS:
         return list(tracks)
+    urgent = ranked(tracks)
     # Many non-finite ones must not crowd out the spike before them.
-    nonfinite = sorted((t for t in tracks if t.nonfinite), key=lambda t: t.nonfinite_steps)
     sorts = (
-        nonfinite[:_WORST_ROWS],
-        sorted((t for t in tracks if t.spike), key=_spike)[:_WORST_ROWS],
-        [t for t in tracks if t.name in special][: most // 2],
-        [t for t in tracks if t.is_zero or t.zero_since is not None][:_WORST_ROWS],
-        ranked(tracks),
+        [track for track in urgent if track.nonfinite][:_WORST_ROWS],
+        sorted((track for track in tracks if track.spike), key=_by_spike)[:_WORST_ROWS],
+        [track for track in tracks if track.name in special][: _ROWS // 2],
+        [one for one in tracks if one.is_zero or one.zero_since is not None][:_WORST_ROWS],
+        urgent,
     )
     chosen = dict.fromkeys(track.name for sort in sorts for track in sort)
-    names = set(list(chosen)[:most])
+    names = set(list(chosen)[:_ROWS])
     return [track for track in tracks if track.name in names]
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
     """Return tensors with the most urgent first: non-finite, then spikes, then the largest medians."""
-    return sorted(
-        tracks,
-        key=lambda track: (
-            not track.nonfinite,
-            track.nonfinite_steps[0] if track.nonfinite else 0,
-            _spike(track),
-            -track.median if track.median > 0 else 0.0,
-        ),
-    )
+
+    def urgency(track: Track) -> tuple[object, ...]:
+        first_bad = track.nonfinite_steps[0]
+        is_finite = first_bad < 0
+        size = -track.median if track.median > 0 else 0.0
+        return is_finite, 0 if is_finite else first_bad, _by_spike(track), size
+
+    return sorted(tracks, key=urgency)
 
 
-def _spike(track: Track) -> float:
+def _by_spike(track: Track) -> float:
     return -track.spike.times if track.spike is not None else 0.0
-
-
-def spikiest(tracks: Sequence[Track]) -> Track | None:
-    with_spike = [track for track in tracks if track.spike is not None]
-    return min(with_spike, key=_spike) if with_spike else None
 
 
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:
@@ -131,11 +126,3 @@ def labels(wholes: Sequence[Whole], params: int) -> list[str]:
         f"{text}: {whole.names[0]} ..." if texts.count(text) > 1 else text
         for text, whole in zip(texts, wholes, strict=True)
     ]
-
-
-def norm_cells(track: Track, *, several: bool) -> list[str]:
-    """Return the cells of a row; each view draws the history itself."""
-    numbers = (track.first, track.median, track.largest, track.last)
-    nonfinite = f"{track.nonfinite:,}" if track.nonfinite else "-"
-    cells = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
-    return [*cells, printable(track.source.rule)] if several else cells

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gradsurgeon.errors import printable
-from gradsurgeon.report.history import MOST_VALUES, POINTS
-from gradsurgeon.report.parts import blocks
+from gradsurgeon.report.history import POINTS
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT
-from gradsurgeon.store.layout import CHUNK, Summary
+from gradsurgeon.report.sheets import blocks
 
 if TYPE_CHECKING:
     from gradsurgeon.store.rank_file import StoredSeries
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
 # What DDP has reduced is the same to the last bit; other set-ups reduce in another order on each rank.
 _TOLERANCE = 1e-3
 _REDUCED = POINTS[:2]
+
+
+class _Difference(NamedTuple):
+    step: int
+    name: str
+    norms: list[tuple[float, int]]  # and the rank of each
 
 
 def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
@@ -31,36 +36,25 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = N
         newest: compare only so many of the newest rows of each series.
     """
     lowest: dict[tuple[object, ...], StoredSeries] = {}
-    first: tuple[int, str, list[tuple[int, float]]] | None = None
+    found = []
     for series in run:
         key = series.key
-        if key.stat != STAT or key.point not in _REDUCED or kinds.get(key.rule) != GRADIENT:
-            continue
-        other = lowest.setdefault(tuple(key), series)
-        if other is series:
-            continue
-        found = _first_difference(other, series, newest)
-        if found is not None and (first is None or found[0] < first[0]):
-            step, column, values = found
-            pair = [(other.rank, values[0]), (series.rank, values[1])]
-            first = step, key.names[column], pair
-    if first is None:
+        if key.stat == STAT and key.point in _REDUCED and kinds.get(key.rule) == GRADIENT:
+            other = lowest.setdefault(tuple(key), series)
+            difference = None if other is series else _first_difference(other, series, newest)
+            found += [difference] if difference else []
+    if not found:
         return ""
-    step, name, norms = first
-    told = " and ".join(f"{norm:.3g} on rank {rank}" for rank, norm in norms)
+    step, name, norms = min(found, key=lambda one: one.step)
+    told = " and ".join(f"{norm:.3g} on rank {rank}" for norm, rank in norms)
     return f"ranks differ from step {step} on: the norm of {printable(name)} is {told}"
 
 
 def _first_difference(
     one: StoredSeries, other: StoredSeries, newest: int | None
-) -> tuple[int, int, tuple[float, float]] | None:
+) -> _Difference | None:
     # Of two ranks that are read while they write, one may have more rows.
     start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
-    if newest is None and len(one) * len(one.key.names) > MOST_VALUES:
-        pairs = enumerate(zip(one.summaries(), other.summaries(), strict=False))
-        start = next((CHUNK * number for number, (a, b) in pairs if not _alike(a, b)), -1)
-        if start < 0:
-            return None
     both = zip(blocks(one, start), blocks(other, start), strict=False)
     for (steps, values, present), (steps_2, values_2, present_2) in both:
         length = min(len(steps), len(steps_2))
@@ -72,9 +66,6 @@ def _first_difference(
         apart &= present[:length] & present_2[:length]
         if apart.any():
             row, column = (int(place) for place in np.argwhere(apart)[0])
-            return int(steps[row]), column, (float(a[row, column]), float(b[row, column]))
+            norms = [(float(a[row, column]), one.rank), (float(b[row, column]), other.rank)]
+            return _Difference(int(steps[row]), one.key.names[column], norms)
     return None
-
-
-def _alike(one: Summary, other: Summary) -> bool:
-    return np.allclose(one.maxima, other.maxima, rtol=_TOLERANCE, atol=0.0, equal_nan=True)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
+# How the status of a rule tells that the rule was due and has not fired.
+_DUE = "was due in"
 _LEGEND = (
     f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
 )
@@ -160,12 +162,11 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
-        from gradsurgeon.report.norms import nothing_recorded  # noqa: PLC0415 # needs numpy
-
         stats = {key.stat for key in self.history.keys}
         if self.norms or (self.losses.stats and not stats - self.losses.stats):
             return ""
-        return nothing_recorded(self.history)
+        recorded = printable(", ".join(sorted(stats)))
+        return f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
 
     @cached_property
     def losses(self) -> OfLosses:
@@ -183,20 +184,19 @@ class Report:
         found = list(callouts(history, len(self.params)))
         if self.ranks:
             found.append(self.ranks)
-        having = {name for _, name in self.history.shown}
-        # A rule that never fired says so in its own row.
-        fired = [
-            self.rules[rule]
-            for rule, one in self.statuses.items()
-            if one.fired and rule in self.rules
-        ]
-        logged = {name for info in fired for name in info.logged}
-        silent = [
-            name for name in self.params if name in logged - having and name not in self.frozen
-        ]
-        if silent:
+        if silent := self._silent():
             found.append(f"never got a gradient: {listed(silent)}")
         return tuple(found)
+
+    def _silent(self) -> list[str]:
+        """Return the parameters that should learn and had no gradient in any update."""
+        logged: set[str] = set()
+        for rule, one in self.statuses.items():
+            # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
+            if rule in self.rules and (one.fired or any(_DUE in text for text in one.warnings)):
+                logged.update(self.rules[rule].logged)
+        logged -= {name for _, name in self.history.shown} | self.frozen.keys()
+        return [name for name in self.params if name in logged]
 
     @property
     def frozen_note(self) -> str:
@@ -212,17 +212,14 @@ class Report:
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
         lines = [] if self.ended is None else list(self.ended.lines(self.events))
+        kinds = by_kind(self.events)
+        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
-        notes = [f"{steps}, {self._event_counts()}"]
+        notes = [f"{steps}, {count(kinds.total(), 'event')}" + (f" ({counts})" if counts else "")]
         if dropped := self.records.dropped:
             notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
         notes += filter(None, (*self.notes, self.frozen_note))
         return [*lines, f"summary: {printable(self.title)}: {'; '.join(map(printable, notes))}"]
-
-    def _event_counts(self) -> str:
-        kinds = by_kind(self.events)
-        listed = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        return count(kinds.total(), "event") + (f" ({listed})" if listed else "")
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:

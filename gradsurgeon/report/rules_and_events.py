@@ -40,37 +40,35 @@ class RuleInfo:
     kind: str = GRADIENT
 
 
-RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
-RULE_NUMBERS = frozenset({2, 3, 4, 5})
-
-
-def rule_rows(
-    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
-) -> Iterator[tuple[str, ...]]:
-    """Yield what each rule did, as `RULES_HEAD` says."""
-    for rule, status in statuses.items():
-        info = infos.get(rule, RuleInfo("?"))
-        fired, changed = f"{status.fired:,}", f"{100 * status.changed:.3g}%"
-        if info.role in ("trap", "observe", "capture"):
-            changed = "-"
-        if info.role == "trap":  # it only reads gradients, and its trips are counted in the remark
-            fired = "-"
-        last = "-" if status.last_step is None else str(status.last_step)
-        remark = _remark(info, status, [e for e in events if is_trip(e) and e.rule == rule])
-        names = printable(rule), printable(info.action)
-        yield *names, f"{status.matched:,}", fired, changed, last, remark
-
-
-def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
-    """Return the ids of rules that edit: what they cut is no trip."""
-    return {rule for rule, info in infos.items() if info.role == "edit"}
+_RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
 
 
 def rule_table(
     infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
 ) -> Table:
-    rows = list(rule_rows(infos, statuses, events))
-    return Table(f"rules ({len(statuses)})", RULES_HEAD, rows, right=RULE_NUMBERS)
+    """Return what each rule did."""
+    rows = []
+    for rule, status in statuses.items():
+        info = infos.get(rule, RuleInfo("?"))
+        # A trap only reads gradients, and its trips are counted in the remark.
+        fired = "-" if info.role == "trap" else f"{status.fired:,}"
+        only_reads = info.role in ("trap", "observe", "capture")
+        changed = "-" if only_reads else f"{100 * status.changed:.3g}%"
+        last = "-" if status.last_step is None else str(status.last_step)
+        remark = "changed nothing" if info.role == "edit" and not status.changed else ""
+        if not status.fired:
+            remark = "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
+        elif info.role == "trap":
+            trips = [event for event in events if is_trip(event) and event.rule == rule]
+            remark = trap_words(status, trips)
+        names = printable(rule), printable(info.action)
+        rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
+    return Table(f"rules ({len(statuses)})", _RULES_HEAD, rows, right=frozenset({2, 3, 4, 5}))
+
+
+def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
+    """Return the ids of rules that edit: what they cut is no trip."""
+    return {rule for rule, info in infos.items() if info.role == "edit"}
 
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
@@ -85,14 +83,6 @@ def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
     last = f", last at {max(event.step for event in trips)}" if trips else ""
     return f"{looked}, tripped in {count(tripped, 'step')}{on}{last}"
-
-
-def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
-    if not status.fired:
-        return "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
-    if info.role == "trap":
-        return trap_words(status, trips)
-    return "changed nothing" if info.role == "edit" and not status.changed else ""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from gradsurgeon import _html
 from gradsurgeon.errors import printable
 from gradsurgeon.report import pictures
-from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.sources import title_of, unread
+from gradsurgeon.report.sources import unread
 from gradsurgeon.store import run as stored
 
 if TYPE_CHECKING:
@@ -29,11 +28,11 @@ class Run(stored.Run):
         return _html.page(_html.element("p", _html.bold(title)), _html.table(("", ""), rows))
 
     def _lines(self) -> list[str]:
-        ends = unread(self).steps
-        steps = f"{ends[0]}..{ends[1]}" if ends else "none recorded"
-        first, *more = ending_of(self).lines(self.events)
+        report = unread(self)
+        steps = f"{report.steps[0]}..{report.steps[1]}" if report.steps else "none recorded"
+        first, *more = report.ended.lines(report.events) if report.ended else ("",)
         return [
-            f"run {printable(str(self.path))}: {printable(title_of(self))}",
+            f"run {printable(str(self.path))}: {printable(report.title)}",
             f"end: {first}",
             *(f"first trap: {line.strip()}" for line in more),
             f"steps: {steps}",

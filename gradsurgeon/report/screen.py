@@ -82,7 +82,7 @@ class LiveRun:
             RecordError: it is not there, is damaged, or its files are just being made.
             GradSurgeonError: numpy is missing.
         """
-        with open_run(self._path) as run:
+        with open_run(self._path, partly=True) as run:
             width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
             rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
             report = from_run(run, newest=rows)

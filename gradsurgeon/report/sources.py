@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from gradsurgeon._libraries import is_installed
-from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, LOSS_STATS, STAT, RuleInfo
+from gradsurgeon.report.rules_and_events import GRADIENT, LOSS_STATS, STAT, RuleInfo, edits_of
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
-from gradsurgeon.store.layout import section
+from gradsurgeon.store.layout import database_name, section
 
 if TYPE_CHECKING:
-    from gradsurgeon.store.captures import CapturedByRule
     from gradsurgeon.store.run import Run
 
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
@@ -36,35 +34,142 @@ def summary(session: Session | Run) -> Report:
         return from_run(cast("Run", session))
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
-    rules = {
-        rule.id: RuleInfo(
-            action=rule.action,
-            role=_role(rule),
-            logged=tuple(binding.name for binding in plan.of(rule.id))
-            if rule.target == "params" and STAT in getattr(rule, "stats", ())
-            else (),
-            losses=_losses(rule, plan),
-            kind=_kind(rule.target == "tensors", getattr(rule, "tensor", None) or "grad"),
-        )
-        for rule in plan.rules.rules
-    }
-    frozen = {param.name: param.numel for param in plan.manifest.params if not param.requires_grad}
+    about = _about(plan)
     return Report(
-        title=f"{plan.rules.file} on {plan.subject}",
+        title=_title(about),
         params=tuple(param.name for param in plan.manifest.params),
-        rules=rules,
+        rules=_rule_infos(about["plan"]["rules"], about["roles"]),
         statuses=session.status(),
         records=attachment.records,
         events=tuple(session.events),
         start=attachment.options.start_step,
         end=session.step,
         observed=attachment.options.mode == "observe",
-        frozen=frozen,
+        frozen=dict(_frozen(about)),
         pending=attachment.pending_steps(),
     )
 
 
-def _kind(is_tag: bool, tensor: str) -> str:  # noqa: FBT001 # one of two
+def from_run(run: Run, *, newest: int | None = None) -> Report:
+    """Return the report of a run directory, finished or still being written. Reads all that it needs.
+
+    Args:
+        run: open. The file of a rank that turns out to be damaged is left aside, and the report names it.
+        newest: read only so many of the newest rows of each series.
+    """
+    from gradsurgeon.store.rank_file import RankFileError  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.store.run import set_aside  # noqa: PLC0415 # it needs SQLite
+
+    while True:
+        try:
+            report = unread(run, newest)
+            if is_installed("numpy"):
+                report = replace(report, ranks=_ranks(run, report.rules, newest))
+                # The files may be closed before somebody looks at the report.
+                _ = report.steps, report.history.tracks, report.losses
+        except RankFileError as error:
+            set_aside(run, error)
+        else:
+            return report
+
+
+def unread(run: Run, newest: int | None = None) -> Report:
+    """Return the report of an open run that reads rows when they are asked for, and compares no ranks."""
+    from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.store.run import missing_ranks, of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
+
+    start = run.meta.get("start_step")
+    captured, problem = captures(run)
+    rules = _rule_infos(run.rules, section(run.meta, "roles"))
+    observed = run.meta.get("mode") == "observe"
+    kept = []
+    for one in captured:
+        steps = sorted({tensor.step for tensor in one.tensors})
+        of = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]}..{steps[-1]}"
+        tensors = count(len(one.tensors) + one.more, "tensor")
+        kept.append(
+            f"captures kept by {printable(one.rule)}: {tensors} of {of}; `--html` shows them"
+        )
+    return Report(
+        title=_title(run.meta),
+        params=run.params,
+        rules=rules,
+        statuses=run.status(),
+        stored=list(of_lowest_ranks(run)),
+        events=tuple(run.events),
+        notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
+        start=start if isinstance(start, int) else None,
+        captures=tuple(kept),
+        observed=observed,
+        ended=ending_of(run, edits_of(rules)),
+        frozen=dict(_frozen(run.meta)),
+        pending=run.pending,
+        newest=newest,
+    )
+
+
+def title_of(run: Run) -> str:
+    return _title(run.meta)
+
+
+def _title(about: Mapping[str, Any]) -> str:
+    rules, model = section(about, "rules"), section(about, "model")
+    return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
+
+
+def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]:
+    if observed:
+        yield "observed only: no rule changed anything"
+    if len(run.ranks) > 1:
+        yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
+    yield from (f"without rank {rank}: {text}" for rank, text in sorted(run.broken.items()))
+    if missing:
+        files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
+        yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    most = 8
+    return ", ".join(map(str, ranks[:most])) + " ..." * (len(ranks) > most)
+
+
+def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
+    if len(run.ranks) == 1:
+        return ""
+    from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
+
+    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()}, newest)
+
+
+def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for param in _list(section(about, "model").get("params")):
+        if isinstance(param, dict) and param.get("requires_grad") is False:
+            numel = param.get("numel")
+            yield str(param.get("name")), numel if isinstance(numel, int) else 0
+
+
+def _rule_infos(
+    planned: Iterable[Mapping[str, Any]], roles: Mapping[str, Any]
+) -> dict[str, RuleInfo]:
+    """Return what a report has to know of each rule of a plan."""
+    found = {}
+    for rule in planned:
+        role = section(roles, rule["id"])
+        stats = set(map(str, _list(role.get("stats"))))
+        names = tuple(map(str, (*_list(rule.get("params")), *_list(rule.get("modules")))))
+        # The losses, or the modules that send gradients back.
+        losses = tuple(map(str, _list(role.get("losses")))) or names
+        found[rule["id"]] = RuleInfo(
+            action=rule["action"],
+            role=str(role.get("role", "edit")),
+            logged=names if STAT in stats else (),
+            losses=losses if stats & LOSS_STATS else (),
+            kind=_kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag"),
+        )
+    return found
+
+
+def _kind(tensor: str, *, is_tag: bool) -> str:
     """Return what a rule measures: the same word for all rules whose numbers can be compared."""
     if is_tag:
         return "tag gradient" if tensor == "grad" else "tag"
@@ -73,131 +178,45 @@ def _kind(is_tag: bool, tensor: str) -> str:  # noqa: FBT001 # one of two
     return {"grad": GRADIENT, "value": "weight"}.get(tensor, tensor)
 
 
-def _losses(rule: Rule, plan: Plan) -> tuple[str, ...]:
-    """Return what the numbers of a rule are between: losses, or the modules that send gradients back."""
-    if not LOSS_STATS.intersection(getattr(rule, "stats", ())):
-        return ()
-    return getattr(rule, "losses", None) or tuple(binding.name for binding in plan.of(rule.id))
-
-
-def _role(rule: Rule) -> str:
-    """Return what a rule is to a reader: a trap that cuts gradients edits them."""
-    return "edit" if rule.edits else rule.role
-
-
-def from_run(run: Run, *, newest: int | None = None) -> Report:
-    """Return the report of a run directory, finished or still being written. Reads all that it needs.
-
-    Args:
-        run: open.
-        newest: read only so many of the newest rows of each series.
-    """
-    report = unread(run, newest)
-    report = replace(report, ranks=_ranks(run, report.rules, newest))
-    if is_installed("numpy"):
-        # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses
-    return report
-
-
-def unread(run: Run, newest: int | None = None) -> Report:
-    """Return the report of an open run that reads rows when they are asked for, and compares no ranks."""
-    from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
-    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
-
-    start = run.meta.get("start_step")
-    captured, problem = captures(run)
-    rules = rule_infos(run)
-    return Report(
-        title=title_of(run),
-        params=run.params,
-        rules=rules,
-        statuses=run.status(),
-        stored=list(of_lowest_ranks(run)),
-        events=tuple(run.events),
-        notes=(*_notes(run), *([problem] if problem else [])),
-        start=start if isinstance(start, int) else None,
-        captures=tuple(_capture_lines(captured)),
-        observed=run.meta.get("mode") == "observe",
-        ended=ending_of(run),
-        frozen=dict(_frozen(run)),
-        pending=run.pending,
-        newest=newest,
-    )
-
-
-def _frozen(run: Run) -> Iterator[tuple[str, int]]:
-    for param in _list(section(run.meta, "model").get("params")):
-        if isinstance(param, dict) and param.get("requires_grad") is False:
-            numel = param.get("numel")
-            yield str(param.get("name")), numel if isinstance(numel, int) else 0
-
-
-def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
-    if len(run.ranks) == 1 or not is_installed("numpy"):
-        return ""
-    from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
-
-    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()}, newest)
-
-
-def _capture_lines(captured: Sequence[CapturedByRule]) -> Iterator[str]:
-    for one in captured:
-        steps = sorted({tensor.step for tensor in one.tensors})
-        of = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]}..{steps[-1]}"
-        tensors = count(len(one.tensors) + one.more, "tensor")
-        yield f"captures kept by {printable(one.rule)}: {tensors} of {of}; `--html` shows them"
-
-
-def rule_infos(run: Run) -> dict[str, RuleInfo]:
-    roles, stats = section(run.meta, "roles"), run.stats
-    return {
-        rule["id"]: RuleInfo(
-            action=rule["action"],
-            role=str(section(roles, rule["id"]).get("role", "edit")),
-            logged=run.names_of(rule["id"]) if STAT in stats.get(rule["id"], ()) else (),
-            losses=_losses_in(section(roles, rule["id"]), run.names_of(rule["id"])),
-            kind=_kind(rule.get("hook") == "tag", str(rule.get("tensor") or "grad")),
-        )
-        for rule in run.rules
-    }
-
-
-def _losses_in(role: Mapping[str, Any], bound: Sequence[str]) -> tuple[str, ...]:
-    if LOSS_STATS.isdisjoint(map(str, _list(role.get("stats")))):
-        return ()
-    return tuple(map(str, _list(role.get("losses")) or bound))
-
-
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def title_of(run: Run) -> str:
-    rules, model = section(run.meta, "rules"), section(run.meta, "model")
-    return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
-
-
-def _notes(run: Run) -> tuple[str, ...]:
-    notes = []
-    if run.meta.get("mode") == "observe":
-        notes.append("observed only: no rule changed anything")
-    if len(run.ranks) > 1:
-        notes.append(f"{len(run.ranks)} ranks, norms of the lowest that has them")
-    return tuple(notes)
-
-
-def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str, Any]:
+def describe(
+    plan: Plan, *, mode: str, start_step: int, torch: str, ranks: int = 1
+) -> dict[str, Any]:
     """Return what `run.json` says of a run, as plain values; `from_run` reads it."""
-    rules = plan.rules
     return {
         "gradsurgeon": VERSION,
         "torch": torch,
         "python": platform.python_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": job.current(),
+        # A process may begin before the process group does.
+        "ranks": max(ranks, job.world()),
         "mode": mode,
         "start_step": start_step,
+        **_about(plan),
+    }
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    """Return what there is to know of rules and model."""
+    rules = plan.rules
+    params = []
+    for param in plan.manifest.params:
+        frozen = {} if param.requires_grad else {"requires_grad": False, "numel": param.numel}
+        params.append({"name": param.name, "aliases": list(param.aliases), **frozen})
+    roles = {}
+    for rule in rules.rules:
+        losses = getattr(rule, "losses", None)
+        roles[rule.id] = {
+            # A trap that cuts gradients edits them.
+            "role": "edit" if rule.edits else rule.role,
+            "stats": list(getattr(rule, "stats", ())),
+            **({"losses": list(losses)} if losses else {}),
+        }
+    return {
         "rules": {
             "file": rules.file,
             "text": rules.text,
@@ -207,29 +226,11 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         "model": {
             "origin": plan.manifest.origin,
             "title": plan.subject,
-            "params": [
-                {
-                    "name": param.name,
-                    "aliases": list(param.aliases),
-                    **(
-                        {}
-                        if param.requires_grad
-                        else {"requires_grad": False, "numel": param.numel}
-                    ),
-                }
-                for param in plan.manifest.params
-            ],
+            "params": params,
             "aliases": {
                 alias: module.name for module in plan.manifest.modules for alias in module.aliases
             },
         },
         "plan": plan.to_dict(),
-        "roles": {
-            rule.id: {
-                "role": _role(rule),
-                "stats": list(getattr(rule, "stats", ())),
-                **({"losses": list(losses)} if (losses := getattr(rule, "losses", None)) else {}),
-            }
-            for rule in rules.rules
-        },
+        "roles": roles,
     }

@@ -19,6 +19,8 @@ PAST, LEAST_PAST = 64, 16
 _AFTER, _FALLS = 8, 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
 _SPREADS, _FAR = 6.0, 30.0
+# A peak in the first steps has hardly a past; a warm-up has none that is so far above all other norms.
+_FAR_FROM_ALL = 100.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
 _NORMAL = 1.4826
 _AT_ONCE = 64
@@ -39,41 +41,77 @@ class Spike(NamedTuple):
 def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     """Return the norm that stands out most from its own past, None if none does.
 
-    A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
-    spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their spread), and if the next few are lower again.
-
     Args:
         steps: shape ``[n]``, ascending.
         norms: shape ``[n]``, finite.
     """
-    values = np.asarray(norms, float)
-    if len(values) <= LEAST_PAST:
-        return None
+    (found,) = largest_spikes(np.asarray(norms, float)[None])
+    return None if found is None else Spike(int(steps[found[0]]), float(norms[found[0]]), found[1])
+
+
+def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
+    """Return for each row the place of the norm that stands out most, and how many times its past it is.
+
+    A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
+    spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their
+    spread), and if the next few are lower again. A norm with too short a past is a spike if it is a hundred times
+    all others.
+
+    Args:
+        norms: shape ``[tensors, n]``, finite.
+    """
+    if norms.shape[1] <= _AFTER:
+        return [None] * len(norms)
+    found = [_early(row, place) for row, place in zip(norms, _earliest(norms), strict=True)]
     with np.errstate(all="ignore"):
-        bounds = np.where(values > 0, values / _extreme_before(values, np.minimum, PAST), 0.0)
+        bounds = np.where(norms > 0, norms / _extreme_before(norms, np.minimum, PAST), 0.0)
     # Most norms are no higher than those right before them, and need not be compared further.
-    bounds[values <= _FALLS * _extreme_before(values, np.maximum, _AFTER)] = 0.0
-    bounds[:LEAST_PAST] = 0.0
+    bounds[norms <= _FALLS * _extreme_before(norms, np.maximum, _AFTER)] = 0.0
+    bounds[:, :LEAST_PAST] = 0.0
+    for row in np.flatnonzero((bounds > TIMES).any(axis=1)).tolist():
+        found[row] = _largest(norms[row], bounds[row], found[row])
+    return found
+
+
+def _earliest(norms: Floats) -> list[int]:
+    """Return for each row the place of a norm with a short past that is far above all others, 0 if there is none."""
+    row, places = np.arange(len(norms)), norms[:, :LEAST_PAST].argmax(axis=1)
+    others = norms.copy()
+    others[row, places] = 0.0
+    is_far = norms[row, places] > _FAR_FROM_ALL * others.max(axis=1)
+    # At the end of so short a run nobody knows whether it falls.
+    is_over = places < norms.shape[1] - _AFTER
+    return [int(place) for place in np.where(is_far & is_over, places, 0)]
+
+
+def _early(norms: Floats, place: int) -> tuple[int, float] | None:
+    usual = float(np.median(norms[:place])) if place else 0.0
+    return (place, float(norms[place]) / usual) if usual > 0 else None
+
+
+def _largest(
+    norms: Floats, bounds: Floats, best: tuple[int, float] | None
+) -> tuple[int, float] | None:
+    """Return the norm that stands out most, of those whose bound allows it."""
     order = np.argsort(-bounds, kind="stable")
     order = order[bounds[order] > TIMES]
-    best: Spike | None = None
     for start in range(0, len(order), _AT_ONCE):
         places = order[start : start + _AT_ONCE]
         # The least of the past is no larger than its median, so that a bound only falls.
-        if best is not None and bounds[places[0]] <= best.times:
+        if best is not None and bounds[places[0]] <= best[1]:
             break
-        times = _times(values, places)
+        times = _times(norms, places)
         at = int(times.argmax())
-        if times[at] > (TIMES if best is None else best.times):
-            best = Spike(int(steps[places[at]]), float(values[places[at]]), float(times[at]))
+        if times[at] > (TIMES if best is None else best[1]):
+            best = int(places[at]), float(times[at])
     return best
 
 
-def _extreme_before(values: Floats, extreme: np.ufunc, reach: int) -> Floats:
-    """Return the least or the largest of so many values before each value; ``reach`` is a power of 2."""
-    found, done = np.concatenate([values[:1], values[:-1]]), 1
+def _extreme_before(norms: Floats, extreme: np.ufunc, reach: int) -> Floats:
+    """Return the least or the largest of so many norms before each norm; ``reach`` is a power of 2."""
+    found, done = np.concatenate([norms[:, :1], norms[:, :-1]], axis=1), 1
     while done < reach:
-        found[done:] = extreme(found[done:], found[:-done].copy())
+        found[:, done:] = extreme(found[:, done:], found[:, :-done].copy())
         done *= 2
     return found
 

@@ -78,12 +78,13 @@ class Table(NamedTuple):
             yield _html.listing(self.notes)
 
     def plain(self) -> dict[str, Any]:
-        """Return title, head, rows without curves and notes, as the page takes them."""
+        """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""
         kept = [place for place in range(len(self.head)) if not (self.curves and place == _HISTORY)]
         return {
             "title": self.title,
             "head": [self.head[place] for place in kept],
             "rows": [[row[place] for place in kept] for row in self.rows],
+            "levels": list(self.levels),
             "notes": list(self.notes),
         }
 

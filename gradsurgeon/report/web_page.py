@@ -20,14 +20,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.events import TRIPS, Event
+from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
 from gradsurgeon.report.page_lines import combined_data, compared_data, line
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, EventGroup, event_groups, rule_table
+from gradsurgeon.report.rules_and_events import (
+    GRADIENT,
+    EventGroup,
+    edits_of,
+    event_groups,
+    rule_table,
+)
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.files import replacing
@@ -84,11 +90,13 @@ def write_page(
                 f"{printable(str(place))}: is there already and is no page of `report`; name another one, or "
                 "remove it first"
             )
-    readable, problems = [], []
+    readable: list[dict[str, Any]] = []
+    problems: list[str] = []
     for path in runs:
         try:
-            with open_run(path) as run:
+            with open_run(path, partly=True) as run:
                 readable.append(page_data(run))
+                problems += run.broken.values()
         except RecordError as error:
             problems.append(str(error))
     if not readable:
@@ -147,7 +155,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
         "ended": _ended(report),
-        "diagnosis": first_diagnosis(report.events),
+        "diagnosis": first_diagnosis(report.events, edits_of(report.rules)),
         # Then the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
         "span": list(report.steps or ()),
@@ -198,7 +206,7 @@ def _ended(report: Report) -> dict[str, Any] | None:
         "state": ended.state,
         "level": ended.level(report.events),
         "words": ended.words + ended.outcome(report.events),
-        "trips": sum(one.kind in TRIPS for one in report.events),
+        "trips": sum(is_trip(one, ended.edits) for one in report.events),
     }
 
 

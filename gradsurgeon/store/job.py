@@ -25,6 +25,12 @@ def current() -> dict[str, str]:
     }
 
 
+def world() -> int:
+    """Return the number of ranks that were started together, 1 of a process that was started alone."""
+    number = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    return int(number) if number.isdecimal() else 1
+
+
 def is_taken(folder: Path) -> bool:
     """Return whether a directory holds a run of another job."""
     ours = current()

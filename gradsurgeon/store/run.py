@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon._libraries import library
@@ -17,7 +18,7 @@ from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.memory import matching
-from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
+from gradsurgeon.store.rank_file import RankFile, RankFileError, StoredEvent, StoredSeries
 from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
+
+_MOST_RANKS = 10**6
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
@@ -37,13 +40,20 @@ class Run(RecordQueries):
         meta: the content of `run.json`: versions, rules, plan, when the run began.
         params: canonical names of the parameters, in the order of the model.
         ranks: the ranks that have records.
+        broken: why the files of other ranks cannot be read, by rank, where a report has left them aside.
     """
 
-    def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        meta: Mapping[str, Any],
+        files: Sequence[RankFile],
+        broken: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.path = path
         self.meta = meta
         self._files = list(files)
-        self.ranks = tuple(file.rank for file in files)
+        self.broken = dict(broken)
         modules = section(section(meta, "model"), "aliases")
         self._aliases = {str(alias): str(name) for alias, name in modules.items()}
         self.params = tuple(self._read_params())
@@ -53,6 +63,11 @@ class Run(RecordQueries):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have records."""
+        return tuple(file.rank for file in self._files)
 
     def close(self) -> None:
         """Close the files."""
@@ -201,6 +216,27 @@ class Run(RecordQueries):
                 self._aliases[str(alias)] = name
 
 
+def missing_ranks(run: Run) -> list[int]:
+    """Return the ranks of the job that have no file in the run."""
+    known = {*run.ranks, *run.broken}
+    world = run.meta.get("ranks")
+    # A number in a damaged file may be of any size.
+    started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
+    return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
+
+
+def set_aside(run: Run, error: RankFileError) -> None:
+    """Go on without the file of a rank that cannot be read.
+
+    Raises:
+        RankFileError: it is the last one that is left.
+    """
+    if run.ranks == (error.rank,):
+        raise error
+    run._files = [file for file in run._files if file.rank != error.rank]  # noqa: SLF001 # users have `broken`
+    run.broken[error.rank] = str(error)
+
+
 def closed_at(run: Run) -> float | None:
     """Return when the last rank closed the run, in seconds since 1970, ``None`` before that."""
     times = [file.closed for file in run._files]  # noqa: SLF001 # users have `states`
@@ -238,12 +274,18 @@ def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
-    return opened(path, Run)
+def open_run(path: str | os.PathLike[str], *, partly: bool = False) -> Run:
+    return opened(path, Run, partly=partly)
 
 
-def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
-    """Return a run directory as an object of a class derived from `Run`."""
+def opened(path: str | os.PathLike[str], kind: type[AnyRun], *, partly: bool = False) -> AnyRun:
+    """Return a run directory as an object of a class derived from `Run`.
+
+    Args:
+        path: of the directory.
+        kind: the class.
+        partly: open the run even if the files of some ranks cannot be read; `broken` tells why.
+    """
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
@@ -253,9 +295,18 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
     with ExitStack() as stack:
-        paths = [(folder / database_name(rank), rank) for rank in ranks]
-        files = [stack.enter_context(closing(RankFile(*pair))) for pair in paths]
-        run = kind(folder, meta, files)
+        files: list[RankFile] = []
+        broken: dict[int, str] = {}
+        for rank in ranks:
+            try:
+                file = RankFile(folder / database_name(rank), rank)
+            except RankFileError as error:
+                if not partly or len(broken) == len(ranks) - 1:
+                    raise
+                broken[rank] = str(error)
+            else:
+                files.append(stack.enter_context(closing(file)))
+        run = kind(folder, meta, files, broken)
         stack.pop_all()
     return run
 

@@ -271,7 +271,7 @@ class TestJSON:
     def test_the_numbers_are_those_of_the_text(
         self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 0)
+        monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 5_000)
         history = [1.0 + step % 7 / 8 for step in range(10_000)]
         history[5_000], history[9_000] = 1e4, math.nan
         write(tmp_path / "run", {"w": history}).close()

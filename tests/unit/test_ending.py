@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,12 +79,54 @@ def test_skipped_steps(tmp_path: pathlib.Path) -> None:
     assert ended(tmp_path)["state"] == "ended"
 
 
+def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
+    roles = {"norms": {"role": "observe", "stats": ["l2"]}, "spikes": {"role": "edit"}}
+    plan = {"rules": [{"id": "spikes", "action": "spike-trap", "params": ["a.weight"]}]}
+    writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
+    writer.event(Event("spike", "spikes", 3, 0, "a.weight", "step 3: a spike was clipped"))
+    writer.close()
+    assert head(tmp_path)[0] == "ended, clean"
+    assert head(tmp_path)[1].startswith("summary: ")
+    with gradsurgeon.open_run(tmp_path) as run:
+        data = page_data(run)
+    assert (data["ended"]["trips"], data["diagnosis"]) == (0, "")
+
+
 def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, RULES, record=tmp_path):
         model(torch.ones(2, 3)).sum().backward()
         _ = 1 / 0
     assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
+
+
+@pytest.mark.parametrize("broken", [None, 4])
+def test_a_training_after_a_caught_exception_has_ended(
+    tmp_path: pathlib.Path, broken: int | None
+) -> None:
+    """It makes no difference whether a trap or the script has raised it."""
+    skips = {**TRAP, "then": "skip-step"}
+    try:
+        train(tmp_path / "first", TRAP, broken=2) if broken else int("no number")
+    except (NonFiniteGradientError, ValueError):
+        train(tmp_path / "run", NORMS, skips, broken=broken)
+    said = "ended, clean" if broken is None else "ended, 1 step skipped"
+    assert head(tmp_path / "run")[0] == said
+    with pytest.raises(ValueError, match="own"):
+        _raise_after_training(tmp_path / "own")
+    assert head(tmp_path / "own")[0] == "stopped by ValueError"
+
+
+def _raise_after_training(path: pathlib.Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        int("no number")
+    except ValueError:
+        with gradsurgeon.apply(model, RULES, optimizer=optimizer, record=path):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            raise ValueError("its own") from None
 
 
 ENDS = """
@@ -117,6 +160,38 @@ def test_the_end_of_a_process(tmp_path: pathlib.Path, end: str, said: str) -> No
     assert re.fullmatch(said, head(tmp_path / "run")[0])
     state = {"e": "ended", "s": "stopped", "n": "unknown"}[said[0]]
     assert ended(tmp_path / "run")["state"] == state
+
+
+HANGS = """
+import sys, time, torch, gradsurgeon
+model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rules = [{"id": "norms", "action": "norm-log", "params": "*"}]
+rules += [{"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}]
+session = gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=optimizer, record=sys.argv[1])
+for step in range(int(sys.argv[2])):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_script_that_hangs_keeps_the_record_of_its_last_step(
+    tmp_path: pathlib.Path, steps: int
+) -> None:
+    with another_process(HANGS, str(tmp_path / "run"), str(steps)):
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with gradsurgeon.open_run(tmp_path / "run") as run:
+                found = from_run(run)
+            if found.steps == (0, steps - 1):
+                break
+            time.sleep(0.2)
+    lasts = {(track.name, int(track.steps[-1])) for track in found.history.tracks}
+    assert lasts == {(name, steps - 1) for name in ("0.weight", "0.bias", "0")}
 
 
 WRITES = """

@@ -342,6 +342,16 @@ FALLING = [0.9**step for step in range(300)]
         ([0.1**step for step in range(30)], None),
         (FALLING[::-1], None),
         ([*FALLING[:200], 1e-6, *FALLING[201:]], (200, 1e-6)),
+        # In the first steps only what is a hundred times all others, before and after it, is one.
+        ([*LEVEL[:3], 50.0, *LEVEL], None),
+        ([*LEVEL[:3], 500.0, *LEVEL], (3, 500.0)),
+        ([*LEVEL[:3], 500.0, *LEVEL[:10]], (3, 500.0)),
+        ([*LEVEL[:3], 500.0, *LEVEL[:5]], None),
+        ([500.0, *LEVEL], None),
+        ([*LEVEL[:3], 500.0, *LEVEL, 6.0, *LEVEL], None),
+        # A warm-up rises from next to nothing, and stays.
+        ([1e-6, 1e-4, 1e-2, *LEVEL], None),
+        ([1e-4, 10.0, *(10.0 * 0.5**step for step in range(40))], None),
         # Few steps have no usual norm.
         ([*LEVEL[:15], 50.0], None),
         ([*LEVEL[:16], 50.0], (16, 50.0)),
@@ -356,6 +366,62 @@ def test_a_norm_that_stands_out_from_its_own_past_is_a_spike(
         assert "largest spike" not in text
     else:
         assert f"largest spike: w, {spike[1]:.3g} at step {spike[0]}, " in text
+
+
+NOISE = [1.0, 1.4, 0.8, 1.2, 0.7, 1.1]
+# Twice as large every other step, by leaps at last.
+EXPLODES = [NOISE[step % 6] * 1.4**step for step in range(40)] + [3e8, 5e9, 2e11]
+
+
+def test_norms_that_only_grow_are_no_spikes() -> None:
+    histories = {f"p{number}": EXPLODES for number in range(8)}
+    found = report(records({**histories, "calm": [*LEVEL[:30], 50.0, *LEVEL[:12]]}))
+    assert [track.name for track in found.history.tracks if track.spike] == ["calm"]
+    text = found.text(width=110)
+    assert row(text, "calm")[-2:] == ["<-", "spike"]
+    assert text.count("<- spike") == 1
+    assert "exploding: p0, p1, p2, p3, and 4 more; p0 has grown from 1 to 2e+11\n" in text
+
+
+def test_a_module_that_is_seldom_called_explodes_in_few_records() -> None:
+    """It has two norms before it is non-finite, in many steps without any."""
+    seldom = [2.0 if step == 0 else 8e25 if step == 20 else None for step in range(40)]
+    seldom[30:] = [NAN if step % 10 == 0 else None for step in range(30, 40)]
+    calm = {f"p{number}": [1.0 + 0.1 * (step % 3) for step in range(40)] for number in range(5)}
+    remarks = report(records({**calm, "seldom": seldom})).remarks
+    assert [one for one in remarks if one.startswith("exploding")] == [
+        "exploding: seldom; seldom has grown from 2 to 8e+25 before it was non-finite at step 30"
+    ]
+    assert not [one for one in remarks if one.startswith(("noisy", "vanishing"))]
+    # A single high norm among few is no growth.
+    back = {"back": [1.0, 5e5, 1.0, 1.0, *[None] * 36]}
+    assert not [one for one in report(records({**calm, **back})).remarks if "exploding" in one]
+
+
+def test_where_no_parameter_got_a_gradient_they_are_named() -> None:
+    waited = "was due in 3 steps and has not fired yet: no gradient reached any parameter"
+    given = {"logged": ("w", "v"), "params": ("w", "v")}
+    starved = report(**given, statuses={"norms": RuleStatus(2, 0, 0.0, None, (waited,))})  # type: ignore[arg-type]
+    assert "never got a gradient: w, v" in starved.remarks
+    never_due = report(**given, statuses={"norms": RuleStatus(2, 0, 0.0, None, ("odd",))})  # type: ignore[arg-type]
+    assert never_due.remarks == ()
+
+
+def test_a_table_for_the_page_says_how_serious_each_row_is() -> None:
+    found = report(records({"a": [1.0] * 3, "b": [1.0, NAN, 1.0]}))
+    assert found.norms[0].table.plain()["levels"] == ["", "bad"]
+
+
+def test_a_report_of_many_parameters_is_quick() -> None:
+    """Ten thousand tensors that took minutes when each name was looked up anew among all others."""
+    names = [f"layer{number}.weight" for number in range(10_000)]
+    found = report(
+        records({name: [1.0 + step % 7 for step in range(100)] for name in names}),
+        logged=[*names, "silent"],
+    )
+    start = time.process_time()
+    found.text()
+    assert time.process_time() - start < 5
 
 
 def test_a_summary_of_twice_the_parameters_takes_twice_the_time() -> None:

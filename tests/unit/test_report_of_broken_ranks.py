@@ -1,0 +1,105 @@
+"""Reports of runs of which the file of a rank is damaged, cut off or missing: the other ranks are reported."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from commands import call_here
+from runs import meta, write
+
+from gradsurgeon import RecordError, open_run
+from gradsurgeon.report import from_run
+from gradsurgeon.store.run import open_run as open_stored
+
+STEPS = 3000
+
+
+@pytest.fixture
+def ranks(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a run of three ranks, each with a parameter of its own."""
+    path = tmp_path / "run"
+    for writer in [write(path, {f"p{rank}": [1.0] * STEPS}, rank=rank) for rank in range(3)]:
+        writer.close()
+    return path
+
+
+def cut(file: pathlib.Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("size", [0, 1000, 40_000])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported(
+    ranks: pathlib.Path, rank: int, size: int
+) -> None:
+    cut(ranks / f"rank-{rank}.db", size)
+    done = call_here("report", str(ranks), cwd=ranks.parent)
+    assert done.returncode == 2
+    assert f"; without rank {rank}: " in done.stdout
+    assert f"rank-{rank}.db: " in done.stderr
+    shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  p")]
+    assert shown == ["parameter", *(f"p{one}" for one in range(3) if one != rank)]
+    page = call_here("report", str(ranks), "--html", "page.html", cwd=ranks.parent)
+    assert (page.returncode, page.stdout[:17]) == (2, "page.html: 1 run,")
+    assert f"rank-{rank}.db: " in page.stderr
+    found = call_here(
+        "report", str(ranks), "--fail-on", "trap", "--format", "json", cwd=ranks.parent
+    )
+    assert found.returncode == 2
+    assert [note for note in json.loads(found.stdout)["notes"] if f"rank-{rank}.db" in note]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: pathlib.Path, rank: int) -> None:
+    file = ranks / f"rank-{rank}.db"
+    data = bytearray(file.read_bytes())
+    data[-30_000:] = b"\xff" * 30_000
+    file.write_bytes(data)
+    with open_run(ranks) as run:  # the tables are fine
+        report = from_run(run)
+        assert list(run.broken) == [rank]
+    assert [track.name for track in report.history.tracks] == [
+        f"p{n}" for n in range(3) if n != rank
+    ]
+    assert call_here("report", str(ranks), cwd=ranks.parent).returncode == 2
+
+
+def test_of_files_that_are_all_damaged_there_is_no_report(ranks: pathlib.Path) -> None:
+    for rank in range(3):
+        cut(ranks / f"rank-{rank}.db", 40_000 if rank else 100)
+    done = call_here("report", str(ranks), cwd=ranks.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gradsurgeon: ")
+    with pytest.raises(RecordError):
+        open_run(ranks)
+
+
+def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> None:
+    cut(ranks / "rank-1.db", 100)
+    with pytest.raises(RecordError, match=r"rank-1\.db"):
+        open_run(ranks)
+
+
+@pytest.mark.parametrize(
+    ("world", "removed", "said"),
+    [
+        (3, [], ""),
+        (None, [], ""),
+        (None, [1], "without rank 1: no file rank-1.db is here"),
+        (3, [2], "without rank 2: no file rank-2.db is here"),
+        (5, [1], "without ranks 1, 3, 4: no file rank-1.db ... is here"),
+        (True, [1], "without rank 1: "),
+        (10**30, [1], "without rank 1: "),
+    ],
+)
+def test_a_file_that_is_missing_is_named(
+    ranks: pathlib.Path, world: int | None, removed: list[int], said: str
+) -> None:
+    (ranks / "run.json").write_text(json.dumps({"format": 1, **meta(), "ranks": world}))
+    for rank in removed:
+        (ranks / f"rank-{rank}.db").unlink()
+    with open_stored(ranks, partly=True) as run:
+        notes = [note for note in from_run(run).notes if note.startswith("without")]
+    assert [note[: len(said)] for note in notes] == [said] * bool(said)
