@@ -18,6 +18,7 @@ from gradsurgeon.actions._methods import METHODS
 OPTIONS: dict[str, dict[str, Any]] = {
     "cagrad": {"c": 0.5},
     "fairgrad": {"alpha": 1.0},
+    "krum": {"n_byzantine": 0},
 }
 
 Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]

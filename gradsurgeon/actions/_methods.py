@@ -8,7 +8,7 @@ follow from these products alone, without memory of earlier steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsurgeon._libraries import library
@@ -39,9 +39,10 @@ class Method:
         paper: its source.
         size: the result without conflict and without `preference`.
         about: its effect, in a line.
-        options: its options, which must be given.
+        options: its options, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
         takes_preference: whether it can prefer some losses to others.
+        keeps_zeros: whether a zero gradient counts; other methods leave it out.
         follows_scale: whether the common scale of all gradients matters.
     """
 
@@ -49,21 +50,25 @@ class Method:
     paper: str
     size: Size
     about: str
-    options: tuple[str, ...] = ()
+    options: Mapping[str, bool] = field(default_factory=dict)
     solvers: tuple[str, ...] = ()
     takes_preference: bool = False
+    keeps_zeros: bool = False
     follows_scale: bool = False
 
     @property
     def keys(self) -> set[str]:
         """The options of a rule that the method uses."""
-        return {*self.options, *(["preference"] if self.takes_preference else [])}
+        preferring = ("preference", "memory") if self.solvers else ("preference",)
+        return {*self.options, *(preferring if self.takes_preference else ())}
 
 
 # The options of single methods, each as a file may have it.
 OPTIONS: Mapping[str, str] = {
     "c": "c: 0.4",
     "alpha": "alpha: 1",
+    "n_byzantine": "n_byzantine: 1",
+    "n_selected": "n_selected: 2",
     "weights": "weights: {seg: 1, depth: 0.5}",
 }
 
@@ -81,7 +86,7 @@ METHODS: Mapping[str, Method] = {
         "DualProjWeighting",
         "GEM, arXiv 1706.08840",
         "the average",
-        "projects the average so that it conflicts with no gradient",
+        "projects the average so that it conflicts with no gradient; with `memory`, A-GEM (arXiv 1812.00420)",
         solvers=_QUADRATIC,
         takes_preference=True,
     ),
@@ -115,7 +120,7 @@ METHODS: Mapping[str, Method] = {
         "arXiv 2110.14048",
         "at most 1 + `c` times the length of the average",
         "searches around the average, within `c` times its length, for the best result for the worst loss",
-        options=("c",),
+        options={"c": True},
         solvers=("cvxpy", "clarabel"),
     ),
     "fairgrad": Method(
@@ -124,9 +129,17 @@ METHODS: Mapping[str, Method] = {
         "a length of its own",
         "shares the progress of the losses alpha-fairly; its length follows from `alpha` and the gradients, so no "
         "learning rate carries over",
-        options=("alpha",),
+        options={"alpha": True},
         solvers=("scipy",),
         follows_scale=True,
+    ),
+    "krum": Method(
+        "KrumWeighting",
+        "NeurIPS 2017, Blanchard et al.",
+        "an average, with weights that add up to 1",
+        "takes the average of the `n_selected` gradients that are closest to the others",
+        options={"n_byzantine": True, "n_selected": False},
+        keeps_zeros=True,
     ),
     "mean": Method("MeanWeighting", "-", "the average", "averages the gradients"),
     "sum": Method("SumWeighting", "-", "the sum", "sums the gradients, as without a rule"),
@@ -135,7 +148,7 @@ METHODS: Mapping[str, Method] = {
         "-",
         "the sum by its `weights`",
         "sums the gradients with the `weights` of the rule",
-        options=("weights",),
+        options={"weights": True},
     ),
     "random": Method(
         "RandomWeighting",
@@ -173,10 +186,11 @@ class Weigher:
             products: their inner products, float64 of shape ``[n, n]``, on the host and finite.
 
         Raises:
-            ValueError: the solver of the method failed.
+            ValueError: there are too few gradients for the method, or its solver failed.
         """
         weights = products.new_ones(len(products))
-        rows = (products.diagonal() > 0).nonzero().flatten()  # a zero gradient does not count
+        counts = weights if self._method.keeps_zeros else products.diagonal()
+        rows = (counts > 0).nonzero().flatten()
         if not len(rows):
             return weights
         some = products[rows][:, rows]
@@ -196,7 +210,7 @@ class Weigher:
         if self._preference is not None:
             options["pref_vector"] = preference = products.new_tensor(self._preference)[rows]
             if not preference.all() and self._method.solvers:
-                # The constraint of a loss with the preference 0 must be exact.
-                linalg = library("torchjd.linalg", EXTRA, "`preference`")
+                # The constraint of a loss under `memory` must be exact.
+                linalg = library("torchjd.linalg", EXTRA, "`memory`")
                 options["projector"] = linalg.QuadprogProjector(norm_eps=0.0, reg_eps=1e-12)
         return getattr(self._jd, self._method.weighting)(**options)

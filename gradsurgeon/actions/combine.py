@@ -11,8 +11,8 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, is_number
-from gradsurgeon.actions._kinds import LossNumbers, LossRule
+from gradsurgeon.actions._fields import Flaw, is_number, is_whole
+from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
 
@@ -22,7 +22,9 @@ else:
     MethodName = Literal[tuple(METHODS)]
 
 # The options that name losses, which rules on modules cannot do.
-_NAMING = ("preference", "weights")
+_NAMING = ("preference", "memory", "weights")
+# `krum` needs as many more gradients than the wrong ones.
+_MORE_THAN_WRONG = 3
 
 
 class Combine(LossRule):
@@ -38,7 +40,7 @@ class Combine(LossRule):
     On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it combines the
     gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
-    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average.
+    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average (`krum` keeps it).
     If a gradient is non-finite, or the solver of a method fails, the parameters get the plain sum, and an event gives the
     reason. Each call records the `weight` of each loss, and `distance`, the norm of the difference from the plain
     sum over the norm of that sum; under `mode="observe"` both describe the combination that was not applied.
@@ -47,8 +49,8 @@ class Combine(LossRule):
     {METHODS}
 
     `preference` makes losses count more than others, if the method supports it: without conflict the result is the sum
-    of the gradients times the preferences. A loss with the preference 0 only constrains: the result must not conflict
-    with it (A-GEM, arXiv 1812.00420).
+    of the gradients times the preferences. Losses under `memory` only
+    constrain: the result must not conflict with them (A-GEM, arXiv 1812.00420).
 
     ## Why use it
     Losses that share a trunk compete for it: their gradients point in opposite directions, and the larger one wins. Use
@@ -91,9 +93,13 @@ class Combine(LossRule):
     preference: Annotated[
         LossNumbers | None,
         Field(
-            description="How much losses count, by name; a loss without a number has 1, a loss with 0 only constrains.",
+            description="How much losses count, by name; a loss without a number has 1.",
             examples=[{"seg": 1, "depth": 0.5}],
         ),
+    ] = None
+    memory: Annotated[
+        LossNames | None,
+        Field(description="The losses that only constrain the others."),
     ] = None
     c: Annotated[
         float | None,
@@ -104,6 +110,13 @@ class Combine(LossRule):
         Field(
             ge=0, description="Of `fairgrad`: 0 the average, 1 proportional, large: the worst loss."
         ),
+    ] = None
+    n_byzantine: Annotated[
+        int | None, Field(ge=0, description="Of `krum`: how many gradients may be anything.")
+    ] = None
+    n_selected: Annotated[
+        int | None,
+        Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
     ] = None
     weights: Annotated[
         LossNumbers | None,
@@ -116,20 +129,20 @@ class Combine(LossRule):
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        on_modules = given.get("modules") is not None
         name = given.get("method")
         if isinstance(name, str) and name in METHODS:
-            yield from _flaws_of_options(name, given, on_modules=on_modules)
-        losses = given.get("losses")
-        if on_modules:
+            yield from _flaws_of_options(name, given)
+        if given.get("modules") is not None:
             for option in _NAMING:
                 if given.get(option) is not None:
                     message = f"`{option}` names losses, and modules have none"
                     hint = "remove it, or name `params` and `losses`"
                     yield Flaw(option, message, hint, key=True)
-        elif isinstance(losses, list | tuple):
+        elif isinstance(losses := given.get("losses"), list | tuple):
             # A file may list values of any type, which no mapping can be asked for.
             yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
+            if name == "krum":
+                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,22 +163,27 @@ class Combine(LossRule):
         }
         if "weights" in options:
             options["weights"] = [options["weights"][name] for name in losses]
-        given = self.preference
-        preference = None if given is None else [given.get(name, 1.0) for name in losses]
-        return Combination(Weigher(self.method, options, preference))
+        return Combination(Weigher(self.method, options, self._preferences()))
+
+    def _preferences(self) -> list[float] | None:
+        losses, memory = self.losses or (), self.memory or ()
+        if self.preference is None and not memory:
+            return None
+        given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))
+        return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
 
 
-def _flaws_of_options(name: str, given: Mapping[str, Any], *, on_modules: bool) -> Iterator[Flaw]:
+def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
     """Yield the options that a method needs and lacks, and those that it does not have."""
-    for option in (*OPTIONS, "preference"):
+    for option in (*OPTIONS, "preference", "memory"):
         if given.get(option) is not None:
             if option not in METHODS[name].keys:
                 owners = [one for one, method in METHODS.items() if option in method.keys]
                 hint = f"remove it; it belongs to {', '.join(owners)}"
                 message = f"`method: {name}` has no option `{option}`"
                 yield Flaw(option, message, hint, key=True, check="unknown-key")
-        elif option in METHODS[name].options:
-            if on_modules and option in _NAMING:
+        elif METHODS[name].options.get(option):
+            if given.get("modules") is not None and option in _NAMING:
                 message = f"`method: {name}` needs names of losses, and modules have none"
                 yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
             else:
@@ -175,14 +193,8 @@ def _flaws_of_options(name: str, given: Mapping[str, Any], *, on_modules: bool) 
 
 
 def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
-    for option in _NAMING:
-        names = given.get(option)
-        for name in names if isinstance(names, Mapping) else ():
-            if isinstance(name, str) and name not in losses:
-                message = f"`{name[:60]}` under `{option}` is none of the `losses`"
-                hint = did_you_mean(name[:60], losses) or "add it there"
-                yield Flaw((option, name), message, hint, key=True)
     if isinstance(preference := given.get("preference"), Mapping):
+        yield from _unknown_losses("preference", preference, losses)
         for name, value in preference.items():
             if is_number(value) and value < 0:
                 message = f"a preference is 0 or more, found the number {value}"
@@ -193,9 +205,45 @@ def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterato
             message = "every loss has the preference 0: no loss is trained"
             yield Flaw("preference", message, "give the trained losses more than 0")
     if isinstance(weights := given.get("weights"), Mapping):
+        yield from _unknown_losses("weights", weights, losses)
         for name in islice((name for name in losses if name not in weights), 1):
             message = f"the loss `{name[:60]}` has no weight"
             yield Flaw("weights", message, "give each of the `losses` a weight")
+    if isinstance(memory := given.get("memory"), list | tuple):
+        yield from _unknown_losses("memory", memory, losses)
+        yield from _flaws_of_memory(memory, preference, losses)
+
+
+def _flaws_of_memory(
+    memory: Sequence[object], preference: object, losses: Sequence[str]
+) -> Iterator[Flaw]:
+    if losses and all(name in memory for name in losses):
+        message = "every loss is under `memory`: no loss is trained"
+        yield Flaw("memory", message, "leave out the losses that are trained")
+    for index, name in enumerate(memory):
+        if isinstance(preference, Mapping) and isinstance(name, str) and name in preference:
+            message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
+            yield Flaw(("memory", index), message, "remove it from one of the two")
+
+
+def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
+    is_key = isinstance(names, Mapping)
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name not in losses:
+            near = did_you_mean(name[:60], losses)
+            message = f"`{name[:60]}` under `{option}` is none of the `losses`"
+            path = (option, name if is_key else index)
+            yield Flaw(path, message, near or "add it there", key=is_key)
+
+
+def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
+    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
+    if is_whole(wrong) and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
+        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
+        hint = "name more losses" if wrong == 0 else "name more losses, or lower it"
+        yield Flaw("n_byzantine", message, hint)
+    if is_whole(selected) and selected > losses:
+        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
 
 
 def _cited(method: Method) -> str:
@@ -205,8 +253,11 @@ def _cited(method: Method) -> str:
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
-        more = [f"takes `{option}`" for option in method.options]
-        more += ["knows `preference`"] * method.takes_preference
+        asks = ", ".join(
+            f"`{one}`" if must else f"`{one}` if given" for one, must in method.options.items()
+        )
+        more = [f"takes {asks}"] if asks else []
+        more += ["knows `preference`"] if method.takes_preference else []
         rest = "".join(f"; {one}" for one in more)
         lines.append(
             f"`{name}`{_cited(method)}: {method.about}; without conflict {method.size}{rest}."

@@ -22,6 +22,7 @@ _QUOTED = (
     "model",
     "where.module_type",
     "losses",
+    "memory",
 )
 _ENDS = "training with these rules ends with an error before its first step"
 _WARNINGS = {

@@ -48,6 +48,8 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
     make, losses_of = MODELS[model_name]
     model, x = make(), torch.randn(5, 6)
     names = list(losses_of(model, x))
+    if method == "krum" and len(names) < 3:
+        pytest.skip("krum takes three losses at least")
     options = dict(OPTIONS.get(method, {}))
     if method == "constant":
         options["weights"] = dict(zip(names, [2.0, 0.5, -1.0], strict=False))
@@ -246,11 +248,11 @@ def test_a_preference_counts_and_ones_give_the_sum() -> None:
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_with_the_preference_0_only_constrains() -> None:
+def test_a_memory_only_constrains() -> None:
     """A-GEM, equation 11: what conflicts with the memory is taken away, and nothing else changes."""
     model, x = Heads(), torch.randn(5, 6)
     mine, memory = jacobian(two(model, x), trunk_of(model))
-    rule = {"action": "combine", "method": "dualproj", "preference": {"depth": 0}}
+    rule = {"action": "combine", "method": "dualproj", "memory": ["depth"]}
     gradsurgeon.apply(model, rules(rule))
     gradsurgeon.backward(two(model, x))
     product = torch.dot(mine, memory)

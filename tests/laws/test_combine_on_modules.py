@@ -90,6 +90,8 @@ def armed(model: nn.Module, *given: dict[str, Any], **options: Any) -> gradsurge
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"constant"}))
 def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: int) -> None:
+    if method == "krum" and heads < 3:
+        pytest.skip("krum takes three gradients at least")
     model, x = many_heads(heads)
     wanted = by_hand(model, losses(model(x)), drawn_by(method))
     rule = {"action": "combine", "modules": "heads.*", "method": method, **OPTIONS.get(method, {})}

@@ -29,7 +29,7 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 
 OF = {"modules": ["seg", "depth"], "tensor": "input.grad"}
-TWO = [name for name in METHODS if name != "constant"]
+TWO = [name for name in METHODS if name not in ("krum", "constant")]
 
 
 def on_heads(*given: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ C = 0.4
 GIVEN: Mapping[str, dict[str, Any]] = {
     "cagrad": {"c": C},
     "fairgrad": {"alpha": 2.0},
+    "krum": {"n_byzantine": 0, "n_selected": 2},
     "constant": {"weights": [1.0, -2.0, 0.5]},
 }
 
@@ -107,7 +108,8 @@ class TestTorchJD:
         needed = {
             name for name, one in parameters.items() if one.default is inspect.Parameter.empty
         }
-        assert set(known.options) == needed
+        assert {name for name, must in known.options.items() if must} == needed
+        assert set(known.options) <= set(parameters)
         assert ("pref_vector" in parameters) is known.takes_preference
         assert ("projector" in parameters) is (known.takes_preference and bool(known.solvers))
 

@@ -162,6 +162,7 @@ class TestPlan:
         options: dict[str, dict[str, Any]] = {
             "cagrad": {"c": 1},
             "fairgrad": {"alpha": 1},
+            "krum": {"n_byzantine": 0, "losses": ["a", "b", "c"]},
             "constant": {"weights": {"seg": 1, "depth": 1}},
         }
         scale, *_ = plan(combine(method=method, **options.get(method, {}))).rule_warnings["surgery"]
