@@ -103,8 +103,8 @@ class LoopCheck(Check):
 
     def before_update(self, update: Update) -> Iterator[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
-        owner.tensors = update.tensors
-        owner.witnesses = update.tensors[:: max(1, len(update.tensors) // _WITNESSES)][:_WITNESSES]
+        owner.tensors = [tensor for tensor in update.tensors if tensor in update.group]
+        owner.witnesses = owner.tensors[:: max(1, len(owner.tensors) // _WITNESSES)][:_WITNESSES]
         if owner.looks:
             stale = sorted(owner.kept.intersection(owner.witnesses))
             owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0

@@ -107,16 +107,16 @@ class UpdateCheck(Check):
             waited = {t: owner.suspects[t] for t in still}
             owner.suspects.clear()
             yield from self._causes(owner, update, waited)
-        window = number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
+        window = number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
         if number <= _FIRST or window:
             self._look(owner, update, window=window)
 
     def _look(self, owner: _Owner, update: Update, *, window: bool) -> None:
         having = [t for t in update.tensors if update.params[t].grad is not None]
         new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
-        known = [t for t in new if t in owner.samples and len(owner.samples[t]) == len(new[t])]
-        for tensors in by_device(known, new):
-            shares = differing([owner.samples[t] for t in tensors], [new[t] for t in tensors])
+        old = {t: owner.samples.get(t, new[t]) for t in new}
+        for tensors in by_device(new, new):
+            shares = differing([old[t] for t in tensors], [new[t] for t in tensors])
             finite = torch.stack([new[t].isfinite().all() for t in tensors])
             judged = partial(self._judge, owner, update, tensors, window=window)
             update.later(torch.stack([shares, finite.float()]), judged)
