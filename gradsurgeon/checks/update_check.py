@@ -107,7 +107,9 @@ class UpdateCheck(Check):
             waited = {t: owner.suspects[t] for t in still}
             owner.suspects.clear()
             yield from self._causes(owner, update, waited)
-        window = number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
+        window = (
+            number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
+        )
         if number <= _FIRST or window:
             self._look(owner, update, window=window)
 
