@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,67 +26,66 @@ class Finding:
     names: tuple[str, ...] = ()
 
 
-Later = Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
+class Moment(Protocol):
+    """A moment of a training, for one rule.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pass:
-    """A backward pass, before and after it runs.
+    Tensors are looked up when they are asked for. Of a sharded parameter only the local part is there.
 
     Attributes:
-        step: the number of the update that it feeds.
-        tensors: the parameters that it reached; none are known before it runs.
-        params: all parameters of the rule.
-        strangers: trained leaves that it reached and that belong to no model of a session.
-        loss: the value that the pass began from, detached; ``None`` if it was not one number.
-        loss_made_by: the operation that computed it, as ``nll_loss``; empty if unknown.
-        norms: the norms of the gradients after it, if they were measured anyway.
-        evaluated: whether all modules of the last forward pass were in evaluation mode; ``None`` if unknown.
-        later: calls a function with values on the host, once they have arrived there, and tells what it finds.
+        step: the number of the update, or of the update that a backward pass feeds.
+        tensors: the parameters of the rule that the optimizer owns, or that none owns; for a pass, those it reached.
+        params: the parameters of the rule.
+        grads: the gradients that are there now.
     """
 
     step: int
     tensors: Sequence[int]
     params: Mapping[int, Tensor]
-    later: Later
-    strangers: Sequence[Tensor] = ()
-    loss: Tensor | None = None
-    loss_made_by: str = ""
-    norms: Sequence[Tensor] = ()
-    evaluated: bool | None = None
+    grads: Mapping[int, Tensor]
+
+    def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
+        """Call ``judge`` with values on the host, once they have arrived there, and tell what it finds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Update:
-    """An update of one optimizer, before and after it takes place.
+class Pass(Moment, Protocol):
+    """A backward pass, right before and right after it runs.
 
     Attributes:
-        owner: stands for the optimizer; hashable.
-        step: the number of the update.
-        tensors: the parameters of the rule that the optimizer owns, or that no optimizer owns.
-        params: these parameters, with their gradients in `grad`; the local part of a sharded one.
-        group: by parameter, its group of the optimizer; parameters that no optimizer owns are missing.
+        loss: the value that the pass began from, detached; ``None`` if it was not one number.
+        loss_made_by: the operation that computed it, such as ``nll_loss``; empty if unknown.
+        evaluated: whether the model is in evaluation mode, as far as that matters to it; ``None`` if it does not.
+    """
+
+    loss: Tensor | None
+    loss_made_by: str
+    evaluated: bool | None
+
+    def strangers(self) -> Sequence[Tensor]:
+        """Return trained leaves that the pass reached, and that belong to no module and no optimizer."""
+
+
+class Update(Moment, Protocol):
+    """An update of one optimizer, right before and right after it takes place.
+
+    Attributes:
+        owner: stands for the optimizer.
+        groups: by parameter, its group of the optimizer; parameters that no optimizer owns are missing.
         state: by parameter, its state in the optimizer.
         kinds: by parameter, the class name of the module that holds it.
-        later: calls a function with values on the host, once they have arrived there, and tells what it finds.
         took_place: whether the optimizer was allowed to update; known after the update.
-        frozen: the parameters that a `freeze` rule hid, by the rule's id.
-        scale: the loss scale that the gradients still carry before the update; ``None`` if they carry none.
+        frozen: the parameters that a `freeze` rule hid, by the rule's id; known after the update.
+        scale: the loss scale that the gradients still carry; ``None`` if they carry none.
         mail: reaches the ranks that train replicas; ``None`` if there are none.
     """
 
     owner: Hashable
-    step: int
-    tensors: Sequence[int]
-    params: Mapping[int, Tensor]
-    group: Mapping[int, Mapping[str, Any]]
+    groups: Mapping[int, Mapping[str, Any]]
     state: Mapping[int, Mapping[str, Any]]
-    later: Later
-    kinds: Mapping[int, str] = field(default_factory=dict)
-    took_place: bool = True
-    frozen: Mapping[int, str] = field(default_factory=dict)
-    scale: float | None = None
-    mail: Mail | None = None
+    kinds: Mapping[int, str]
+    took_place: bool
+    frozen: Mapping[int, str]
+    scale: float | None
+    mail: Mail | None
 
 
 class Mail(Protocol):
@@ -105,7 +104,7 @@ class Mail(Protocol):
     local: bool
 
     def post(self, key: str, data: bytes) -> None:
-        """Send bytes for the first of the ranks."""
+        """Send bytes to the first of the ranks."""
 
     def take(self, key: str) -> Sequence[bytes] | None:
         """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
@@ -122,6 +121,11 @@ class Check:
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         """Look at a backward pass that has ended."""
         del done
+        return ()
+
+    def before_unscaling(self, update: Update) -> Iterable[Finding]:
+        """Look at gradients that a `GradScaler` is about to unscale, because the script has not."""
+        del update
         return ()
 
     def before_update(self, update: Update) -> Iterable[Finding]:

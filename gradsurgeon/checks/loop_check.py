@@ -80,44 +80,40 @@ class LoopCheck(Check):
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
             used, owner.used = owner.used, {}
-            params = starting.params
-            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(params.get(t), at, old)}
-            owner.kept = {t for t in owner.kept if _has_gradient(params, t)}
+            grads = starting.grads
+            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
+            owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            if owner.looks and (flag := _any_of(done.params, owner.witnesses)) is not None:
+            if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
                 owner.came = flag if owner.came is None else owner.came | flag
             if owner.clips:
-                owner.norm_after_pass = _norm(
-                    done.params[t] for t in owner.tensors if t in done.params
-                )
+                owner.norm_after_pass = _norm(done.grads, owner.tensors)
         if done.evaluated is not None:
             self._modes.add(done.evaluated)
         if done.loss is not None:
-            finite = [norm.isfinite().all().to(done.loss.device) for norm in done.norms]
-            lost = torch.stack([done.loss.isfinite().logical_not(), *finite]).all()
-            done.later(torch.stack([lost.float(), done.loss.float()]), partial(_judge_loss, done))
+            lost = done.loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, done.loss.float()]), partial(_judge_loss, done))
         return ()
+
+    def before_unscaling(self, update: Update) -> Iterator[Finding]:
+        return _clipped(self._owners.setdefault(update.owner, _Owner()), update)
 
     def before_update(self, update: Update) -> Iterator[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
-        owner.tensors = [tensor for tensor in update.tensors if tensor in update.group]
-        owner.witnesses = owner.tensors[:: max(1, len(owner.tensors) // _WITNESSES)][:_WITNESSES]
         if owner.looks:
-            stale = sorted(owner.kept.intersection(owner.witnesses))
-            owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
-            if owner.stale_in_a_row == IN_A_ROW:
-                text = _STALE.format(step=update.step, before=owner.last_step)
-                yield Finding("stale", text, tuple(stale))
+            owned = [tensor for tensor in update.tensors if tensor in update.groups]
+            owner.tensors = owned
+            owner.witnesses = owned[:: max(1, len(owned) // _WITNESSES)][:_WITNESSES]
             if owner.came is not None:
-                there = _any_of(update.params, owner.witnesses)
+                there = _any_of(update.grads, owner.witnesses)
                 now = torch.zeros_like(owner.came) if there is None else there
                 update.later(
                     torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
                 )
-            yield from _clipped(owner, update)
+            yield from _stale(owner, update)
         yield from self._mode(update)
 
     def after_update(self, update: Update) -> Iterable[Finding]:
@@ -127,7 +123,7 @@ class LoopCheck(Check):
         owner.kept, owner.came, owner.norm_after_pass = set(), None, None
         if owner.looks:
             for tensor in owner.witnesses:
-                grad = update.params[tensor].grad
+                grad = update.grads.get(tensor)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
                     owner.used[tensor] = at, sample(grad, at)
@@ -136,7 +132,7 @@ class LoopCheck(Check):
     def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
         came, there = seen.tolist()
         # The witnesses may be cleared on purpose, as the layers that a script freezes: then other gradients are there.
-        others = None if there or not came else _any_of(update.params, update.tensors)
+        others = None if there or not came else _any_of(update.grads, update.tensors)
         gone = came and not there and (others is None or not bool(others))
         owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
         if owner.gone_in_a_row == IN_A_ROW:
@@ -152,37 +148,45 @@ class LoopCheck(Check):
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
 
 
+def _stored(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.coalesce().values()
+
+
 def _any(grad: Tensor) -> Tensor:
-    return (grad if grad.layout == torch.strided else grad.coalesce().values()).any()
+    return _stored(grad).any()
 
 
-def _any_of(params: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
     """Return whether any element of some gradients is other than 0, 0-dim; ``None`` if there are no gradients."""
-    flags = [_any(params[t].grad) for t in tensors if t in params and params[t].grad is not None]
+    flags = [_any(grads[t]) for t in tensors if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
-def _has_gradient(params: Mapping[int, Tensor], tensor: int) -> bool:
-    flag = _any_of(params, (tensor,))
-    return flag is not None and bool(flag)
-
-
-def _is_kept(param: Tensor | None, at: Tensor, old: Tensor) -> bool:
+def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
     """Return whether a gradient still has the values that it had at the last update, if they are not all 0."""
-    grad = None if param is None else param.grad
     return grad is not None and bool(old.any()) and torch.equal(sample(grad, at), old)
 
 
-def _norm(params: Iterable[Tensor]) -> Tensor | None:
-    grads = [p.grad for p in params if p.grad is not None and p.grad.layout == torch.strided]
-    return torch.nn.utils.get_total_norm(grads) if grads else None
+def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
+    """Yield a finding if gradients that were there before the last update reach this one, again and again."""
+    stale = sorted(tensor for tensor in owner.kept if tensor in update.grads)
+    owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
+    if owner.stale_in_a_row == IN_A_ROW:
+        yield Finding(
+            "stale", _STALE.format(step=update.step, before=owner.last_step), tuple(stale)
+        )
+
+
+def _norm(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+    found = [grads[t] for t in tensors if t in grads and grads[t].layout == torch.strided]
+    return torch.nn.utils.get_total_norm(found) if found else None
 
 
 def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that still carry the loss scale always come to the same, smaller norm."""
     if update.scale is None or len(owner.clips) > IN_A_ROW:
         return
-    now = _norm(update.params.values())
+    now = _norm(update.grads, owner.tensors)
     if owner.norm_after_pass is None or now is None:
         # The norm after a pass is taken from the second update on: then the scale is known.
         owner.clips = owner.clips or [(0.0, 0.0)]
@@ -206,9 +210,9 @@ def _spread(values: Tensor) -> float:
 
 def _judge_loss(done: Pass, seen: Tensor) -> Iterator[Finding]:
     lost, loss = seen.tolist()
-    # Without norms from another rule, the gradients are still there on the host.
-    grads = [done.params[t].grad for t in done.tensors if t in done.params] if lost else []
-    if lost and (done.norms or all(g is None or bool(g.isfinite().all()) for g in grads)):
+    grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
+    # A NaN that is in the gradients as well is the trap's to tell.
+    if lost and all(bool(_stored(grad).isfinite().all()) for grad in grads):
         value = "NaN" if loss != loss else f"{loss:g}"  # noqa: PLR0124 # NaN
         made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
         yield Finding("loss", _LOSS.format(step=done.step, value=value, made=made))

@@ -82,7 +82,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return two sums over the bits of a tensor, of which at least one changes with any element. Shape ``[2]``, int64."""
     flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).view(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(flat.split(_CHUNK)):
+    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
         wide = chunk.to(torch.int64)
         # Sums modulo 2^64. Odd weights make a change of one element visible, other weights an exchange of two.
         places = torch.arange(len(wide), device=wide.device) + number * _CHUNK

@@ -70,7 +70,7 @@ class RanksCheck(Check):
         if mail is None or mail.local:
             return ()
         owner = self._owners.setdefault(update.owner, _Owner(len(self._owners)))
-        tensors = [t for t in update.tensors if t in update.group]
+        tensors = [t for t in update.tensors if t in update.groups]
         numbers = _numbers(update, tensors)
         if numbers is not None:
 
@@ -105,7 +105,8 @@ def _numbers(update: Update, tensors: Sequence[int]) -> Tensor | None:
     if not tensors:
         return None
     params = [update.params[t] for t in tensors]
-    numbers = [*(_norm(p.grad, p) for p in params), *(_norm(sample(p), p) for p in params)]
+    norms = [_norm(update.grads.get(t), update.params[t]) for t in tensors]
+    numbers = [*norms, *(_norm(sample(param), param) for param in params)]
     return torch.stack([number.to(params[0].device) for number in numbers])
 
 
@@ -114,7 +115,8 @@ def _norm(values: Tensor | None, param: Tensor) -> Tensor:
         return torch.full((), -1.0, device=param.device)
     if values.layout != torch.strided:
         values = values.coalesce().values()
-    return torch.linalg.vector_norm(values, dtype=_wide(param)).float()
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=_wide(param))
+    return norm.float()
 
 
 def _wide(param: Tensor) -> torch.dtype:

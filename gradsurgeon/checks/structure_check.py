@@ -35,15 +35,13 @@ class StructureCheck(Check):
         new = [
             t
             for t in update.tensors
-            if t not in self._seen
-            and _is_matrix(update.params[t])
-            and update.params[t].grad is not None
+            if t not in self._seen and _is_matrix(update.params[t]) and t in update.grads
         ]
         self._seen.update(new)
         self._equal |= dict.fromkeys((t for t in new if _has_units(update, t)), 0)
         # At the first update the gradients of equal units may cancel: then rounding noise tells nothing.
         looked_at = [t for t in self._equal if t in update.params]
-        copies = [t for t in looked_at if _is_copied(update.params[t])]
+        copies = [t for t in looked_at if _is_copied(update.params[t], update.grads.get(t))]
         for tensor in looked_at:
             self._equal[tensor] += 1
             if (
@@ -76,9 +74,8 @@ def _rows_equal(param: Tensor) -> bool:
     return torch.equal(weight[0], weight[1]) and torch.equal(weight, weight[:1].expand_as(weight))
 
 
-def _is_copied(param: Tensor) -> bool:
+def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
     """Return whether the rows of a weight are equal and have equal gradients other than 0."""
-    grad = param.grad
     if grad is None or grad.layout != torch.strided or not _rows_equal(param):
         return False
     same = torch.allclose(grad, grad[:1].expand_as(grad), rtol=_ROUNDING, atol=0.0)

@@ -72,9 +72,11 @@ class UpdateCheck(Check):
     def __init__(self) -> None:
         self._owners: dict[Hashable, _Owner] = {}
         self._outside: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._passes = 0
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
-        for leaf in done.strangers:
+        self._passes += 1
+        for leaf in done.strangers() if self._passes <= 2 * WINDOW else ():
             known = self._outside.get(id(leaf))
             if known is None or known[0] is not leaf:
                 # Held, so that no other leaf gets its id; a leaf made anew in each pass makes room for the next.
@@ -90,9 +92,9 @@ class UpdateCheck(Check):
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
         for tensor in owner.suspects:
-            param = update.params.get(tensor)
-            if param is not None and param.grad is not None:
-                at = largest(param.grad)
+            param, grad = update.params.get(tensor), update.grads.get(tensor)
+            if param is not None and grad is not None:
+                at = largest(grad)
                 owner.tests[tensor] = at, sample(param, at)
         return ()
 
@@ -114,7 +116,7 @@ class UpdateCheck(Check):
             self._look(owner, update, window=window)
 
     def _look(self, owner: _Owner, update: Update, *, window: bool) -> None:
-        having = [t for t in update.tensors if update.params[t].grad is not None]
+        having = [t for t in update.tensors if t in update.grads]
         new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
         old = {t: owner.samples.get(t, new[t]) for t in new}
         for tensors in by_device(new, new):
@@ -142,7 +144,7 @@ class UpdateCheck(Check):
         usual = _usual_gradient(update) if waited else 0.0
         found: dict[str, list[tuple[int, str]]] = {}
         for tensor, updates in waited.items():
-            grad = update.params[tensor].grad
+            grad = update.grads.get(tensor)
             if grad is None or not _rms(grad) > _NOISE * usual:
                 continue
             cause, text, patience = _cause(update, tensor, owner)
@@ -161,7 +163,7 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
 
 def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
     """Return why a parameter does not move, the sentence that says it, and for how many updates that may be meant."""
-    param, group = update.params[tensor], update.group.get(tensor)
+    param, group = update.params[tensor], update.groups.get(tensor)
     patience = PATIENCE if param.dtype in _HALF else WINDOW
     values: dict[str, object] = {}
     if (rule := update.frozen.get(tensor)) is not None:
@@ -174,7 +176,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
         lr = values["lr"] = float(group.get("lr", 1.0))
         dtype = _name(param.dtype)
         weight = float(param.detach().abs().float().median())
-        largest = 0.0 if param.grad is None else float(param.grad.detach().abs().max())
+        largest = float(update.grads[tensor].detach().abs().max())
         values["remedy"] = (_REDUCED if param.dtype in _HALF else _FULL).format(dtype=dtype)
         values["small"] = f"; its largest gradient is {largest:.1e}" if largest < _SMALL else ""
         values |= {"dtype": dtype, "weight": weight, "gap": weight * torch.finfo(param.dtype).eps}
@@ -192,10 +194,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
 
 def _should_move(update: Update, tensor: int, lr: float) -> bool:
     """Return whether an update is surely larger than the rounding of the weight, for at least one element."""
-    param, state = update.params[tensor], update.state.get(tensor, {})
-    grad = param.grad
-    if grad is None:
-        return False
+    param, state, grad = update.params[tensor], update.state.get(tensor, {}), update.grads[tensor]
     size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
     # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
     if any("sq" in key or key == "sum" for key in state):
@@ -208,10 +207,10 @@ def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
     """Yield a finding for weights that an update made non-finite from finite gradients."""
     by_reason: dict[str, list[int]] = {}
     for tensor in spoilt:
-        grad = update.params[tensor].grad
+        grad = update.grads.get(tensor)
         if grad is None or not bool((grad._values() if grad.is_sparse else grad).isfinite().all()):  # noqa: SLF001 # no coalescing
             continue
-        dtype, eps = update.params[tensor].dtype, update.group.get(tensor, {}).get("eps")
+        dtype, eps = update.params[tensor].dtype, update.groups.get(tensor, {}).get("eps")
         vanishes = eps and not float(torch.tensor(float(eps), dtype=dtype))
         reason = _EPS.format(eps=eps, dtype=_name(dtype)) if vanishes else ""
         by_reason.setdefault(reason, []).append(tensor)
@@ -230,5 +229,5 @@ def _rms(grad: Tensor) -> float:
 
 def _usual_gradient(update: Update) -> float:
     """Return the median over all parameters of the root mean square of the gradient."""
-    sizes = [_rms(grad) for param in update.params.values() if (grad := param.grad) is not None]
+    sizes = [_rms(update.grads[t]) for t in update.tensors if t in update.grads]
     return float(torch.tensor(sizes).median()) if sizes else 0.0
