@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gradsurgeon import report
     from gradsurgeon.actions import (
         CaptureRule,
+        CheckRule,
         Decision,
         Edit,
         EditRule,
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
         TrapRule,
     )
     from gradsurgeon.actions.capture import Capture
+    from gradsurgeon.actions.check_loop import CheckLoop
+    from gradsurgeon.actions.check_ranks import CheckRanks
+    from gradsurgeon.actions.check_structure import CheckStructure
+    from gradsurgeon.actions.check_update import CheckUpdate
     from gradsurgeon.actions.clamp import Clamp
     from gradsurgeon.actions.clip_norm import ClipNorm
     from gradsurgeon.actions.combine import Combine
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.errors import (
         BindError,
+        CheckError,
         GradientSpikeError,
         GradSurgeonError,
         GradSurgeonWarning,
@@ -63,6 +69,12 @@ __all__ = [
     "Binding",
     "Capture",
     "CaptureRule",
+    "CheckError",
+    "CheckLoop",
+    "CheckRanks",
+    "CheckRule",
+    "CheckStructure",
+    "CheckUpdate",
     "Clamp",
     "ClipNorm",
     "Combine",
@@ -116,8 +128,12 @@ __all__ = [
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
+    "actions": "CaptureRule CheckRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
     "actions.capture": "Capture",
+    "actions.check_loop": "CheckLoop",
+    "actions.check_ranks": "CheckRanks",
+    "actions.check_structure": "CheckStructure",
+    "actions.check_update": "CheckUpdate",
     "actions.clamp": "Clamp",
     "actions.clip_norm": "ClipNorm",
     "actions.combine": "Combine",
@@ -131,7 +147,7 @@ _NAMES = {
     "actions.zero": "Zero",
     "diagnosis": "Diagnosis",
     "api": "apply backward load open_run plan remove replay tag",
-    "errors": "BindError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
+    "errors": "BindError CheckError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
     "NonFiniteGradientError RecordError RuleFileError TrapError",
     "events": "Event RuleStatus",
     "planning": "Binding Manifest Plan",

@@ -288,6 +288,16 @@ def reduces(wrapper: Any) -> bool:
     return bool(wrapper.require_backward_grad_sync)
 
 
+def averages_plainly(wrapper: Any) -> bool:
+    """Tell whether a wrapper averages by itself: no communication hook does something else."""
+    return not wrapper._comm_hooks  # noqa: SLF001 # there is no public name
+
+
+def ran_alone(wrapper: Any) -> bool:
+    """Tell whether the last forward pass of a wrapper was under `no_sync`, or without gradients."""
+    return not wrapper.require_forward_param_sync
+
+
 def is_reduced(wrapper: Any) -> bool:
     """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
     try:

@@ -18,12 +18,14 @@ class Finding:
         text: one sentence or two, with ``{names}`` where the names belong.
         tensors: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
         names: other names, for tensors that are not in the model.
+        step: the step in which it happened, if that is not the one in which it is told.
     """
 
     cause: str
     text: str
     tensors: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    step: int | None = None
 
 
 class Moment(Protocol):

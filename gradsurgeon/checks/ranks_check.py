@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradsurgeon import _dist
 from gradsurgeon.checks.base import Check, Finding, Mail, Update
 from gradsurgeon.checks.sampling import sample
 
@@ -23,7 +24,7 @@ _MOST_WAITING = 16
 _ROUNDING = 1e-4
 
 _GRADIENTS = (
-    "at step {step} ranks {ranks} have other gradients than rank {first} for {{names}}: norm {theirs:.3g} against "
+    "{ranks} other gradients than rank {first} for {{names}}: norm {theirs:.3g} against "
     "{ours:.3g}{until}. {remedy}"
 )
 _BYPASSED = (
@@ -35,7 +36,7 @@ _LOST = (
     "skips or that loses data"
 )
 _WEIGHTS = (
-    "at step {step} ranks {ranks} have other weights than rank {first} in {{names}}, although their gradients are "
+    "{ranks} other weights than rank {first} in {{names}}, although their gradients are "
     "alike{until}. {remedy}"
 )
 _STARTED = "Broadcast the weights of rank 0 before training, as DistributedDataParallel does, or seed all ranks alike before the model is made"
@@ -57,6 +58,7 @@ class _Owner:
     waiting: dict[int, tuple[list[_Row], Sequence[int]]] = field(default_factory=dict)
     alike: int = 0
     weights_alike: bool = False
+    is_local: bool = False
 
 
 class RanksCheck(Check):
@@ -67,9 +69,13 @@ class RanksCheck(Check):
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
-        if mail is None or mail.local:
+        if mail is None:
             return ()
         owner = self._owners.setdefault(update.owner, _Owner(len(self._owners)))
+        # Ranks that update alone, even once, drift apart: local SGD averages their weights now and then.
+        owner.is_local |= mail.local
+        if owner.is_local:
+            return ()
         tensors = [t for t in update.tensors if t in update.groups]
         numbers = _numbers(update, tensors)
         if numbers is not None:
@@ -165,7 +171,9 @@ def _compared(
             if mail.averaged or owner.alike >= ALIKE_UPDATES:
                 remedy = _LOST if owner.alike or not mail.averaged else _BYPASSED
                 said = _said(_GRADIENTS, mail, row, apart, until=until, remedy=remedy)
-                yield Finding("gradients", said, tuple(tensors[place] for place in apart))
+                yield Finding(
+                    "gradients", said, tuple(tensors[place] for place in apart), step=row.step
+                )
             owner.alike = 0
             continue
         owner.alike += 1
@@ -176,7 +184,7 @@ def _compared(
             remedy = _DRIFTED if owner.weights_alike else _STARTED
             since = "" if owner.weights_alike else ", and had from the start"
             said = _said(_WEIGHTS, mail, row, apart, until=since, remedy=remedy)
-            yield Finding("weights", said, tuple(tensors[place] for place in apart))
+            yield Finding("weights", said, tuple(tensors[place] for place in apart), step=row.step)
 
 
 def _differing(
@@ -195,8 +203,6 @@ def _said(
     template: str, mail: Mail, row: _Row, apart: dict[int, tuple[int, float, float]], **words: str
 ) -> str:
     _, theirs, ours = next(iter(apart.values()))
-    ranks = ", ".join(map(str, sorted({rank for rank, _, _ in apart.values()})))
+    ranks = _dist.having(sorted({rank for rank, _, _ in apart.values()}))
     first = mail.ranks[0]
-    return template.format(
-        step=row.step, ranks=ranks, first=first, theirs=theirs, ours=ours, **words
-    )
+    return template.format(ranks=ranks, first=first, theirs=theirs, ours=ours, **words)

@@ -53,6 +53,10 @@ class OneProcess:
     def refuse_uneven(self) -> None:
         """Refuse ranks that take different numbers of steps."""
 
+    def wrappers(self) -> list[Any]:
+        """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
+        return [wrapper for wrapper, _ in self._live()]
+
     def look_again(self) -> None:
         """Search again for parameters, some of which may be sharded by now."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _live
@@ -164,6 +165,16 @@ class _Update(_Moment):
         return {tensor: by_id[id(param)] for tensor, param in params if id(param) in by_id}
 
 
+def _optimizer_of(step: Step) -> Optimizer | None:
+    return step.optimizer() if isinstance(step, optimizers.Update) else None
+
+
+def _carries_scale(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether a scaler is going to unscale the gradients of an optimizer itself."""
+    states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
+    return states[id(optimizer)]["stage"] is OptState.READY
+
+
 def _maker(graph: BackwardGraph) -> str:
     """Return the operation that made the loss of a pass, such as ``nll_loss``."""
     node: Any = graph.roots[0] if graph.roots else None
@@ -192,13 +203,20 @@ class Checks:
         self._root = weakref.ref(model)
         self._told: set[tuple[str, str, Hashable]] = set()
         self._tensors: dict[tuple[str, StepCounter], tuple[int, Sequence[int]]] = {}
-        self.mail: Mail | None = None
+        self._mail: Mail | None = None
         if self._running:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self.kinds = {numbers[slot.name]: type(slot.owner).__name__ for slot in found}
             self._modal.update(m for m in model.modules() if isinstance(m, _MODAL))
-            self.mail = replica_mail(context)
+            self._mail = replica_mail(context)
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def mail(self) -> Mail | None:
+        return self._mail if _dist.world() > 1 else None
 
     def before_pass(self, graph: BackwardGraph) -> None:
         for moment, check, _ in self._passes((), graph):
@@ -214,17 +232,19 @@ class Checks:
     ) -> None:
         """Look at gradients that carry a loss scale right before the scaler unscales them, because the script has not."""
         for update, check in self._updates(counter, optimizer):
+            if not _carries_scale(scaler, optimizer):
+                return
             update.scale = scaler.get_scale()
             update.tell(check.before_unscaling(update))
 
     def before_update(self, step: Step) -> None:
-        for update, check in self._updates(step.counter, optimizers.of(step)):
+        for update, check in self._updates(step.counter, _optimizer_of(step)):
             self.context.event_log.count_fired(update.rule, step.counter.step)
             update.tell(check.before_update(update))
 
-    def after_update(self, step: Step, *, took_place: bool, frozen: Mapping[int, str]) -> None:
-        for update, check in self._updates(step.counter, optimizers.of(step)):
-            update.took_place, update.frozen = took_place, frozen
+    def after_update(self, step: Step, *, took_place: bool) -> None:
+        for update, check in self._updates(step.counter, _optimizer_of(step)):
+            update.took_place, update.frozen = took_place, self._frozen(step.counter)
             update.tell(check.after_update(update))
 
     def _passes(
@@ -250,6 +270,11 @@ class Checks:
             rule = running.stage.rule
             if rule.steps.due(counter.step) and (tensors := self._owned(running.stage, counter)):
                 yield _Update(self, running, counter, tensors, optimizer), running.check
+
+    def _frozen(self, counter: StepCounter) -> dict[int, str]:
+        freezes = self.context.program.freezes if self.context.mode == "act" else ()
+        due = [stage for stage in freezes if stage.rule.steps.due(counter.step)]
+        return {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
 
     def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
         """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""
@@ -279,10 +304,11 @@ class Checks:
             told = [names[tensor] for tensor in finding.tensors if tensor in news] or finding.names
             text = finding.text.format(names=shorten_names(told))
             event_log, name = self.context.event_log, told[0] if told else ""
-            message = f"{self.context.place(step, rule)}: {text}"
+            at = step if finding.step is None else finding.step
+            message = f"{self.context.place(at, rule)}: {text}"
             event_log.count_changed(rule, 1)
-            event_log.emit("check", message, rule=rule, step=step, name=name)
+            event_log.emit("check", message, rule=rule, step=at, name=name)
             if running.raises:
                 event_log.raise_later(
-                    CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=name)
+                    CheckError(message, rule=rule, step=at, rank=_dist.rank(), name=name)
                 )

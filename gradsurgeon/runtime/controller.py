@@ -17,6 +17,7 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
@@ -66,6 +67,7 @@ class Controller:
         self._agreement: DecidesAlone = DecidesAlone(context)
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
+        self.checks = Checks(context, model)
         self.traps = Traps(context, self._kept, self.spikes)
         self.losses = LossRules(context, self._together)
         self.backward = BackwardWatch(context, self)
@@ -131,6 +133,7 @@ class Controller:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self._meet_ranks()
         self.steps.end_failed()
+        self.checks.before_pass(graph)
         if reached is None or reached:
             with self._kept.spared():
                 tensors = None if reached is None else sorted(reached)
@@ -183,6 +186,7 @@ class Controller:
         with self.manual.in_step(accumulated=accumulated):
             for counter, snapshot in after_pass(context, done).items():
                 self.traps.add_snapshot(counter, snapshot)
+        self.checks.after_pass(done)
         count_passes(context, done)
         self.losses.passed(done.tensors)
         self._kept.reaching += 1
@@ -191,6 +195,7 @@ class Controller:
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
+        self.checks.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
@@ -229,6 +234,7 @@ class Controller:
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
+        self.checks.after_update(step, took_place=took_place and not step.skipped)
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)
@@ -287,6 +293,8 @@ class Controller:
         """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
         begun = self.steps.begun(optimizer)
         with self.context.scaling.steps(scaler, optimizer) as news:
+            if news and self.checks and (owner := self.steps.meet(optimizer)) is not None:
+                self.checks.before_unscaling(owner.counter, optimizer, scaler)
             yield
             if news and self.attached:
                 owner, scale = self.steps.meet(optimizer), self.context.scaling.stepping(optimizer)

@@ -44,7 +44,7 @@ class _ReplicaMail:
 
     @property
     def local(self) -> bool:
-        return any(not _dist.reduces(wrapper) for wrapper in self._context.ranks.wrappers())
+        return any(_dist.ran_alone(wrapper) for wrapper in self._context.ranks.wrappers())
 
     def post(self, key: str, data: bytes) -> None:
         if self.rank and self._is_open():

@@ -145,7 +145,7 @@ def flat_copies() -> Training:
                 for param, part in zip(params, parts, strict=True):
                     param.copy_(part.view_as(param))
 
-    return Training(model, [optimizer], loop)
+    return Training(model, [], loop)
 
 
 def input_gradients() -> Training:

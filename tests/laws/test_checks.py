@@ -31,7 +31,7 @@ STEPS = 40
 
 def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
     """Train under the checks; return their events."""
-    with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers) as session:
+    with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers or None) as session:
         training.loop()
     return [event for event in session.events if event.kind == "check"]
 
