@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradsurgeon import report as report
     from gradsurgeon.actions import CaptureRule as CaptureRule
+    from gradsurgeon.actions import CheckRule as CheckRule
     from gradsurgeon.actions import Decision as Decision
     from gradsurgeon.actions import Edit as Edit
     from gradsurgeon.actions import EditRule as EditRule
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from gradsurgeon.actions import ObserverRule as ObserverRule
     from gradsurgeon.actions import TrapRule as TrapRule
     from gradsurgeon.actions.capture import Capture as Capture
+    from gradsurgeon.actions.check_loop import CheckLoop as CheckLoop
+    from gradsurgeon.actions.check_ranks import CheckRanks as CheckRanks
+    from gradsurgeon.actions.check_structure import CheckStructure as CheckStructure
+    from gradsurgeon.actions.check_update import CheckUpdate as CheckUpdate
     from gradsurgeon.actions.clamp import Clamp as Clamp
     from gradsurgeon.actions.clip_norm import ClipNorm as ClipNorm
     from gradsurgeon.actions.combine import Combine as Combine
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from gradsurgeon.api import tag as tag
     from gradsurgeon.diagnosis import Diagnosis as Diagnosis
     from gradsurgeon.errors import BindError as BindError
+    from gradsurgeon.errors import CheckError as CheckError
     from gradsurgeon.errors import GradientSpikeError as GradientSpikeError
     from gradsurgeon.errors import GradSurgeonError as GradSurgeonError
     from gradsurgeon.errors import GradSurgeonWarning as GradSurgeonWarning
@@ -67,8 +73,12 @@ if TYPE_CHECKING:
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
+    "actions": "CaptureRule CheckRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
     "actions.capture": "Capture",
+    "actions.check_loop": "CheckLoop",
+    "actions.check_ranks": "CheckRanks",
+    "actions.check_structure": "CheckStructure",
+    "actions.check_update": "CheckUpdate",
     "actions.clamp": "Clamp",
     "actions.clip_norm": "ClipNorm",
     "actions.combine": "Combine",
@@ -82,7 +92,7 @@ _NAMES = {
     "actions.zero": "Zero",
     "diagnosis": "Diagnosis",
     "api": "apply backward load open_run plan remove replay tag",
-    "errors": "BindError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
+    "errors": "BindError CheckError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
     "NonFiniteGradientError RecordError RuleFileError TrapError",
     "events": "Event RuleStatus",
     "planning": "Binding Manifest Plan",

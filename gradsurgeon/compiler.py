@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule, in_order
+from gradsurgeon.actions import CheckRule, FreezeRule, LossRule, Rule, TrapRule, in_order
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -40,6 +40,7 @@ class Program:
     # Includes the traps, which look here and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
+    checks: tuple[Stage, ...] = ()
     # `in_backward` by parameter: one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     # Parameter to the rules that edit the contribution of one pass, rules on losses first.
@@ -49,7 +50,13 @@ class Program:
 
     @property
     def rules(self) -> list[Rule]:
-        stages = (*self.of_losses, *self.in_backward, *self.after_backward, *self.at_step)
+        stages = (
+            *self.of_losses,
+            *self.checks,
+            *self.in_backward,
+            *self.after_backward,
+            *self.at_step,
+        )
         found = {stage.rule.id: stage.rule for stage in stages}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
 
@@ -81,13 +88,17 @@ def compile_plan(plan: Plan) -> Program:
     index = {name: number for number, name in enumerate(names)}
     rules = in_order(plan.rules.rules)
     of_losses: list[Stage] = []
+    checks: list[Stage] = []
     stages: dict[str, list[Stage]] = {"backward": [], "accumulated": [], "step": []}
     for rule in rules:
         if rule.target == "params" and (bindings := plan.of(rule.id)):
             stage = Stage(rule, tuple(index[binding.name] for binding in bindings))
-            (of_losses if isinstance(rule, LossRule) else stages[rule.point]).append(stage)
+            if isinstance(rule, LossRule):
+                of_losses.append(stage)
+            else:
+                (checks if isinstance(rule, CheckRule) else stages[rule.point]).append(stage)
     in_backward, after_backward, at_step = stages.values()
-    every = (*of_losses, *in_backward, *after_backward, *at_step)
+    every = (*of_losses, *checks, *in_backward, *after_backward, *at_step)
     combined = [stage for stage in of_losses if stage.rule.edits]
     return Program(
         names=names,
@@ -96,6 +107,7 @@ def compile_plan(plan: Plan) -> Program:
         in_backward=tuple(in_backward),
         after_backward=tuple(after_backward),
         at_step=tuple(at_step),
+        checks=tuple(checks),
         per_tensor=_by_tensor(in_backward),
         contributing=_by_tensor([*combined, *in_backward]),
         modules=tuple(_modules(plan)),

@@ -231,6 +231,10 @@ class NonFiniteGradientError(TrapError):
     """A ``nan-trap`` rule found a gradient that is NaN or infinite and stopped the update."""
 
 
+class CheckError(TrapError):
+    """A check with ``then: raise`` found a fault of the training. The update may have taken place."""
+
+
 class GradientSpikeError(TrapError):
     """A ``spike-trap`` rule found a gradient far larger than those before it and stopped the update."""
 

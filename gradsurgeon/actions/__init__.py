@@ -20,6 +20,7 @@ from gradsurgeon.actions._effects import (
     Comparison,
     Decision,
     Edit,
+    Examination,
     Observer,
     Spikes,
 )
@@ -34,6 +35,7 @@ from gradsurgeon.actions._fields import (
 )
 from gradsurgeon.actions._kinds import (
     CaptureRule,
+    CheckRule,
     EditRule,
     FreezeRule,
     LossRule,
@@ -48,11 +50,13 @@ __all__ = [
     "TARGETS",
     "ByNorm",
     "CaptureRule",
+    "CheckRule",
     "Combination",
     "Comparison",
     "Decision",
     "Edit",
     "EditRule",
+    "Examination",
     "Example",
     "Flaw",
     "FreezeRule",

@@ -33,7 +33,7 @@ from gradsurgeon.errors import did_you_mean
 
 Point = Literal["backward", "accumulated", "step"]
 Moment = Literal["forward", "backward", "accumulated", "step"]
-Role = Literal["edit", "observe", "trap", "capture", "freeze"]
+Role = Literal["edit", "observe", "trap", "capture", "freeze", "check"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
 
@@ -273,7 +273,7 @@ class Rule(Options):
         if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
             problem = 'give it a name: `action: Literal["my-action"] = "my-action"`'
         elif not hasattr(cls, "role"):
-            problem = "derive it from EditRule, ObserverRule, TrapRule, CaptureRule or FreezeRule"
+            problem = "derive it from EditRule, ObserverRule, TrapRule, CheckRule, CaptureRule or FreezeRule"
         elif inspect.isabstract(cls):
             problem = "define `compile`"
         elif cls.role == "edit" and "accumulated" in cls.points:

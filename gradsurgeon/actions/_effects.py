@@ -13,6 +13,8 @@ from gradsurgeon.statistics import STATISTICS
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
+    from gradsurgeon.checks.base import Check
+
 Then = Literal["raise", "skip-step", "warn"]
 SpikeThen = Literal["clip", "skip-step", "warn", "raise"]
 
@@ -180,7 +182,22 @@ class Comparison:
     per: Literal["rule", "parameter", "module"]
 
 
-Effect = Edit | Observer | Decision | Spikes | Copies | Hidden | Combination | Comparison
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """A check that looks at passes and updates.
+
+    Attributes:
+        check: the check, for one session.
+        then: whether a finding is only told, or also raised at the update.
+    """
+
+    check: Check
+    then: Literal["warn", "raise"]
+
+
+Effect = (
+    Edit | Observer | Decision | Spikes | Copies | Hidden | Combination | Comparison | Examination
+)
 
 
 def _check_statistic(name: str) -> None:

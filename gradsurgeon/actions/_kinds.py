@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations, islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -20,6 +20,7 @@ from gradsurgeon.actions._effects import (
     Copies,
     Decision,
     Edit,
+    Examination,
     Hidden,
     Observer,
     Spikes,
@@ -86,6 +87,25 @@ class TrapRule(Rule):
     @abstractmethod
     def compile(self) -> Decision | Spikes:
         """Return the condition on the gradients, and its consequence."""
+
+
+class CheckRule(Rule):
+    """A rule that looks for faults of a training, changes nothing and needs no number."""
+
+    role: ClassVar[Role] = "check"
+    targets: ClassVar[tuple[TargetKind, ...]] = ("params",)
+    points: ClassVar[tuple[Point, ...]] = ("step",)
+    takes_at: ClassVar[bool] = False
+    no_at_reason: ClassVar[str] = "it looks before and after passes and updates"
+
+    then: Annotated[
+        Literal["warn", "raise"],
+        Field(description="Whether a finding is only told, or also stops the training."),
+    ] = "warn"
+
+    @abstractmethod
+    def compile(self) -> Examination:
+        """Return the check, a `gradsurgeon.checks.base.Check`. Needs torch; called once per session."""
 
 
 class CaptureRule(Rule):

@@ -52,6 +52,16 @@ def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named
 _torch.compile_within_caller(_prepared)
 
 
+def averages_plainly(wrapper: Any) -> bool:
+    """Return whether a wrapper averages by itself: no communication hook does something else."""
+    return not wrapper._comm_hooks  # noqa: SLF001 # there is no public name
+
+
+def ran_alone(wrapper: Any) -> bool:
+    """Return whether the last forward pass of a wrapper was under `no_sync`, or without gradients."""
+    return not wrapper.require_forward_param_sync
+
+
 def find(params: Iterable[Tensor]) -> None:
     """Search for wrappers of some parameters that the script used before the watch, or never.
 

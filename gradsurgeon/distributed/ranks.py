@@ -74,6 +74,10 @@ class Ranks:
                     "`DistributedSampler`), or train without rules"
                 )
 
+    def wrappers(self) -> list[Any]:
+        """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
+        return [wrapper for wrapper, _ in self._live()]
+
     def look_again(self) -> None:
         """Search again for parameters, some of which may be sharded by now."""
         self._known = not self.are_several

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from gradsurgeon import _html, _live
-from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
+from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
 from gradsurgeon.planning.matching import chains_of
@@ -152,6 +152,8 @@ class Plan:
 def hook_of(rule: Rule) -> str:
     if isinstance(rule, LossRule):
         return "gradsurgeon.backward" if rule.target == "params" else "fork of the input"
+    if isinstance(rule, CheckRule):
+        return "around passes and updates"
     if rule.target == "params":
         hook = _HOOKS[rule.point]
     elif rule.target == "tensors":

@@ -216,6 +216,11 @@ class EventLog:
             _log_raised(self._raised)
         return first
 
+    def raise_later(self, error: BaseException) -> None:
+        """Keep an error until the update, where nothing is half done."""
+        with self._lock:
+            self._raised.append(error)
+
     def raise_raised(self) -> None:
         if (error := self.raised()) is not None:
             raise error

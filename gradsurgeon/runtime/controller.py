@@ -17,6 +17,7 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
@@ -50,6 +51,7 @@ class Controller:
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
+        self.checks = Checks(context, model)
         self.traps = Traps(context, self._kept, self.spikes)
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
@@ -85,7 +87,6 @@ class Controller:
                 self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
 
-
     def go_last(self) -> None:
         self.param_hooks.arm()
         if (model := self._model()) is not None:
@@ -107,6 +108,7 @@ class Controller:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
+        self.checks.before_pass(graph)
         if reached is None or reached:
             with self._kept.spared():
                 tensors = None if reached is None else sorted(reached)
@@ -165,6 +167,7 @@ class Controller:
             self.traps.add_snapshot(counter, snapshot)
 
     def _end_pass(self, done: BackwardPass) -> None:
+        self.checks.after_pass(done)
         for counter in self.context.counters.among(done.tensors):
             counter.passes += 1
         self._notices.passed(done)
@@ -174,6 +177,7 @@ class Controller:
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
+        self.checks.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
@@ -226,6 +230,7 @@ class Controller:
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
+        self.checks.after_update(step, took_place=took_place and not step.skipped)
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)
@@ -311,6 +316,8 @@ class Controller:
         with self.context.scaling.steps(scaler, optimizer) as is_outer:
             owner = self.steps.meet(optimizer) if is_outer else None
             before = -1 if owner is None else owner.counter.step
+            if owner is not None and self.checks:
+                self.checks.before_unscaling(owner.counter, optimizer, scaler)
             yield
             if owner is not None and owner.counter.step == before and self.attached:
                 scale = self.context.scaling.stepping(optimizer)

@@ -187,7 +187,7 @@ class RulesByCounter:
             program.after_backward,
             program.at_step,
         )
-        stages = [stage for stages in self._moments for stage in stages]
+        stages = [stage for stages in (*self._moments, program.checks) for stage in stages]
         # Only the other schedules are evaluated: most rules act in every step.
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
         self.any_always = len(self._schedules) < len(stages)

@@ -105,6 +105,8 @@ class Step:
     overflow: Tensor | None = None
     # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
+    # A trap held the update back.
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

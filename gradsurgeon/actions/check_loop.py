@@ -1,0 +1,35 @@
+"""The action `check-loop`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gradsurgeon.actions._effects import Examination
+from gradsurgeon.actions._kinds import CheckRule
+
+
+class CheckLoop(CheckRule):
+    """Find faults in the order of a training loop.
+
+    ## What it finds
+    Updates on gradients from before the last update (no `zero_grad()`); gradients that came in the backward pass and
+    were gone at the update; gradients that were clipped while they carried the scale of a `GradScaler`; a loss that is
+    non-finite though all gradients are finite; a model that was left in evaluation mode after an evaluation.
+    All but the loss are told from the third update in a row on.
+
+    ## What stays quiet
+    A model that trains in evaluation mode from the start; attacks and evaluations between steps; gradients that the
+    script decays instead of clearing; accumulation over several optimizers; passes of a GAN through the other player;
+    gradients divided by a constant while they are scaled.
+
+    ## Cost
+    A few elements of four gradients per optimizer, for twenty updates, then in three of each hundred; and the
+    loss, a single number.
+    """
+
+    action: Literal["check-loop"] = "check-loop"
+
+    def compile(self) -> Examination:
+        from gradsurgeon.checks.loop_check import LoopCheck  # noqa: PLC0415 # it needs torch
+
+        return Examination(LoopCheck(), self.then)

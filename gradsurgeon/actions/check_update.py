@@ -1,0 +1,86 @@
+"""The action `check-update`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._effects import Examination
+from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._kinds import CheckRule
+from gradsurgeon.actions._options import Options
+
+
+class Moved(Options):
+    """How many elements of a weight have to move, or that none may."""
+
+    min: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="The share of elements of each weight that has to move."),
+    ] = None
+    within: Annotated[
+        int | None,
+        Field(ge=1, description="With `min`: in so many performed updates, 10 if not given."),
+    ] = None
+    max: Annotated[Literal[0] | None, Field(description="0: every element stays, bit by bit.")] = (
+        None
+    )
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        least, most = given.get("min"), given.get("max")
+        if least is None and most is None:
+            message = "`moved` asserts nothing: neither `min` nor `max` is given"
+            hint = "such as `moved: {min: 0.05, within: 20}` or `moved: {max: 0}`"
+            yield Flaw("min", message, hint, missing=True, check="missing-key")
+        elif least is not None and most is not None:
+            message = "a weight cannot move and stay: `min` and `max` are both given"
+            yield Flaw("max", message, "write two rules, one for each", key=True)
+        if most is not None and given.get("within") is not None:
+            message = "`within` belongs to `min`: `max: 0` holds at each update"
+            yield Flaw("within", message, "remove it", key=True)
+
+
+class CheckUpdate(CheckRule):
+    """Find weights that get gradients and do not move, and updates that make a weight non-finite.
+
+    ## What it finds
+    A parameter that gets gradients in ten updates and stays as it is. The finding names the cause: no optimizer owns
+    it, its learning rate is 0, its dtype rounds each update away, a rule freezes it, all updates were skipped, or the
+    step of the optimizer does not write it. Trained tensors that belong to no module count too. An update that makes a
+    weight non-finite from finite gradients is found at once.
+
+    `moved: {min: 0.05, within: 20}` asserts that 5 % of the elements of each weight differ from their first values
+    within 20 updates, and passes as soon as they once did. `moved: {max: 0}` asserts that no bit changes.
+
+    ## What stays quiet
+    A gradient that is 0 by mathematics, as of a bias before a batch norm. A learning rate of 0 under a schedule, and
+    a half-precision weight with a float32 copy in its optimizer, are given 100 updates. Rows of a
+    table that no batch meets: before it reports, the check looks at the elements with the largest gradients.
+
+    ## How it looks
+    At a fixed sample of 1,024 elements per tensor, smaller tensors whole, every ten updates, after fifty updates every
+    hundred. `max: 0` reads all elements at each due update.
+
+    ## Cost
+    A hundredth of a read of all gradients per step on average. Nothing waits for the device until a weight has not
+    moved.
+    """
+
+    action: Literal["check-update"] = "check-update"
+    moved: Annotated[
+        Moved | None, Field(description="An assertion in the place of the search for faults.")
+    ] = None
+
+    def compile(self) -> Examination:
+        from gradsurgeon.checks.moved_check import MovedCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.checks.update_check import UpdateCheck  # noqa: PLC0415 # it needs torch
+
+        if self.moved is None:
+            return Examination(UpdateCheck(), self.then)
+        if self.moved.max is not None:
+            return Examination(MovedCheck(unmoved=True), self.then)
+        within = self.moved.within or 10
+        return Examination(MovedCheck(least=self.moved.min or 0.0, within=within), self.then)

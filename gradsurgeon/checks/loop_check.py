@@ -1,0 +1,218 @@
+"""Finds faults in the order of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.checks.sampling import largest, sample
+
+# A script may do something once on purpose. From the third update in a row on it is told.
+IN_A_ROW = 3
+# After so many updates without a fault, only one in a hundred is looked at.
+SETTLED, LATER = 20, 100
+# So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
+_WITNESSES = 4
+_ALIKE, _APART = 1e-3, 1e-2
+
+_STALE = (
+    "the update of step {step} used gradients from before the update of step {before}: {{names}} were not "
+    "cleared between them, so each update adds up all passes so far. Call `optimizer.zero_grad()` once per update, "
+    "before `backward()`"
+)
+_GONE = (
+    "backward passes gave gradients to {{names}}, but at the update of step {step} all gradients were gone, "
+    "for the third time in a row. Call `optimizer.zero_grad()` after `optimizer.step()` or before `backward()`, not "
+    "between `backward()` and `step()`"
+)
+_CLIPPED = (
+    "the script clips gradients to a norm of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "
+    "true bound is {bound:.1e}. Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`"
+)
+_EVALUATED = (
+    "since step {since} each forward pass that feeds an update has run in evaluation mode: dropout is off, and batch "
+    "norms use their running statistics. Call `model.train()` after each evaluation"
+)
+_LOSS = (
+    "the loss of step {step} was {value} although all gradients are finite{made}. A mean over nothing is NaN: look "
+    "for a batch that is empty or in which every label is ignored"
+)
+
+
+@dataclass(slots=True)
+class _Owner:
+    updates: int = 0
+    last_step: int = -1
+    # By witness, places of its gradient and the values there at the last update.
+    used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Witnesses that kept their gradients into a new pass.
+    kept: set[int] = field(default_factory=set)
+    # Whether passes since the last update gave the witnesses other gradients than 0; a 0-dim tensor.
+    came: Tensor | None = None
+    stale_in_a_row: int = 0
+    gone_in_a_row: int = 0
+    # By update that found scaled gradients: the norms after its last pass and right before it, without the scale.
+    clips: list[tuple[float, float]] = field(default_factory=list)
+    norm_after_pass: Tensor | None = None
+    tensors: Sequence[int] = ()
+    witnesses: Sequence[int] = ()
+
+    @property
+    def looks(self) -> bool:
+        return self.updates < SETTLED or self.updates % LATER < IN_A_ROW
+
+
+class LoopCheck(Check):
+    """Looks at gradients before and after passes and updates, and at the loss and the mode of the model."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, _Owner] = {}
+        # Whether an update has come from forward passes in training mode; the steps since without one.
+        self._has_trained = False
+        self._evaluated: list[int] = []
+        self._modes: set[bool] = set()
+
+    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+        for owner in self._owners.values():
+            used, owner.used = owner.used, {}
+            grads = starting.grads
+            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
+            owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
+        return ()
+
+    def after_pass(self, done: Pass) -> Iterable[Finding]:
+        for owner in self._owners.values():
+            if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
+                owner.came = flag if owner.came is None else owner.came | flag
+            if owner.clips:
+                owner.norm_after_pass = _norm(done.grads, owner.tensors)
+        if done.evaluated is not None:
+            self._modes.add(done.evaluated)
+        if done.loss is not None:
+            lost = done.loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, done.loss.float()]), partial(_judge_loss, done))
+        return ()
+
+    def before_unscaling(self, update: Update) -> Iterator[Finding]:
+        return _clipped(self._owners.setdefault(update.owner, _Owner()), update)
+
+    def before_update(self, update: Update) -> Iterator[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        if owner.looks:
+            owned = [tensor for tensor in update.tensors if tensor in update.groups]
+            owner.tensors = owned
+            owner.witnesses = owned[:: max(1, len(owned) // _WITNESSES)][:_WITNESSES]
+            if owner.came is not None:
+                there = _any_of(update.grads, owner.witnesses)
+                now = torch.zeros_like(owner.came) if there is None else there
+                update.later(
+                    torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
+                )
+            yield from _stale(owner, update)
+        yield from self._mode(update)
+
+    def after_update(self, update: Update) -> Iterable[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        owner.updates += 1
+        owner.last_step = update.step
+        owner.kept, owner.came, owner.norm_after_pass = set(), None, None
+        if owner.looks:
+            for tensor in owner.witnesses:
+                grad = update.grads.get(tensor)
+                if grad is not None and grad.layout == torch.strided and grad.numel():
+                    at = largest(grad)
+                    owner.used[tensor] = at, sample(grad, at)
+        return ()
+
+    def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
+        came, there = seen.tolist()
+        # The witnesses may be cleared on purpose, as the layers that a script freezes: then other gradients are there.
+        others = None if there or not came else _any_of(update.grads, update.tensors)
+        gone = came and not there and (others is None or not bool(others))
+        owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
+        if owner.gone_in_a_row == IN_A_ROW:
+            yield Finding("gone", _GONE.format(step=update.step), tuple(owner.witnesses))
+
+    def _mode(self, update: Update) -> Iterator[Finding]:
+        modes, self._modes = self._modes, set()
+        if False in modes:
+            self._has_trained, self._evaluated = True, []
+        elif modes and self._has_trained:
+            self._evaluated.append(update.step)
+            if len(self._evaluated) == IN_A_ROW:
+                yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
+
+
+def _stored(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.coalesce().values()
+
+
+def _any(grad: Tensor) -> Tensor:
+    return _stored(grad).any()
+
+
+def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+    """Return whether any element of some gradients is other than 0, 0-dim; ``None`` if there are no gradients."""
+    flags = [_any(grads[t]) for t in tensors if t in grads]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+
+
+def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
+    """Return whether a gradient still has the values that it had at the last update, if they are not all 0."""
+    return grad is not None and bool(old.any()) and torch.equal(sample(grad, at), old)
+
+
+def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
+    """Yield a finding if gradients that were there before the last update reach this one, again and again."""
+    stale = sorted(tensor for tensor in owner.kept if tensor in update.grads)
+    owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
+    if owner.stale_in_a_row == IN_A_ROW:
+        yield Finding(
+            "stale", _STALE.format(step=update.step, before=owner.last_step), tuple(stale)
+        )
+
+
+def _norm(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+    found = [grads[t] for t in tensors if t in grads and grads[t].layout == torch.strided]
+    return torch.nn.utils.get_total_norm(found) if found else None
+
+
+def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
+    """Yield a finding if gradients that still carry the loss scale always come to the same, smaller norm."""
+    if update.scale is None or len(owner.clips) > IN_A_ROW:
+        return
+    now = _norm(update.grads, owner.tensors)
+    if owner.norm_after_pass is None or now is None:
+        # The norm after a pass is taken from the second update on: then the scale is known.
+        owner.clips = owner.clips or [(0.0, 0.0)]
+        return
+    owner.clips.append((float(owner.norm_after_pass), float(now)))
+    cases = owner.clips[1:]
+    if len(cases) != IN_A_ROW or not all(0 < clipped < whole / 2 for whole, clipped in cases):
+        return
+    clipped = torch.tensor([now for _, now in cases])
+    ratios = torch.tensor([now / whole for whole, now in cases])
+    # A clip gives the same norm from different ones; a division by a constant gives the same ratio.
+    if _spread(clipped) < _ALIKE and _spread(ratios) > _APART:
+        norm = float(clipped[0])
+        text = _CLIPPED.format(norm=norm, scale=update.scale, bound=norm / update.scale)
+        yield Finding("clipped", text)
+
+
+def _spread(values: Tensor) -> float:
+    return float((values.max() - values.min()) / values.max())
+
+
+def _judge_loss(done: Pass, seen: Tensor) -> Iterator[Finding]:
+    lost, loss = seen.tolist()
+    grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
+    # A NaN that is in the gradients as well is the trap's to tell.
+    if lost and all(bool(_stored(grad).isfinite().all()) for grad in grads):
+        value = "NaN" if loss != loss else f"{loss:g}"  # noqa: PLR0124 # NaN
+        made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
+        yield Finding("loss", _LOSS.format(step=done.step, value=value, made=made))

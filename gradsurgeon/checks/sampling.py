@@ -1,0 +1,56 @@
+"""Fixed samples of tensors, compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Elements per tensor; smaller tensors are compared whole.
+SAMPLE = 1024
+
+
+@lru_cache(maxsize=256)
+def _places(numel: int, device: torch.device) -> Tensor:
+    # Drawn: a stride would meet the same column of a matrix again and again.
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randint(numel, (SAMPLE,), generator=generator).to(device)
+
+
+def sample(tensor: Tensor, at: Tensor | None = None) -> Tensor:
+    """Return a copy of elements of a tensor, flat: all of a small one, else those at fixed or at given places."""
+    tensor = tensor.detach()
+    if at is None and tensor.numel() <= SAMPLE:
+        return tensor.flatten().clone()
+    return torch.take(tensor, _places(tensor.numel(), tensor.device) if at is None else at)
+
+
+def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
+    # NaN equals NaN here: a weight that stays NaN has not moved.
+    shares = [
+        (before.ne(after) & ~(before.isnan() & after.isnan())).float().mean()
+        for before, after in zip(old, new, strict=True)
+    ]
+    return torch.stack(shares)
+
+
+def largest(grad: Tensor) -> Tensor:
+    """Return the places of the largest magnitudes in a gradient of any layout. Shape ``[k]``, int64."""
+    if grad.layout != torch.strided:
+        whole = grad.detach().coalesce()
+        rows, width = whole.indices()[0], max(1, grad.numel() // max(1, grad.shape[0]))
+        rows = rows[: max(1, SAMPLE // width)]
+        return (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
+    flat = grad.detach().abs().flatten()
+    return flat.topk(min(SAMPLE, flat.numel())).indices
+
+
+def by_device(tensors: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
+    """Return numbers of tensors in groups of one device."""
+    groups: dict[torch.device, list[int]] = {}
+    for tensor in tensors:
+        groups.setdefault(of[tensor].device, []).append(tensor)
+    return list(groups.values())

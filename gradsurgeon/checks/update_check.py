@@ -1,0 +1,233 @@
+"""Finds parameters that get gradients and do not move, and updates that make a weight non-finite."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.checks.sampling import by_device, differing, largest, sample
+
+# A look compares weights with those of ten updates earlier; after fifty updates, of a hundred updates earlier.
+WINDOW, SETTLED, LATER = 10, 50, 100
+# The first updates are looked at one by one: they show a NaN before the next forward spreads it.
+_FIRST = 3
+# A schedule may begin with a learning rate of 0, and a weight in half precision may have a float32 copy elsewhere:
+# both are given so many updates.
+PATIENCE = 100
+# A gradient that mathematics makes 0, as of a bias before a batch norm, is rounding noise: this far below the others.
+_NOISE = 1e-4
+_SMALL = 1e-5
+_HALF = (torch.float16, torch.bfloat16)
+
+_STILL = "{{names}} did not move in {updates} updates although gradients come: "
+_CAUSES = {
+    "unowned": "no optimizer that has stepped owns it. Make the optimizer after the last change of the model, or "
+    "give the parameter to it with `optimizer.add_param_group`",
+    "frozen": "rule {rule} freezes it. Exclude it from one of the two rules",
+    "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
+    "lr": "its learning rate is 0. Set one in its group of the optimizer, or look at the schedule",
+    "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} an update is smaller than half of what "
+    "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}{small}. {remedy}",
+    "unwritten": "the optimizer owns it, the learning rate is {lr:.1e}, but its step leaves it as it is. Look for a "
+    "compiled or wrapped `step` that has lost it, or for code that puts the old weights back",
+}
+_FULL, _REDUCED = (
+    "Raise the learning rate",
+    "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate",
+)
+_BROKEN = "the update made {{names}} non-finite although its gradients were finite{why}"
+_EPS = (
+    ": eps {eps:g} of the optimizer is 0 in {dtype}, so it divides by 0 where a gradient is 0. "
+    "Set eps to 1e-7 or more, or keep the weights in float32"
+)
+_OUTSIDE = (
+    "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
+    "Register it as an attribute of a module (`nn.Parameter`, `nn.ModuleList` in the place of a list)"
+)
+
+
+@dataclass(slots=True)
+class _Owner:
+    """The updates of one optimizer since the check began, and the last samples of its parameters."""
+
+    updates: int = 0
+    performed: int = 0
+    # The number of performed updates when the samples were taken.
+    performed_then: int = 0
+    samples: dict[int, Tensor] = field(default_factory=dict)
+    # Parameters whose sample did not move, and the number of updates since it last did.
+    suspects: dict[int, int] = field(default_factory=dict)
+    # Where the gradient of a suspect is largest, and its values there right before this update.
+    tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class UpdateCheck(Check):
+    """Looks at weights right after an update: whether they moved, and whether they are finite."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, _Owner] = {}
+        self._outside: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._passes = 0
+
+    def after_pass(self, done: Pass) -> Iterator[Finding]:
+        self._passes += 1
+        for leaf in done.strangers() if self._passes <= 2 * WINDOW else ():
+            known = self._outside.get(id(leaf))
+            if known is None or known[0] is not leaf:
+                # Held, so that no other leaf gets its id; a leaf made anew in each pass makes room for the next.
+                if len(self._outside) > WINDOW:
+                    self._outside.clear()
+                self._outside[id(leaf)] = (leaf, sample(leaf), 1)
+                continue
+            _, first, passes = known
+            self._outside[id(leaf)] = (leaf, first, passes + 1)
+            if passes == WINDOW and torch.equal(sample(leaf), first):
+                yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
+
+    def before_update(self, update: Update) -> Iterable[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        for tensor in owner.suspects:
+            param, grad = update.params.get(tensor), update.grads.get(tensor)
+            if param is not None and grad is not None:
+                at = largest(grad)
+                owner.tests[tensor] = at, sample(param, at)
+        return ()
+
+    def after_update(self, update: Update) -> Iterable[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        owner.updates += 1
+        owner.performed += update.took_place
+        number = owner.updates
+        if owner.tests:
+            tests, owner.tests = owner.tests, {}
+            still = [t for t, (at, old) in tests.items() if _is_still(update.params[t], at, old)]
+            waited = {t: owner.suspects[t] for t in still}
+            owner.suspects.clear()
+            yield from self._causes(owner, update, waited)
+        window = (
+            number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
+        )
+        if number <= _FIRST or window:
+            self._look(owner, update, window=window)
+
+    def _look(self, owner: _Owner, update: Update, *, window: bool) -> None:
+        having = [t for t in update.tensors if t in update.grads]
+        new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
+        old = {t: owner.samples.get(t, new[t]) for t in new}
+        for tensors in by_device(new, new):
+            shares = differing([old[t] for t in tensors], [new[t] for t in tensors])
+            finite = torch.stack([new[t].isfinite().all() for t in tensors])
+            judged = partial(self._judge, owner, update, tensors, window=window)
+            update.later(torch.stack([shares, finite.float()]), judged)
+        owner.samples = {**owner.samples, **new} if window else {**new, **owner.samples}
+
+    def _judge(
+        self, owner: _Owner, update: Update, tensors: Sequence[int], seen: Tensor, *, window: bool
+    ) -> Iterator[Finding]:
+        shares, finite = seen.tolist()
+        spoilt = [t for t, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+        yield from _broken(update, spoilt)
+        if window:
+            owner.suspects = {
+                t: owner.suspects.get(t, 0) + (WINDOW if owner.updates <= SETTLED + 1 else LATER)
+                for t, share in zip(tensors, shares, strict=True)
+                if not share
+            }
+
+    def _causes(self, owner: _Owner, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
+        """Yield one finding for each cause for which parameters that should have moved did not."""
+        usual = _usual_gradient(update) if waited else 0.0
+        found: dict[str, list[tuple[int, str]]] = {}
+        for tensor, updates in waited.items():
+            grad = update.grads.get(tensor)
+            if grad is None or not _rms(grad) > _NOISE * usual:
+                continue
+            cause, text, patience = _cause(update, tensor, owner)
+            if updates < patience:
+                owner.suspects[tensor] = updates
+                continue
+            found.setdefault(cause, []).append((tensor, _STILL.format(updates=updates) + text))
+        for cause, cases in found.items():
+            tensors, texts = zip(*cases, strict=True)
+            yield Finding(cause, texts[0], tensors)
+
+
+def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
+    return not bool(differing([old], [sample(param, at)]))
+
+
+def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
+    """Return why a parameter does not move, the sentence that says it, and for how many updates that may be meant."""
+    param, group = update.params[tensor], update.groups.get(tensor)
+    patience = PATIENCE if param.dtype in _HALF else WINDOW
+    values: dict[str, object] = {}
+    if (rule := update.frozen.get(tensor)) is not None:
+        cause, patience, values["rule"] = "frozen", WINDOW, rule
+    elif group is None:
+        cause = "unowned"
+    elif not owner.performed:
+        cause, patience = "skipped", WINDOW
+    else:
+        lr = values["lr"] = float(group.get("lr", 1.0))
+        dtype = _name(param.dtype)
+        weight = float(param.detach().abs().float().median())
+        largest = float(update.grads[tensor].detach().abs().max())
+        values["remedy"] = (_REDUCED if param.dtype in _HALF else _FULL).format(dtype=dtype)
+        values["small"] = f"; its largest gradient is {largest:.1e}" if largest < _SMALL else ""
+        values |= {"dtype": dtype, "weight": weight, "gap": weight * torch.finfo(param.dtype).eps}
+        has_copy = any(
+            isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
+            for one in update.state.get(tensor, {}).values()
+        )
+        patience = PATIENCE if param.dtype in _HALF and has_copy else WINDOW
+        if lr == 0:
+            cause, patience = "lr", PATIENCE if group.get("initial_lr") else WINDOW
+        else:
+            cause = "unwritten" if _should_move(update, tensor, lr) else "rounded"
+    return cause, _CAUSES[cause].format(**values), patience
+
+
+def _should_move(update: Update, tensor: int, lr: float) -> bool:
+    """Return whether an update is surely larger than the rounding of the weight, for at least one element."""
+    param, state, grad = update.params[tensor], update.state.get(tensor, {}), update.grads[tensor]
+    size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
+    # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
+    if any("sq" in key or key == "sum" for key in state):
+        size = size.gt(0).float() / 10
+    gap = param.detach().abs().float() * torch.finfo(param.dtype).eps
+    return bool((lr * size > 2 * gap).any())
+
+
+def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
+    """Yield a finding for weights that an update made non-finite from finite gradients."""
+    by_reason: dict[str, list[int]] = {}
+    for tensor in spoilt:
+        grad = update.grads.get(tensor)
+        if grad is None or not bool((grad._values() if grad.is_sparse else grad).isfinite().all()):  # noqa: SLF001 # no coalescing
+            continue
+        dtype, eps = update.params[tensor].dtype, update.groups.get(tensor, {}).get("eps")
+        vanishes = eps and not float(torch.tensor(float(eps), dtype=dtype))
+        reason = _EPS.format(eps=eps, dtype=_name(dtype)) if vanishes else ""
+        by_reason.setdefault(reason, []).append(tensor)
+    for reason, tensors in by_reason.items():
+        yield Finding("non-finite", _BROKEN.format(why=reason), tuple(tensors))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rms(grad: Tensor) -> float:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return float(values.detach().float().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _usual_gradient(update: Update) -> float:
+    """Return the median over all parameters of the root mean square of the gradient."""
+    sizes = [_rms(update.grads[t]) for t in update.tensors if t in update.grads]
+    return float(torch.tensor(sizes).median()) if sizes else 0.0

@@ -1,0 +1,319 @@
+"""Runs the checks of a session: hands them the facts of passes and updates, and makes events of their findings."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradsurgeon import _dist, _live
+from gradsurgeon.actions import Examination
+from gradsurgeon.checks.base import Check, Finding, Mail
+from gradsurgeon.compiler import Stage
+from gradsurgeon.errors import CheckError, shorten_names
+from gradsurgeon.planning import slots
+from gradsurgeon.runtime import optimizers
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.replica_mail import replica_mail
+from gradsurgeon.runtime.training_events import BackwardPass, Step
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+# Modules that compute something else in evaluation mode.
+_MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
+# Nodes between a loss and the operation that made it.
+_PLAIN = {"MulBackward0", "DivBackward0", "AddBackward0", "SumBackward0", "ToCopyBackward0"}
+
+
+class _Looked(Mapping[int, Tensor]):
+    """Tensors that are looked up when they are asked for."""
+
+    def __init__(self, tensors: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
+        self._tensors, self._find = tensors, find
+
+    def __getitem__(self, tensor: int) -> Tensor:
+        if (found := self._find(tensor)) is None:
+            raise KeyError(tensor)
+        return _dist.local(found.detach())
+
+    def __contains__(self, tensor: object) -> bool:
+        return isinstance(tensor, int) and self._find(tensor) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return (tensor for tensor in self._tensors if tensor in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The check of one rule."""
+
+    stage: Stage
+    check: Check
+    raises: bool
+
+
+class _Moment:
+    def __init__(
+        self, checks: Checks, running: _Running, counter: StepCounter, tensors: Sequence[int]
+    ) -> None:
+        self._checks, self._running = checks, running
+        self.step = counter.step
+        self.tensors = tensors
+        self.params: Mapping[int, Tensor] = _Looked(tensors, self._param)
+        self.grads: Mapping[int, Tensor] = _Looked(tensors, self._grad)
+
+    def _param(self, tensor: int) -> Tensor | None:
+        return self._checks.context.parameters.param(tensor)
+
+    def _grad(self, tensor: int) -> Tensor | None:
+        param = self._param(tensor)
+        return None if param is None else param.grad
+
+    @property
+    def rule(self) -> str:
+        return self._running.stage.rule.id
+
+    def tell(self, findings: Iterable[Finding]) -> None:
+        self._checks.tell(self._running, self.step, findings)
+
+    def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
+        log = self._checks.context.event_log
+        log.when_read(values.detach(), lambda arrived: self.tell(judge(arrived)))
+
+
+class _Pass(_Moment):
+    def __init__(
+        self,
+        checks: Checks,
+        running: _Running,
+        counter: StepCounter,
+        tensors: Sequence[int],
+        graph: BackwardGraph | None,
+    ) -> None:
+        super().__init__(checks, running, counter, tensors)
+        self._graph = graph
+        self.loss = None if graph is None else graph.loss
+        # All parameters of the rule may have a gradient now.
+        everything = running.stage.tensors
+        self.params = _Looked(everything, self._param)
+        self.grads = _Looked(everything, self._grad)
+
+    @property
+    def evaluated(self) -> bool | None:
+        return self._checks.is_evaluated()
+
+    @property
+    def loss_made_by(self) -> str:
+        return "" if self._graph is None else _maker(self._graph)
+
+    def strangers(self) -> Sequence[Tensor]:
+        if self._graph is None:
+            return ()
+        known = set(self._checks.context.parameters.ids())
+        leaves = {id(leaf): leaf for leaf in self._graph.leaves() if id(leaf) not in known}
+        if not leaves:
+            return ()
+        held: list[Iterable[Tensor]] = [
+            *(module.parameters(recurse=False) for module in _live.instances(nn.Module)),
+            *map(optimizers.params_of, optimizers.owning(list(leaves.values()))),
+        ]
+        for tensor in chain.from_iterable(held):
+            leaves.pop(id(tensor), None)
+        return list(leaves.values())
+
+
+class _Update(_Moment):
+    def __init__(
+        self,
+        checks: Checks,
+        running: _Running,
+        counter: StepCounter,
+        tensors: Sequence[int],
+        optimizer: Optimizer | None,
+    ) -> None:
+        super().__init__(checks, running, counter, tensors)
+        self.owner: Hashable = counter
+        self._optimizer = optimizer
+        self.kinds = checks.kinds
+        self.mail = checks.mail
+        self.took_place = True
+        self.frozen: Mapping[int, str] = {}
+        self.scale: float | None = None
+
+    @cached_property
+    def groups(self) -> Mapping[int, Mapping[str, Any]]:
+        found = self._optimizer.param_groups if self._optimizer is not None else ()
+        groups = {id(param): group for group in found for param in group["params"]}
+        return self._by_tensor(groups)
+
+    @cached_property
+    def state(self) -> Mapping[int, Mapping[str, Any]]:
+        found = self._optimizer.state if self._optimizer is not None else {}
+        return self._by_tensor({id(param): state for param, state in found.items()})
+
+    def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
+        params = zip(
+            self.tensors, self._checks.context.parameters.params(self.tensors), strict=True
+        )
+        return {tensor: by_id[id(param)] for tensor, param in params if id(param) in by_id}
+
+
+def _optimizer_of(step: Step) -> Optimizer | None:
+    return step.optimizer() if isinstance(step, optimizers.Update) else None
+
+
+def _carries_scale(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether a scaler is going to unscale the gradients of an optimizer itself."""
+    states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
+    return states[id(optimizer)]["stage"] is OptState.READY
+
+
+def _maker(graph: BackwardGraph) -> str:
+    """Return the operation that made the loss of a pass, such as ``nll_loss``."""
+    node: Any = graph.roots[0] if graph.roots else None
+    while node is not None and not isinstance(node, Tensor) and node.name() in _PLAIN:
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    if node is None or isinstance(node, Tensor):
+        return ""
+    words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"Backward\d*$", "", node.name()))
+    return "_".join(words).lower()
+
+
+class Checks:
+    """The checks of a session. Without any it does nothing."""
+
+    def __init__(self, context: Context, model: nn.Module) -> None:
+        self.context = context
+        compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
+        self._running = [
+            _Running(stage, effect.check, effect.then == "raise")
+            for stage, effect in compiled
+            if isinstance(effect, Examination)
+        ]
+        # The class of the module that holds each parameter.
+        self.kinds: dict[int, str] = {}
+        self._modal = weakref.WeakSet[nn.Module]()
+        self._root = weakref.ref(model)
+        self._told: set[tuple[str, str, Hashable]] = set()
+        self._tensors: dict[tuple[str, StepCounter], tuple[int, Sequence[int]]] = {}
+        self._mail: Mail | None = None
+        if self._running:
+            numbers = {name: number for number, name in enumerate(context.program.names)}
+            found = [slot for slot in slots(model) if slot.name in numbers]
+            self.kinds = {numbers[slot.name]: type(slot.owner).__name__ for slot in found}
+            self._modal.update(m for m in model.modules() if isinstance(m, _MODAL))
+            self._mail = replica_mail(context)
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def mail(self) -> Mail | None:
+        return self._mail if _dist.world() > 1 else None
+
+    def before_pass(self, graph: BackwardGraph) -> None:
+        for moment, check, _ in self._passes((), graph):
+            moment.tell(check.before_pass(moment))
+
+    def after_pass(self, done: BackwardPass) -> None:
+        for moment, check, tensors in self._passes(done.tensors, done.graph):
+            if tensors:
+                moment.tell(check.after_pass(moment))
+
+    def before_unscaling(
+        self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
+    ) -> None:
+        """Look at gradients that carry a loss scale right before the scaler unscales them, because the script has not."""
+        for update, check in self._updates(counter, optimizer):
+            if not _carries_scale(scaler, optimizer):
+                return
+            update.scale = scaler.get_scale()
+            update.tell(check.before_unscaling(update))
+
+    def before_update(self, step: Step) -> None:
+        for update, check in self._updates(step.counter, _optimizer_of(step)):
+            self.context.event_log.count_fired(update.rule, step.counter.step)
+            update.tell(check.before_update(update))
+
+    def after_update(self, step: Step, *, took_place: bool) -> None:
+        for update, check in self._updates(step.counter, _optimizer_of(step)):
+            update.took_place, update.frozen = took_place, self._frozen(step.counter)
+            update.tell(check.after_update(update))
+
+    def _passes(
+        self, tensors: Sequence[int], graph: BackwardGraph | None
+    ) -> Iterator[tuple[_Pass, Check, Sequence[int]]]:
+        if not self._running or self.context.paused:
+            return
+        reached = set(tensors)
+        for running in self._running:
+            matched = running.stage.tensors
+            counter = self.context.counters[matched[0]]
+            if running.stage.rule.steps.due(counter.step):
+                mine = [tensor for tensor in matched if tensor in reached]
+                moment = _Pass(self, running, counter, mine, graph)
+                yield moment, running.check, mine
+
+    def _updates(
+        self, counter: StepCounter, optimizer: Optimizer | None
+    ) -> Iterator[tuple[_Update, Check]]:
+        if self.context.paused:
+            return
+        for running in self._running:
+            rule = running.stage.rule
+            if rule.steps.due(counter.step) and (tensors := self._owned(running.stage, counter)):
+                yield _Update(self, running, counter, tensors, optimizer), running.check
+
+    def _frozen(self, counter: StepCounter) -> dict[int, str]:
+        freezes = self.context.program.freezes if self.context.mode == "act" else ()
+        due = [stage for stage in freezes if stage.rule.steps.due(counter.step)]
+        return {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
+
+    def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
+        """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""
+        counters = self.context.counters
+        version, tensors = self._tensors.get((stage.rule.id, counter), (-1, ()))
+        if version != counters.version:
+            known = (counter, counters.common)
+            tensors = [tensor for tensor in stage.tensors if counters[tensor] in known]
+            self._tensors[stage.rule.id, counter] = counters.version, tensors
+        return tensors
+
+    def is_evaluated(self) -> bool | None:
+        root = self._root()
+        if root is None or not self._modal:
+            return None
+        return not root.training and not any(module.training for module in self._modal)
+
+    def tell(self, running: _Running, step: int, findings: Iterable[Finding]) -> None:
+        """Make events of findings, each cause once for each tensor; raise the first error at the next update."""
+        rule, names = running.stage.rule.id, self.context.program.names
+        for finding in findings:
+            places: Sequence[Hashable] = finding.tensors or (finding.names,)
+            news = [place for place in places if (rule, finding.cause, place) not in self._told]
+            if not news:
+                continue
+            self._told.update((rule, finding.cause, place) for place in news)
+            told = [names[tensor] for tensor in finding.tensors if tensor in news] or finding.names
+            text = finding.text.format(names=shorten_names(told))
+            event_log, name = self.context.event_log, told[0] if told else ""
+            at = step if finding.step is None else finding.step
+            message = f"{self.context.place(at, rule)}: {text}"
+            event_log.count_changed(rule, 1)
+            event_log.emit("check", message, rule=rule, step=at, name=name)
+            if running.raises:
+                event_log.raise_later(
+                    CheckError(message, rule=rule, step=at, rank=_dist.rank(), name=name)
+                )

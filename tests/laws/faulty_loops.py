@@ -1,0 +1,206 @@
+"""Trainings with a fault that a check finds, for `test_checks` and for the table in the guide.
+
+The docstring of each function is the fault in a few words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from laws.trainings import Training, fitted, perceptron, regression
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW
+
+STEPS = 40
+
+
+def fit(model: nn.Module) -> Callable[[int], Tensor]:
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return loss_at
+
+
+def unowned() -> Training:
+    """parameters that no optimizer has"""
+    model = perceptron()
+    return fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
+
+
+def learning_rate_zero() -> Training:
+    """a learning rate of 0 in one group"""
+    model = perceptron()
+    rest = [*model[2].parameters(), *model[4].parameters()]
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.0}, {"params": rest}]
+    return fitted(model, SGD(groups, lr=1e-2), fit(model), STEPS)
+
+
+def rounded_away() -> Training:
+    """updates too small for the dtype of the weights"""
+    model = perceptron().bfloat16()
+    batch = regression()
+    with torch.no_grad():
+        weight = model.get_parameter("2.weight")
+        weight.copy_(weight.sign() * (0.3 + torch.rand(32, 32)))
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs.bfloat16()).float(), targets)
+
+    return fitted(model, AdamW(model.parameters(), lr=1e-5), loss_at, STEPS)
+
+
+def not_written() -> Training:
+    """an optimizer that does not write a parameter"""
+    model = perceptron()
+
+    class Forgetful(SGD):
+        def step(self, closure: Any = None) -> Any:
+            weight = model.get_parameter("2.weight").detach()
+            kept = weight.clone()
+            super().step(closure)
+            weight.copy_(kept)
+
+    return fitted(model, Forgetful(model.parameters(), lr=1e-2), fit(model), STEPS)
+
+
+def outside_of_the_model() -> Training:
+    """a trained tensor that is in no module and no optimizer"""
+    model = perceptron()
+    loss_at, stray = fit(model), nn.Parameter(torch.ones(3))
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    return fitted(model, optimizer, lambda step: loss_at(step) + stray.square().sum(), STEPS)
+
+
+def weights_made_nan() -> Training:
+    """an update that makes NaN of finite gradients"""
+    model = perceptron().half()
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        out: Tensor = model(inputs.half())
+        return (out[:, 0] - targets[:, 0].half()).float().square().mean()
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 1)
+
+
+def never_cleared() -> Training:
+    """no `zero_grad()`"""
+    model = perceptron()
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-5), fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            loss_at(step).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def cleared_too_early() -> Training:
+    """`zero_grad()` between `backward()` and `step()`"""
+    model = perceptron()
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            loss_at(step).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def clipped_while_scaled() -> Training:
+    """a clip while the loss scale is on the gradients"""
+    model = perceptron()
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_at(step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Training(model, [optimizer], loop)
+
+
+def loss_over_nothing() -> Training:
+    """a loss that is NaN while gradients are finite"""
+    model = nn.Linear(16, 4)
+
+    def loss_at(step: int) -> Tensor:
+        labels = torch.full((8,), -100) if step == 7 else torch.zeros(8, dtype=torch.long)
+        return functional.cross_entropy(model(torch.randn(8, 16)), labels)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+
+
+def left_in_evaluation_mode() -> Training:
+    """no `model.train()` after an evaluation"""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
+    optimizer = SGD(model.parameters(), lr=1e-2)
+
+    def after(step: int) -> None:
+        if step == 9:
+            model.eval()
+
+    return fitted(model, optimizer, fit(model), STEPS, after=after)
+
+
+def untied() -> Training:
+    """an embedding and a head that were tied"""
+    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    head.weight = nn.Parameter(embed.weight.detach().clone())
+    model = nn.Sequential(embed, head)
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(30, (32,))
+        return functional.cross_entropy(model(words), words.roll(1))
+
+    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+
+
+def copied_units() -> Training:
+    """layers that begin at one constant"""
+    hidden = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+    model = nn.Sequential(*hidden, nn.Linear(16, 2))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.1)
+
+    def loss_at(_step: int) -> Tensor:
+        inputs = torch.randn(32, 8)
+        return functional.cross_entropy(model(inputs), (inputs[:, 0] > 0).long())
+
+    return fitted(model, SGD(model.parameters(), lr=0.05), loss_at, STEPS)
+
+
+# Each with the action that finds it.
+FAULTY: dict[str, tuple[Callable[[], Training], ...]] = {
+    "check-update": (
+        unowned,
+        learning_rate_zero,
+        rounded_away,
+        not_written,
+        outside_of_the_model,
+        weights_made_nan,
+    ),
+    "check-loop": (
+        never_cleared,
+        cleared_too_early,
+        clipped_while_scaled,
+        loss_over_nothing,
+        left_in_evaluation_mode,
+    ),
+    "check-structure": (untied, copied_units),
+}

@@ -1,0 +1,538 @@
+"""Healthy trainings in which a careless check would see a fault, for `test_checks`.
+
+Each function returns a model, its optimizers and a loop. Its docstring says what a check could take for a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from laws.trainings import Training, fitted, perceptron, regression
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 130
+
+
+def _fit(model: nn.Module) -> Callable[[int], Tensor]:
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return loss_at
+
+
+def _gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _scale_gradients(model: nn.Module, factor: float) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+def lora_pair() -> Training:
+    """`B` starts at zero, so `A` gets no gradient in the first step; the base is frozen."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(16, 4).requires_grad_(False)
+            self.lora_a, self.lora_b = nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
+            nn.init.zeros_(self.lora_b.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
+            return out
+
+    model = Adapted()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return fitted(model, AdamW(trained, lr=1e-3), _fit(model), STEPS)
+
+
+def rare_rows_of_a_large_table() -> Training:
+    """A batch moves four rows of 20,000: a fixed sample of the table misses all of them."""
+    model = nn.Sequential(nn.Embedding(20_000, 16), nn.Linear(16, 4))
+
+    def loss_at(step: int) -> Tensor:
+        words = torch.tensor([0, 1, 2, step % 50])
+        return functional.cross_entropy(model(words), words % 4)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+
+
+def sparse_rows() -> Training:
+    """The same with sparse gradients."""
+    model = nn.Sequential(nn.Embedding(20_000, 16, sparse=True), nn.Linear(16, 4))
+
+    def loss_at(step: int) -> Tensor:
+        words = torch.tensor([0, 1, 2, step % 50])
+        return functional.cross_entropy(model(words), words % 4)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+
+
+def bias_before_batch_norm() -> Training:
+    """The gradient of this bias is zero by mathematics, so only rounding moves it, or does not."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    return fitted(model, SGD(model.parameters(), lr=1e-2), _fit(model), STEPS)
+
+
+def warm_up_from_zero() -> Training:
+    """The first epoch of thirty updates runs at a learning rate of 0."""
+    model = perceptron()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    schedule = LambdaLR(optimizer, lambda epoch: min(1.0, epoch / 5))
+
+    def after(step: int) -> None:
+        if step % 30 == 29:
+            schedule.step()
+
+    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+
+
+def warm_up_by_steps() -> Training:
+    """A learning rate that begins at a millionth of its value."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    schedule = LinearLR(optimizer, start_factor=1e-6, total_iters=100)
+    return fitted(model, optimizer, _fit(model), STEPS, after=lambda _step: schedule.step())
+
+
+class MasterWeights(Adam):
+    """Keeps a float32 copy of each weight in its state and rounds it into the model after each update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "master" not in state:
+                    state["master"] = param.float()
+                state["master"] -= group["lr"] * param.grad.float().sign()
+                param.copy_(state["master"])
+
+
+def master_weights() -> Training:
+    """A bfloat16 weight moves only once its float32 copy has moved by one bfloat16 step."""
+    model = perceptron().bfloat16()
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs.bfloat16()).float(), targets)
+
+    return fitted(model, MasterWeights(model.parameters(), lr=1e-4), loss_at, STEPS)
+
+
+def flat_copies() -> Training:
+    """The optimizer owns one flat copy of all weights, as ZeRO does, and the script copies it back."""
+    model = perceptron()
+    params = list(model.parameters())
+    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in params]))
+    optimizer = AdamW([flat], lr=1e-3)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            model.zero_grad()
+            loss_at(step).backward()
+            flat.grad = torch.cat([_gradient(param).flatten() for param in params])
+            optimizer.step()
+            with torch.no_grad():
+                parts = flat.split([param.numel() for param in params])
+                for param, part in zip(params, parts, strict=True):
+                    param.copy_(part.view_as(param))
+
+    return Training(model, [], loop)
+
+
+def input_gradients() -> Training:
+    """Embeddings are frozen, and each step makes a new leaf of their output, as `enable_input_require_grads` does."""
+    embed, head = nn.Embedding(50, 16).requires_grad_(False), nn.Linear(16, 50)
+    model = nn.ModuleList([embed, head])
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(50, (32,))
+        hidden = embed(words).requires_grad_()
+        return functional.cross_entropy(checkpoint(head, hidden, use_reentrant=True), words)
+
+    return fitted(model, SGD(head.parameters(), lr=0.1), loss_at, STEPS)
+
+
+def adversarial() -> Training:
+    """Attacks are computed in evaluation mode by a pass of their own, which fills the gradients first."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    batch = regression()
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            inputs, targets = batch()
+            model.eval()
+            attacked = inputs.clone().requires_grad_()
+            functional.mse_loss(model(attacked), targets).backward()
+            model.train()
+            optimizer.zero_grad()
+            moved = (inputs + 0.01 * _gradient(attacked).sign()).detach()
+            functional.mse_loss(model(moved), targets).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def gradient_penalty() -> Training:
+    """A critic whose loss contains a gradient with respect to a new leaf, and whose weights are clipped."""
+    model = perceptron()
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    batch = regression()
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            inputs, targets = batch()
+            inputs.requires_grad_()
+            out = model(inputs)
+            (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+            optimizer.zero_grad()
+            (functional.mse_loss(out, targets) + slope.norm()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.5, 0.5)
+
+    return Training(model, [optimizer], loop)
+
+
+def several_optimizers() -> Training:
+    """One optimizer steps after each pass, the other after each fourth, on what has accumulated."""
+    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    often, rarely = SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            often.zero_grad()
+            loss_at(step).backward()
+            often.step()
+            if step % 4 == 3:
+                rarely.step()
+                rarely.zero_grad()
+
+    return Training(model, [often, rarely], loop)
+
+
+def resting_branches() -> Training:
+    """Two heads take turns, and `zero_grad(set_to_none=False)` leaves zeros on the one that rests."""
+    body, first, second = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+    model = nn.ModuleList([body, first, second])
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    batch = regression()
+
+    def loop() -> None:
+        for step in range(STEPS):
+            inputs, targets = batch()
+            optimizer.zero_grad(set_to_none=False)
+            head = second if step % 60 >= 30 else first
+            functional.mse_loss(head(body(inputs).tanh()), targets).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def frozen_with_moving_statistics() -> Training:
+    """Fine-tuning: the body is frozen, its batch norm still follows the data, only the head learns."""
+    body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()).requires_grad_(False)
+    head = nn.Linear(32, 4)
+    model = nn.Sequential(body, head)
+    return fitted(model, Adam(head.parameters(), lr=1e-3), _fit(model), STEPS)
+
+
+def batch_norms_frozen_late() -> Training:
+    """Quantisation-aware training: batch norms go to evaluation mode half way, for good; dropout stays."""
+    norm = nn.BatchNorm1d(32)
+    model = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def after(step: int) -> None:
+        if step == STEPS // 2:
+            norm.eval()
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS, after=after)
+
+
+def tuned_in_evaluation_mode() -> Training:
+    """A model that is in evaluation mode from the first step on, on purpose."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS)
+
+
+def evaluation_between_steps() -> Training:
+    """Each tenth step ends with an evaluation without gradients, and training mode comes back."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
+    loss_at = _fit(model)
+
+    def after(step: int) -> None:
+        if step % 10 == 9:
+            model.eval()
+            with torch.no_grad():
+                loss_at(step)
+            model.train()
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS, after=after)
+
+
+def copied_layers() -> Training:
+    """`TransformerEncoder` copies one layer, so its layers begin equal in every bit."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(30, 16),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        nn.Linear(16, 30),
+    )
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(30, (8, 6))
+        return functional.cross_entropy(model(words).transpose(1, 2), words.roll(1, 1))
+
+    return fitted(model, AdamW(model.parameters(), lr=1e-3), loss_at, STEPS)
+
+
+def averages_and_targets() -> Training:
+    """A moving average and a target network copy the weights; nothing trains either of them."""
+    online = perceptron()
+    target = copy.deepcopy(online)
+    average = AveragedModel(online)
+    model = nn.ModuleDict({"online": online, "target": target})
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        with torch.no_grad():
+            bootstrap = target(inputs)
+        return functional.mse_loss(online(inputs), 0.5 * targets + 0.5 * bootstrap)
+
+    def after(step: int) -> None:
+        average.update_parameters(online)
+        if step % 20 == 19:
+            target.load_state_dict(online.state_dict())
+
+    return fitted(model, Adam(online.parameters(), lr=1e-3), loss_at, STEPS, after=after)
+
+
+def upcycled_experts() -> Training:
+    """Experts begin as copies of one layer; the router parts them."""
+    one = nn.Linear(16, 4)
+    experts = nn.ModuleList([copy.deepcopy(one) for _ in range(4)])
+    router = nn.Linear(16, 4)
+    model = nn.ModuleDict({"experts": experts, "router": router})
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        weights, chosen = router(inputs).softmax(1).max(1)
+        outs = torch.stack([expert(inputs) for expert in experts], 1)
+        picked = outs[torch.arange(len(inputs)), chosen]
+        return functional.mse_loss(weights.unsqueeze(1) * picked, targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+
+
+def zero_head() -> Training:
+    """The head begins at zero, so its rows are equal at first; its gradients are not."""
+    model = perceptron()
+    nn.init.zeros_(model.get_parameter("4.weight"))
+    nn.init.zeros_(model.get_parameter("4.bias"))
+    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS)
+
+
+def tied() -> Training:
+    """One tensor serves as embedding and as head."""
+    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    head.weight = embed.weight
+    model = nn.Sequential(embed, head)
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(30, (32,))
+        return functional.cross_entropy(model(words), words.roll(1))
+
+    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+
+
+def bounded_temperature() -> Training:
+    """A learnt temperature sits at its upper bound, to which the script clamps it after each update."""
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = perceptron()
+            self.scale = nn.Parameter(torch.tensor(math.log(100.0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x) * self.scale
+            return out
+
+    model = Contrast()
+
+    def after(_step: int) -> None:
+        with torch.no_grad():
+            model.scale.clamp_(max=1.0)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-3), _fit(model), STEPS, after=after)
+
+
+def scaled_properly() -> Training:
+    """A loss scale, unscaled before the clip, and divided by the number of micro-batches while it is on."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for _ in range(2):
+                scaler.scale(loss_at(step)).backward()
+            _scale_gradients(model, 1 / 2)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Training(model, [optimizer], loop)
+
+
+def divided_while_scaled() -> Training:
+    """Gradients are divided by a constant while they carry the loss scale, which is right."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for _ in range(4):
+                scaler.scale(loss_at(step)).backward()
+            _scale_gradients(model, 1 / 4)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Training(model, [optimizer], loop)
+
+
+def closures() -> Training:
+    """LBFGS evaluates its closure many times within one update."""
+    model = nn.Linear(16, 4)
+    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    loss_at = _fit(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_at(0)
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(40):
+            optimizer.step(closure)
+
+    return Training(model, [optimizer], loop)
+
+
+def skipped_batches() -> Training:
+    """The script itself leaves out updates, and clears gradients of batches that it does not like."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_at(step).backward()
+            if step % 7 == 3:
+                continue
+            if step % 11 == 5:
+                optimizer.zero_grad()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def hand_written() -> Training:
+    """The script updates the weights itself, without an optimizer."""
+    model = perceptron()
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            loss_at(step).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(_gradient(param), alpha=-1e-2)
+                    param.grad = None
+
+    return Training(model, [], loop)
+
+
+def gradient_momentum() -> Training:
+    """Gradients are not cleared but decayed, on purpose."""
+    model = perceptron()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    loss_at = _fit(model)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            _scale_gradients(model, 0.9)
+            loss_at(step).backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
+def unfreezing_by_stages() -> Training:
+    """The body is unfrozen half way and given to the optimizer then."""
+    body, head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    optimizer = SGD(head.parameters(), lr=1e-2)
+
+    def after(step: int) -> None:
+        if step == STEPS // 2:
+            body.requires_grad_(True)
+            optimizer.add_param_group({"params": body.parameters()})
+
+    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+
+
+def converged() -> Training:
+    """A model that has fitted its data: gradients are tiny, and no update is left to make."""
+    model = nn.Linear(16, 4)
+    inputs = torch.randn(64, 16)
+    targets = model(inputs).detach()
+
+    def loss_at(_step: int) -> Tensor:
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+
+
+HEALTHY: tuple[Callable[[], Training], ...] = tuple(
+    value
+    for name, value in list(globals().items())
+    if callable(value)
+    and getattr(value, "__module__", "") == __name__
+    and name.islower()
+    and not name.startswith("_")
+)

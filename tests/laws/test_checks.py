@@ -1,0 +1,195 @@
+"""What checks say of trainings: each fault once, with its place and cause, and nothing of a healthy one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laws import healthy_loops, trainings
+from laws.faulty_loops import FAULTY, STEPS, fit
+from laws.healthy_loops import HEALTHY
+from laws.trainings import Training, fitted, perceptron
+from torch import nn
+from torch.optim import SGD
+
+import gradsurgeon
+from gradsurgeon import CheckError, Event
+
+CHECKS: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": name, "action": f"check-{name}", "params": "*"}
+        for name in ("update", "loop", "structure", "ranks")
+    ],
+}
+
+
+def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
+    """Train under the checks; return their events."""
+    with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers or None) as session:
+        training.loop()
+    return [event for event in session.events if event.kind == "check"]
+
+
+def only(training: Training, rules: dict[str, Any] = CHECKS) -> Event:
+    (event,) = told(training, rules)
+    return event
+
+
+# `deep_sigmoids` has a fault that a check names rightly: its gradients are too small to move a weight.
+SOUND = [
+    of
+    for name, of in vars(trainings).items()
+    if inspect.isfunction(of)
+    and of.__module__ == trainings.__name__
+    and not inspect.signature(of).parameters
+    and name not in ("deep_sigmoids", "perceptron")
+]
+
+
+@pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
+def test_healthy_loop_gets_no_finding(make: Callable[[], Training]) -> None:
+    torch.manual_seed(0)
+    assert told(make()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
+def test_training_without_a_fault_of_its_loop_gets_no_finding(make: Callable[[], Training]) -> None:
+    torch.manual_seed(0)
+    assert told(make()) == []
+
+
+def test_vanishing_gradients_are_told_as_updates_that_are_rounded_away() -> None:
+    torch.manual_seed(0)
+    events = told(trainings.deep_sigmoids())
+    assert events
+    assert all("float32 rounds each update away" in event.message for event in events)
+
+
+# What the finding names, and words of its message.
+EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "unowned": (
+        "0.weight, 0.bias, 2.weight and 1 more",
+        11,
+        ("did not move in 10 updates", "no optimizer that has stepped owns it"),
+    ),
+    "learning_rate_zero": ("0.weight, 0.bias", 11, ("its learning rate is 0",)),
+    "rounded_away": ("2.weight", 11, ("bfloat16 rounds each update away", "rate 1.0e-05")),
+    "not_written": (
+        "2.weight",
+        11,
+        ("the learning rate is 1.0e-02", "its step leaves it as it is"),
+    ),
+    "outside_of_the_model": ("a tensor of shape [3]", 10, ("no module and no optimizer",)),
+    "weights_made_nan": ("0.weight", 0, ("eps 1e-08 of the optimizer is 0 in float16",)),
+    "never_cleared": ("0.weight", 3, ("from before the update of step 2", "optimizer.zero_grad()")),
+    "cleared_too_early": (
+        "0.weight",
+        3,
+        ("all gradients were gone", "not between `backward()` and"),
+    ),
+    "clipped_while_scaled": ("", 3, ("to a norm of 0.5", "the loss scale of 4096", "unscale_")),
+    "loss_over_nothing": ("", 7, ("the loss of step 7 was NaN", "it came out of nll_loss")),
+    "left_in_evaluation_mode": ("", 12, ("since step 10", "evaluation mode", "model.train()")),
+    "untied": ("0.weight, 1.weight", 0, ("equal in every element but two tensors",)),
+    "copied_units": ("0.weight, 2.weight", 1, ("all 16 units", "random numbers")),
+}
+
+
+@pytest.mark.parametrize(
+    "make", [make for some in FAULTY.values() for make in some], ids=lambda make: make.__name__
+)
+def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training]) -> None:
+    torch.manual_seed(0)
+    event = only(make())
+    place, step, words = EXPECTED[make.__name__]
+    action = next(action for action, some in FAULTY.items() if make in some)
+    assert f"check-{event.rule}" == action
+    assert event.step == step
+    assert event.name == place.partition(",")[0]
+    assert [word for word in (place, *words) if word not in event.message] == []
+
+
+def test_rule_that_freezes_is_named() -> None:
+    model = perceptron()
+    frozen = {"id": "cold", "action": "freeze", "params": "0.*"}
+    rules = {"version": 1, "rules": [*CHECKS["rules"], frozen]}
+    training = fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), STEPS)
+    event = only(training, rules)
+    assert "0.weight, 0.bias did not move" in event.message
+    assert "rule cold freezes it" in event.message
+
+
+def test_updates_that_a_trap_skips_are_named() -> None:
+    model = perceptron()
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    rules = {"version": 1, "rules": [*CHECKS["rules"], {**trap, "give_up_after": 1000}]}
+    loss_at = fit(model)
+    stray = nn.Parameter(torch.zeros(1))
+    model.register_parameter("stray", stray)
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    training = fitted(model, optimizer, lambda step: loss_at(step) + stray.sqrt().sum(), STEPS)
+    event = only(training, rules)
+    assert "0.weight, 0.bias" in event.message
+    assert "all these updates were skipped" in event.message
+
+
+def test_trained_tensor_with_an_optimizer_of_its_own_is_no_stranger() -> None:
+    model = perceptron()
+    loss_at, stray = fit(model), nn.Parameter(torch.ones(3))
+    mine = SGD([stray], lr=0.0)
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    assert told(fitted(model, optimizer, lambda s: loss_at(s) + stray.sum(), STEPS)) == []
+    assert mine.param_groups
+
+
+def test_weights_that_should_stay() -> None:
+    rule = {"id": "stays", "action": "check-update", "params": "0.*", "moved": {"max": 0}}
+    rules = {"version": 1, "rules": [rule]}
+    model = perceptron()
+    event = only(fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), 5), rules)
+    assert "0.weight, 0.bias should stay as at step 0" in event.message
+    assert "changed by the update of step 0" in event.message
+    assert told(fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), 5), rules) == []
+
+
+def test_adapters_that_should_move() -> None:
+    rule = {
+        "id": "learns",
+        "action": "check-update",
+        "params": "lora_*",
+        "moved": {"min": 0.05, "within": 10},
+        "then": "raise",
+    }
+    rules = {"version": 1, "rules": [rule]}
+    assert told(healthy_loops.lora_pair(), rules) == []
+    training = healthy_loops.lora_pair()
+    training.optimizers[0].param_groups[0]["lr"] = 0.0
+    with pytest.raises(CheckError) as caught:
+        told(training, rules)
+    assert (caught.value.rule, caught.value.step) == ("learns", 9)
+    assert "lora_a.weight, lora_b.weight should move" in str(caught.value)
+
+
+def test_steps_limit_a_check() -> None:
+    model = perceptron()
+    rules = {"version": 1, "rules": [{**CHECKS["rules"][0], "steps": {"to": 5}}]}
+    training = fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
+    assert told(training, rules) == []
+
+
+def test_checks_change_nothing() -> None:
+    weights = []
+    for rules in (None, CHECKS):
+        torch.manual_seed(0)
+        training = healthy_loops.copied_layers()
+        if rules is None:
+            training.loop()
+        else:
+            told(training, rules)
+        weights.append([param.detach().clone() for param in training.model.parameters()])
+    assert all(map(torch.equal, *weights))
