@@ -59,6 +59,15 @@ def published() -> dict[str, Included]:
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
+def rule_file(spec: str) -> Included:
+    """Return the file of a pack, named as in `include`, for a command or a call that takes a rule file.
+
+    Raises:
+        IncludeError: there is no such pack.
+    """
+    return _pack(spec[len(PREFIX) :])
+
+
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
     if entry.casefold().startswith(PREFIX):
         return _pack(entry[len(PREFIX) :])

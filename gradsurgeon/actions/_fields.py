@@ -244,3 +244,18 @@ def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
         return f"`{text[:60]}` is no tensor of a module"
     path = tuple(int(index) if index else key for index, key in _STEP.findall(parts[2]))
     return TensorRef("input" if parts[1] == "input" else "output", path, parts[3] is not None)
+
+
+def _limit(value: object) -> object:
+    if value == "never" or (is_whole(value) and value >= 1):
+        return value
+    message = f"expected a whole number of 1 or more, or `never`, found {described(value)}"
+    raise flawed(Flaw("", message, "such as 10", check="wrong-type"))
+
+
+# A number of times after which something happens, or that it never does.
+Limit = Annotated[
+    int | Literal["never"],
+    BeforeValidator(_limit),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "never"}]}),
+]

@@ -28,6 +28,7 @@ from gradsurgeon.actions._effects import (
 )
 from gradsurgeon.actions._fields import (
     Flaw,
+    Limit,
     TargetKind,
     TensorRef,
     described,
@@ -80,8 +81,10 @@ class TrapRule(Rule):
         Field(description="The consequence for the step."),
     ] = "raise"
     give_up_after: Annotated[
-        int,
-        Field(ge=1, description="Raise after this many trips in a row, whatever `then` says."),
+        Limit,
+        Field(
+            description="Raise after this many trips in a row, whatever `then` says; `never` for no limit."
+        ),
     ] = 10
 
     @abstractmethod

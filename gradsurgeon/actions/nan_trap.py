@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -73,7 +74,7 @@ class NanTrap(TrapRule):
             "nonfinite",
             lambda counts: counts > 0,
             self.then,
-            self.give_up_after,
+            sys.maxsize if self.give_up_after == "never" else self.give_up_after,
             forensics=self.forensics,
             bundle=self.bundle,
         )

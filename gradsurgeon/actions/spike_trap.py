@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Point
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, Limit
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
 
@@ -27,9 +27,8 @@ _Then = Annotated[
     Field(description="What happens to the step."),
 ]
 _GiveUpAfter = Annotated[
-    int | None,
+    Limit | None,
     Field(
-        ge=1,
         description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given.",
     ),
 ]
@@ -182,7 +181,9 @@ class SpikeTrap(TrapRule):
         return self.then == "clip"
 
     def compile(self) -> Spikes:
-        patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else sys.maxsize
+        patience = sys.maxsize
+        if self.then == "skip-step" and self.give_up_after != "never":
+            patience = self.give_up_after or _PATIENCE
         return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
 
 

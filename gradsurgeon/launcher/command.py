@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gradsurgeon import packs
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.settings import Settings, is_off
@@ -20,6 +21,8 @@ from gradsurgeon.store import job
 from gradsurgeon.store.layout import RUN_FILE, state_name
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
+# Rules that only look, for a script without rules of its own.
+DEFAULT_RULES = "gradsurgeon:debug@1"
 _WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink")
 
 
@@ -33,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     if problem := next(_problems(**given), ""):
         return _fail(problem)
     for name in ("rules", "record", "resume", "dry_run"):
-        given[name] = str(Path(given[name]).absolute()) if given[name] else ""
+        if given[name] and not given[name].startswith(packs.PREFIX):
+            given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(map(absolute, given["sinks"]))
     return _become_target(target, Settings(**given).environment(os.environ))
 
@@ -41,8 +45,11 @@ def main(argv: Sequence[str]) -> int:
 def _problems(
     rules: str, record: str, resume: str, sinks: Sequence[str], **_: object
 ) -> Iterator[str]:
-    if not rules:
-        yield "no rules are given: pass `--rules FILE`"
+    if rules.startswith(packs.PREFIX):
+        try:
+            packs.rule_file(rules)
+        except packs.IncludeError as error:
+            yield f"--rules: {error}"
     elif not Path(rules).is_file():
         yield f"{printable(rules)}: there is no such rule file"
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
@@ -123,6 +130,10 @@ def _parser() -> argparse.ArgumentParser:
         f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
         "given several times"
     )
+    rules = (
+        f"the rule file, or a pack by its name; without it {DEFAULT_RULES}: checks, norms, and a trap that reports "
+        "NaN and lets the training go on"
+    )
     resume = "load what the rules of this run had learnt, and continue its step count"
     start_step = (
         "number of the first update; with --resume, needed if the script's checkpoint is older than the end "
@@ -132,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     dry_run = "print the plan at the first step, write params.json, and stop"
     quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add = parser.add_argument
-    add("--rules", metavar="FILE", default="", help="the rule file")
+    add("--rules", metavar="FILE", default=DEFAULT_RULES, help=rules)
     add("--record", metavar="DIR", default="", help="write records to this run directory")
     add("--sink", metavar="KIND:PLACE", action="append", dest="sinks", default=[], help=sinks)
     add("--resume", metavar="RUN", default="", help=resume)
