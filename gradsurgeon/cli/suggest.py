@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, write_output, writing
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.errors import RecordError, printable
@@ -40,6 +41,7 @@ def _share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    library("numpy", "report", "suggest")
     from gradsurgeon import suggestion  # noqa: PLC0415 # needs numpy
 
     def is_ours(path: Path) -> bool:

@@ -175,19 +175,15 @@ class Recorder:
             self._ring.send(wait=False)
         writer.commit()
 
-    def _watch(self) -> None:
-        """Start to write the rows of a script that hangs."""
-        # A process that has too many threads goes without.
-        with suppress(RuntimeError):
-            self._quiet = QuietWriting(self._write_waiting)
-
     def _stop_watching(self) -> None:
         if self._quiet is not None:
             self._quiet.stop()
 
     def _move(self, *, due: bool) -> None:
         if self._quiet is None and self.writer is not None and not self.writer.closed:
-            self._watch()
+            # A process that has too many threads goes without.
+            with suppress(RuntimeError):
+                self._quiet = QuietWriting(self._write_waiting)
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
             self._send(wait=False)
         if due:

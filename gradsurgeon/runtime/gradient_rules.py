@@ -112,16 +112,20 @@ def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]])
 
     They are on the host if the gradients come from several devices.
     """
-    small = {place: one for place, one in enumerate(kept) if isinstance(one, Tensor)}
-    together = measure.of_small(stats, [*small.values()]) if small else torch.empty(0)
-    if len(small) == len(kept):
-        return together
-    found = dict(zip(small, together.unbind(-1), strict=True)) if small else {}
-    found |= {place: torch.stack(one) for place, one in enumerate(kept) if isinstance(one, tuple)}
-    values = [found[place] for place in range(len(kept))]
-    if len({value.device for value in values}) > 1:
-        values = [value.cpu() for value in values]
-    return torch.stack(values, dim=-1)
+    measured = [one for one in kept if isinstance(one, tuple)]
+    numbers = [number for one in measured for number in one]
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.cpu() for number in numbers]
+    large = torch.stack(numbers).view(-1, len(stats)).T if numbers else torch.empty(0)
+    if len(measured) == len(kept):
+        return large
+    small = measure.of_small(stats, [one for one in kept if isinstance(one, Tensor)])
+    if not measured:
+        return small
+    values = small.new_empty(len(stats), len(kept))
+    is_small = torch.tensor([isinstance(one, Tensor) for one in kept])
+    values[:, is_small], values[:, ~is_small] = small, large.to(small.device)
+    return values
 
 
 def run_step_rules(

@@ -213,7 +213,7 @@ def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
     lines.append(f"the first non-finite one is {labels[bad.index(True)]}")
     head = f"{sum(bad)} of {len(flags)} tensors are not finite"
     modules = tuple(flag.name for flag, count in flags if count)
-    return TrapReport(flags[0][0].name, head, lines, reduced=False, modules=modules)
+    return TrapReport(modules[0], head, lines, reduced=False, modules=modules)
 
 
 def _table(
