@@ -45,6 +45,10 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
         },
     },
     "capture": {"": {}},
+    "check-update": {"": {}, "nothing moves": {"moved": {"max": 0}}},
+    "check-loop": {"": {}},
+    "check-structure": {"": {}},
+    "check-ranks": {"": {}},
 }
 # These leave nothing for the others to do.
 _ENDINGS = ("zero", "freeze")

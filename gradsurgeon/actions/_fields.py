@@ -249,8 +249,11 @@ def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
 def _limit(value: object) -> object:
     if value == "never" or (is_whole(value) and value >= 1):
         return value
-    message = f"expected a whole number of 1 or more, or `never`, found {described(value)}"
-    raise flawed(Flaw("", message, "such as 10", check="wrong-type"))
+    if is_whole(value):
+        raise flawed(Flaw("", f"expected 1 or more, or `never`, found {described(value)}", ""))
+    message = f"expected a whole number or `never`, found {described(value)}"
+    hint = "write a whole number without quotes, or leave it out"
+    raise flawed(Flaw("", message, hint, check="wrong-type"))
 
 
 # A number of times after which something happens, or that it never does.

@@ -101,6 +101,11 @@ class CheckRule(Rule):
     takes_at: ClassVar[bool] = False
     no_at_reason: ClassVar[str] = "it looks before and after passes and updates"
 
+    @property
+    def tells_owners(self) -> bool:
+        """Whether the check tells parameters that no optimizer owns, so that no other rule has to."""
+        return False
+
     then: Annotated[
         Literal["warn", "raise"],
         Field(description="Whether a finding is only told, or also stops the training."),

@@ -74,6 +74,10 @@ class CheckUpdate(CheckRule):
         Moved | None, Field(description="An assertion in the place of the search for faults.")
     ] = None
 
+    @property
+    def tells_owners(self) -> bool:
+        return self.moved is None
+
     def compile(self) -> Examination:
         from gradsurgeon.checks.moved_check import MovedCheck  # noqa: PLC0415 # it needs torch
         from gradsurgeon.checks.update_check import UpdateCheck  # noqa: PLC0415 # it needs torch

@@ -15,7 +15,7 @@ class Finding:
 
     Attributes:
         cause: a word for the kind of fault; the same cause is told once for each tensor.
-        text: one sentence or two, with ``{names}`` where the names belong.
+        text: one sentence or two, with ``{names}`` where the names belong, and ``{it}`` for it or them.
         tensors: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
         names: other names, for tensors that are not in the model.
         step: the step in which it happened, if that is not the one in which it is told.

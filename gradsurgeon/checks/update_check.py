@@ -26,15 +26,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 _STILL = "{{names}} did not move in {updates} updates although gradients come: "
 _CAUSES = {
-    "unowned": "no optimizer that has stepped owns it. Make the optimizer after the last change of the model, or "
-    "give the parameter to it with `optimizer.add_param_group`",
-    "frozen": "rule {rule} freezes it. Exclude it from one of the two rules",
+    "unowned": "no optimizer that has stepped owns {{it}}. Make the optimizer after the last change of the model, or "
+    "give {{it}} to the optimizer by `add_param_group`",
+    "frozen": "rule {rule} freezes {{it}}. Exclude {{it}} from one of the two rules",
     "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
-    "lr": "its learning rate is 0. Set one in its group of the optimizer, or look at the schedule",
+    "lr": "the learning rate is 0. Set one in the group of the optimizer, or look at the schedule",
     "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} an update is smaller than half of what "
     "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}{small}. {remedy}",
-    "unwritten": "the optimizer owns it, the learning rate is {lr:.1e}, but its step leaves it as it is. Look for a "
-    "compiled or wrapped `step` that has lost it, or for code that puts the old weights back",
+    "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
+    "for a compiled or wrapped `step` that has lost {{it}}, or for code that puts the old weights back",
 }
 _FULL, _REDUCED = (
     "Raise the learning rate",

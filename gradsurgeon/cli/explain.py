@@ -30,6 +30,7 @@ _TESTS = {
     **dict.fromkeys(("clamp", "scale", "zero"), "clamp_scale_zero"),
     **dict.fromkeys(("capture", "clip-norm", "freeze", "sanitize"), "clip_norm_freeze_capture"),
     "conflict": "combine",
+    **dict.fromkeys(("check-loop", "check-ranks", "check-structure", "check-update"), "checks"),
 }
 _SHARED = frozenset(Rule.model_fields) - {"action", "at"}
 _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradsurgeon.actions import TrapRule
+from gradsurgeon.actions import CheckRule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning import NO_MATCH, Plan
@@ -24,6 +24,7 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
         bound = len(plan.of(rule.id))
         what = count(bound, NOUNS[rule.target]) if bound else "nothing in this model"
         when = "before each update" if isinstance(rule, TrapRule) else f"at {rule.point}"
+        when = "around updates" if isinstance(rule, CheckRule) else when
         rows.append((printable(rule.id), rule.action, when, what))
     yield from grid(rows)
     of_rules = [
@@ -43,8 +44,9 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
     rows = []
+    checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
     for rule in plan.rules.rules:
-        if not plan.of(rule.id):
+        if not plan.of(rule.id) or rule in checks:
             continue
         status = statuses[rule.id]
         words = [f"fired {status.fired:,}", "", ""]
@@ -56,6 +58,10 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
             words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, *words))
     yield from grid(rows)
+    if checks:
+        found = sum(event.kind == "check" for event in session.events)
+        names = ", ".join(printable(rule.id) for rule in checks)
+        yield f"  checked: {names}; found: {count(found, 'fault') if found else 'nothing'}"
     shown = [event for event in session.events if event.kind != "notice"]
     if (before := len(shown) - _MOST_EVENTS) > 0:
         yield f"  {before} events before these"

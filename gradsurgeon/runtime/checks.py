@@ -307,7 +307,8 @@ class Checks:
                 continue
             self._told.update((rule, finding.cause, place) for place in news)
             told = [names[tensor] for tensor in finding.tensors if tensor in news] or finding.names
-            text = finding.text.format(names=shorten_names(told))
+            it = "them" if len(told) > 1 else "it"
+            text = finding.text.format(names=shorten_names(told), it=it)
             event_log, name = self.context.event_log, told[0] if told else ""
             at = step if finding.step is None else finding.step
             message = f"{self.context.place(at, rule)}: {text}"

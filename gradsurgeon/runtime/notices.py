@@ -9,7 +9,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
+from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule, TrapRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
@@ -140,9 +140,12 @@ class Notices:
 
     def tell_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
-        settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
         context, step = self._context, self._context.counters.latest
         program = context.program
+        settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
+        for stage in program.checks:
+            if isinstance(stage.rule, CheckRule) and stage.rule.tells_owners:
+                settled.difference_update(stage.tensors)
         stages = {stage.rule.id: stage for stage in (*program.traps, *program.at_step)}
         for rule, stage in stages.items() if settled else ():
             news = [t for t in stage.tensors if t in settled and t not in self._told[rule]]

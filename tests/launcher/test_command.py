@@ -97,7 +97,7 @@ def test_a_switch_that_is_off_is_off(off: str) -> None:
     ("argv", "text"),
     [
         (["--rules", "nowhere.yaml", "t.py"], "nowhere.yaml: there is no such rule file"),
-        (["t.py"], "no rules are given: pass `--rules FILE`"),
+        (["--rules", "gradsurgeon:debug@9", "t.py"], "there is no pack `debug@9`"),
         (["--rules", "r.yaml"], "no script is given"),
         (["--rules", "r.yaml", "--"], "nothing follows `--`"),
         (

@@ -1,6 +1,6 @@
 """Trainings with a fault that a check finds, for `test_checks` and for the table in the guide.
 
-The docstring of each function is the fault in a few words.
+The docstring of each function is the fault in a few words. Run this file as a script to write the table anew.
 """
 
 from __future__ import annotations
@@ -204,3 +204,23 @@ FAULTY: dict[str, tuple[Callable[[], Training], ...]] = {
     ),
     "check-structure": (untied, copied_units),
 }
+
+
+def row(make: Callable[[], Training], action: str, message: str) -> str:
+    """Return the row of the guide on a fault, given the message of its event."""
+    said = message.partition(": ")[2].replace("|", "\\|")
+    return f"| {(make.__doc__ or '').strip()} | `{action}` | {said} |"
+
+
+if __name__ == "__main__":
+    from laws.test_checks import GUIDE, told
+
+    rows = []
+    for name, some in FAULTY.items():
+        for one in some:
+            torch.manual_seed(0)
+            rows += [row(one, name, event.message) for event in told(one())]
+    begin, end = "<!-- example: what checks say -->\n", "<!-- example: end -->\n"
+    before, _, rest = GUIDE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    GUIDE.write_text(f"{before}{begin}{chr(10).join(rows)}\n{end}{after}", encoding="utf-8")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from laws import healthy_loops, trainings
-from laws.faulty_loops import FAULTY, STEPS, fit
+from laws.faulty_loops import FAULTY, STEPS, fit, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fitted, perceptron
 from torch import nn
@@ -18,11 +19,12 @@ from torch.optim import SGD
 import gradsurgeon
 from gradsurgeon import CheckError, Event
 
+GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
 CHECKS: dict[str, Any] = {
     "version": 1,
     "rules": [
-        {"id": name, "action": f"check-{name}", "params": "*"}
-        for name in ("update", "loop", "structure", "ranks")
+        {"id": action.removeprefix("check-"), "action": action, "params": "*"}
+        for action in ("check-update", "check-loop", "check-structure", "check-ranks")
     ],
 }
 
@@ -75,14 +77,14 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "unowned": (
         "0.weight, 0.bias, 2.weight and 1 more",
         11,
-        ("did not move in 10 updates", "no optimizer that has stepped owns it"),
+        ("did not move in 10 updates", "no optimizer that has stepped owns them"),
     ),
-    "learning_rate_zero": ("0.weight, 0.bias", 11, ("its learning rate is 0",)),
+    "learning_rate_zero": ("0.weight, 0.bias", 11, ("the learning rate is 0",)),
     "rounded_away": ("2.weight", 11, ("bfloat16 rounds each update away", "rate 1.0e-05")),
     "not_written": (
         "2.weight",
         11,
-        ("the learning rate is 1.0e-02", "its step leaves it as it is"),
+        ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
     ),
     "outside_of_the_model": ("a tensor of shape [3]", 10, ("no module and no optimizer",)),
     "weights_made_nan": ("0.weight", 0, ("eps 1e-08 of the optimizer is 0 in float16",)),
@@ -112,6 +114,8 @@ def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training
     assert event.step == step
     assert event.name == place.partition(",")[0]
     assert [word for word in (place, *words) if word not in event.message] == []
+    # The guide has the message of every fault: run `python -m laws.faulty_loops` in `tests` to write it anew.
+    assert row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
 
 
 def test_rule_that_freezes_is_named() -> None:
@@ -121,7 +125,7 @@ def test_rule_that_freezes_is_named() -> None:
     training = fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), STEPS)
     event = only(training, rules)
     assert "0.weight, 0.bias did not move" in event.message
-    assert "rule cold freezes it" in event.message
+    assert "rule cold freezes them" in event.message
 
 
 def test_updates_that_a_trap_skips_are_named() -> None:
