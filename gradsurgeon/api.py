@@ -202,7 +202,7 @@ def attach(
             "first, or pass replace=True"
         )
     with ExitStack() as undo:
-        writer = None if record is None else _writer(record, bound, options)
+        writer = None if record is None else _writer(model, record, bound, options)
         if writer is not None:
             undo.callback(writer.discard)
         deliveries = _deliveries(sinks, bound, title)
@@ -347,15 +347,25 @@ def _check_scaler(scaler: object) -> None:
         raise TypeError(f"scaler= must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
-def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> RunWriter:
+def _writer(
+    model: nn.Module, record: str | os.PathLike[str], bound: Plan, options: Options
+) -> RunWriter:
     import torch  # noqa: PLC0415 # a session exists, so torch is installed
 
     from gradsurgeon import _dist  # noqa: PLC0415 # the same
+    from gradsurgeon.distributed.ranks import Ranks  # noqa: PLC0415 # the same
     from gradsurgeon.store import writer  # noqa: PLC0415 # other functions work without SQLite
 
     version = str(torch.__version__)
-    mode, start = options.mode, options.start_step
-    meta = describe(bound, mode=mode, start_step=start, torch=version, ranks=_dist.world())
+    ranks = Ranks(lambda: list(model.parameters())) if _dist.world() > 1 else Ranks()
+    meta = describe(
+        bound,
+        mode=options.mode,
+        start_step=options.start_step,
+        torch=version,
+        ranks=_dist.world(),
+        replicas=bool(ranks.wrappers()),
+    )
     return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
 
 

@@ -36,7 +36,15 @@ CLASSES = (
     "Diagnosis",
 )
 # For actions and statistics of a user's own.
-KINDS = ("EditRule", "ObserverRule", "TrapRule", "CheckRule", "CaptureRule", "FreezeRule", "LossRule")
+KINDS = (
+    "EditRule",
+    "ObserverRule",
+    "TrapRule",
+    "CheckRule",
+    "CaptureRule",
+    "FreezeRule",
+    "LossRule",
+)
 PARTS = ("Edit", "Observer", "Decision", "Example", "Statistic")
 WARNING = "GradSurgeonWarning"
 HEAD = """\

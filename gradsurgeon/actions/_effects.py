@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -79,6 +80,12 @@ class Judgement:
     __slots__ = ()
     kind: ClassVar[EventKind] = "trap"
     error: ClassVar[type[TrapError]] = NonFiniteGradientError
+    give_up_after: int | Literal["never"]
+
+    @property
+    def patience(self) -> int:
+        """The number of trips in a row after which the trap raises."""
+        return sys.maxsize if self.give_up_after == "never" else self.give_up_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ class Decision(Judgement):
     statistic: str
     trips: Callable[[Tensor], Tensor]
     then: Then
-    give_up_after: int
+    give_up_after: int | Literal["never"]
     forensics: bool = False
     bundle: bool = False
 
@@ -146,7 +153,7 @@ class Spikes(Judgement):
     bound: RunningBound
     over_rule: bool
     then: SpikeThen
-    give_up_after: int
+    give_up_after: int | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)

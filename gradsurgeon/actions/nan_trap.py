@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -74,7 +73,7 @@ class NanTrap(TrapRule):
             "nonfinite",
             lambda counts: counts > 0,
             self.then,
-            sys.maxsize if self.give_up_after == "never" else self.give_up_after,
+            self.give_up_after,
             forensics=self.forensics,
             bundle=self.bundle,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -181,9 +180,7 @@ class SpikeTrap(TrapRule):
         return self.then == "clip"
 
     def compile(self) -> Spikes:
-        patience = sys.maxsize
-        if self.then == "skip-step" and self.give_up_after != "never":
-            patience = self.give_up_after or _PATIENCE
+        patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else "never"
         return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
 
 

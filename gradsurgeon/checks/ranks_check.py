@@ -24,8 +24,8 @@ _MOST_WAITING = 16
 _ROUNDING = 1e-4
 
 _GRADIENTS = (
-    "{ranks} other gradients than rank {first} for {{names}}: norm {theirs:.3g} against "
-    "{ours:.3g}{until}. {remedy}"
+    "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank {first} and {theirs:.3g} on "
+    "rank {other}{until}. {remedy}"
 )
 _BYPASSED = (
     "DistributedDataParallel holds this model, but did not average: call the wrapper in the forward pass, not "
@@ -36,8 +36,7 @@ _LOST = (
     "skips or that loses data"
 )
 _WEIGHTS = (
-    "{ranks} other weights than rank {first} in {{names}}, although their gradients are "
-    "alike{until}. {remedy}"
+    "{ranks} differ in the weights {{names}}, although their gradients are alike{until}. {remedy}"
 )
 _STARTED = "Broadcast the weights of rank 0 before training, as DistributedDataParallel does, or seed all ranks alike before the model is made"
 _DRIFTED = "Look for an update, a weight decay or an assignment that only some ranks make"
@@ -202,7 +201,7 @@ def _differing(
 def _said(
     template: str, mail: Mail, apart: dict[int, tuple[int, float, float]], **words: str
 ) -> str:
-    _, theirs, ours = next(iter(apart.values()))
-    ranks = _dist.having(sorted({rank for rank, _, _ in apart.values()}))
+    other, theirs, ours = next(iter(apart.values()))
     first = mail.ranks[0]
-    return template.format(ranks=ranks, first=first, theirs=theirs, ours=ours, **words)
+    ranks = _dist.named([first, *sorted({rank for rank, _, _ in apart.values()})])
+    return template.format(ranks=ranks, first=first, other=other, theirs=theirs, ours=ours, **words)

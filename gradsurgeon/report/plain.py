@@ -23,8 +23,9 @@ def to_dict(report: Report) -> dict[str, Any]:
         "title": report.title,
         "ended": None if report.ended is None else _ended(report.ended, report),
         "steps": None if report.steps is None else list(report.steps),
-        "notes": [*report.notes, *filter(None, [report.frozen_note])],
-        "remarks": list(report.remarks),
+        "notes": list(report.notes),
+        # A sentence like the others, though nothing may be wrong.
+        "remarks": [*report.remarks, *filter(None, [report.frozen_note])],
         "params": list(report.params),
         "rules": [_rule(report, rule) for rule in rules],
         "events": [asdict(event) for event in report.events],

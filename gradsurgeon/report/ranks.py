@@ -18,17 +18,23 @@ if TYPE_CHECKING:
 
 # What DDP has reduced is the same to the last bit; other set-ups reduce in another order on each rank.
 _TOLERANCE = 1e-3
+# Ranks whose norms were alike in so many rows are replicas.
+_ALIKE = 3
 _REDUCED = POINTS[:2]
 
 
 class _Difference(NamedTuple):
+    alike: int  # rows before it
     step: int
     name: str
     norms: list[tuple[float, int]]  # and the rank of each
 
 
 def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
-    """Return a sentence on the first step and parameter at which ranks differ, empty if none do.
+    """Return a sentence on the first step and parameter at which replicas differ, empty if none do.
+
+    Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
+    apart, or a script averages their gradients after the norms were taken.
 
     Args:
         run: with its files open.
@@ -43,9 +49,11 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = N
             other = lowest.setdefault(tuple(key), series)
             difference = None if other is series else _first_difference(other, series, newest)
             found += [difference] if difference else []
+    if run.meta.get("replicas") is not True:
+        found = [one for one in found if one.alike >= _ALIKE]
     if not found:
         return ""
-    step, name, norms = min(found, key=lambda one: one.step)
+    _, step, name, norms = min(found, key=lambda one: one.step)
     told = " and ".join(f"{norm:.3g} on rank {rank}" for norm, rank in norms)
     return f"ranks differ from step {step} on: the norm of {printable(name)} is {told}"
 
@@ -56,6 +64,7 @@ def _first_difference(
     # Of two ranks that are read while they write, one may have more rows.
     start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
     both = zip(blocks(one, start), blocks(other, start), strict=False)
+    alike = start
     for (steps, values, present), (steps_2, values_2, present_2) in both:
         length = min(len(steps), len(steps_2))
         if not np.array_equal(steps[:length], steps_2[:length]):
@@ -67,5 +76,6 @@ def _first_difference(
         if apart.any():
             row, column = (int(place) for place in np.argwhere(apart)[0])
             norms = [(float(a[row, column]), one.rank), (float(b[row, column]), other.rank)]
-            return _Difference(int(steps[row]), one.key.names[column], norms)
+            return _Difference(alike + row, int(steps[row]), one.key.names[column], norms)
+        alike += length
     return None

@@ -183,7 +183,13 @@ def _list(value: object) -> list[Any]:
 
 
 def describe(
-    plan: Plan, *, mode: str, start_step: int, torch: str, ranks: int = 1
+    plan: Plan,
+    *,
+    mode: str,
+    start_step: int,
+    torch: str,
+    ranks: int = 1,
+    replicas: bool = False,
 ) -> dict[str, Any]:
     """Return what `run.json` says of a run, as plain values; `from_run` reads it."""
     return {
@@ -194,6 +200,8 @@ def describe(
         "job": job.current(),
         # A process may begin before the process group does.
         "ranks": max(ranks, job.world()),
+        # Whether `DistributedDataParallel` held the model, so gradients and weights are alike on all ranks.
+        "replicas": replicas,
         "mode": mode,
         "start_step": start_step,
         **_about(plan),

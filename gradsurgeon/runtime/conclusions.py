@@ -62,7 +62,7 @@ class Trip:
 
     @property
     def then(self) -> str:
-        gives_up = self.in_a_row >= self.decision.give_up_after
+        gives_up = self.in_a_row >= self.decision.patience
         return "raise" if gives_up or self._is_forced else self.decision.then
 
     @property

@@ -242,7 +242,7 @@ class Traps:
         text = SCALER_SKIP.format(step=counter.step)
         context.event_log.emit("scaler-skip", text, step=counter.step)
         due_rules = context.due_rules(counter)
-        patience = {rule: decision.give_up_after for rule, decision in context.decisions.items()}
+        patience = {rule: decision.patience for rule, decision in context.decisions.items()}
         stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
         if not stuck or context.mode == "observe":
             return []

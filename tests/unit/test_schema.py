@@ -210,7 +210,14 @@ class TestBuiltInPython:
     @pytest.mark.parametrize("action", sorted(ACTIONS))
     def test_every_example_is_a_rule(self, action: str) -> None:
         # What these do is not to be seen on one gradient.
-        unseen = ("capture", "freeze", "check-update", "check-loop", "check-structure", "check-ranks")
+        unseen = (
+            "capture",
+            "freeze",
+            "check-update",
+            "check-loop",
+            "check-structure",
+            "check-ranks",
+        )
         assert ACTIONS[action].EXAMPLES or action in unseen
         for example in ACTIONS[action].EXAMPLES:
             options = {"id": "a", "action": action, "params": "*", **example.options}
