@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,17 +22,23 @@ _COPIES = (
 _ROUNDING = 1e-4
 # Units that are equal for so many updates, with gradients that differ, are no copies.
 _UPDATES = 20
+# After so many updates, one in a hundred is looked at for parameters that came later.
+_LATER = 100
 
 
 class StructureCheck(Check):
     """Looks at weights and gradients at the first updates of each parameter."""
 
     def __init__(self) -> None:
+        self._updates: Counter[Hashable] = Counter()
         self._seen: set[int] = set()
         # Weights whose rows are equal, and the number of updates in which they were.
         self._equal: dict[int, int] = {}
 
     def before_update(self, update: Update) -> Iterator[Finding]:
+        self._updates[update.owner] += 1
+        if self._updates[update.owner] > _UPDATES and self._updates[update.owner] % _LATER:
+            return
         new = [
             t
             for t in update.tensors

@@ -202,6 +202,12 @@ class Checks:
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
+        # The checks that have a method of their own, by its name.
+        self._having = {
+            name: [one for one in self._running if getattr(type(one.check), name) is not method]
+            for name, method in vars(Check).items()
+            if callable(method)
+        }
         # The class of the module that holds each parameter.
         self.kinds: dict[int, str] = {}
         self._modal = weakref.WeakSet[nn.Module]()
@@ -224,56 +230,59 @@ class Checks:
         return self._mail if _dist.world() > 1 else None
 
     def before_pass(self, graph: BackwardGraph) -> None:
-        for moment, check, _ in self._passes((), graph):
+        for moment, check in self._passes("before_pass", None, graph):
             moment.tell(check.before_pass(moment))
 
     def after_pass(self, done: BackwardPass) -> None:
-        for moment, check, tensors in self._passes(done.tensors, done.graph):
-            if tensors:
-                moment.tell(check.after_pass(moment))
+        for moment, check in self._passes("after_pass", done.tensors, done.graph):
+            moment.tell(check.after_pass(moment))
 
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
     ) -> None:
         """Look at gradients that carry a loss scale right before the scaler unscales them, because the script has not."""
-        for update, check in self._updates(counter, optimizer):
+        for update, check in self._updates("before_unscaling", counter, optimizer):
             if not _carries_scale(scaler, optimizer):
                 return
             update.scale = scaler.get_scale()
             update.tell(check.before_unscaling(update))
 
     def before_update(self, step: Step) -> None:
-        for update, check in self._updates(step.counter, _optimizer_of(step)):
-            self.context.event_log.count_fired(update.rule, step.counter.step)
+        for running in self._running if not self.context.paused else ():
+            rule = running.stage.rule
+            if rule.steps.due(step.counter.step):
+                self.context.event_log.count_fired(rule.id, step.counter.step)
+        for update, check in self._updates("before_update", step.counter, _optimizer_of(step)):
             update.tell(check.before_update(update))
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
-        for update, check in self._updates(step.counter, _optimizer_of(step)):
+        for update, check in self._updates("after_update", step.counter, _optimizer_of(step)):
             update.took_place, update.frozen = took_place, self._frozen(step.counter)
             update.tell(check.after_update(update))
 
+    def _due(
+        self, method: str, counter: StepCounter | None
+    ) -> Iterator[tuple[_Running, StepCounter]]:
+        """Yield the due checks that have a method; without a counter, each by the counter of its first parameter."""
+        for running in self._having[method] if not self.context.paused else ():
+            clock = counter or self.context.counters[running.stage.tensors[0]]
+            if running.stage.rule.steps.due(clock.step):
+                yield running, clock
+
     def _passes(
-        self, tensors: Sequence[int], graph: BackwardGraph | None
-    ) -> Iterator[tuple[_Pass, Check, Sequence[int]]]:
-        if not self._running or self.context.paused:
-            return
-        reached = set(tensors)
-        for running in self._running:
-            matched = running.stage.tensors
-            counter = self.context.counters[matched[0]]
-            if running.stage.rule.steps.due(counter.step):
-                mine = [tensor for tensor in matched if tensor in reached]
-                moment = _Pass(self, running, counter, mine, graph)
-                yield moment, running.check, mine
+        self, method: str, tensors: Sequence[int] | None, graph: BackwardGraph | None
+    ) -> Iterator[tuple[_Pass, Check]]:
+        reached = None if tensors is None else set(tensors)
+        for running, counter in self._due(method, None):
+            mine = [t for t in running.stage.tensors if t in reached] if reached is not None else ()
+            if reached is None or mine:
+                yield _Pass(self, running, counter, mine, graph), running.check
 
     def _updates(
-        self, counter: StepCounter, optimizer: Optimizer | None
+        self, method: str, counter: StepCounter, optimizer: Optimizer | None
     ) -> Iterator[tuple[_Update, Check]]:
-        if self.context.paused:
-            return
-        for running in self._running:
-            rule = running.stage.rule
-            if rule.steps.due(counter.step) and (tensors := self._owned(running.stage, counter)):
+        for running, _ in self._due(method, counter):
+            if tensors := self._owned(running.stage, counter):
                 yield _Update(self, running, counter, tensors, optimizer), running.check
 
     def _frozen(self, counter: StepCounter) -> dict[int, str]:
