@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradsurgeon.actions import Decision as Decision
     from gradsurgeon.actions import Edit as Edit
     from gradsurgeon.actions import EditRule as EditRule
+    from gradsurgeon.actions import Examination as Examination
     from gradsurgeon.actions import Example as Example
     from gradsurgeon.actions import FreezeRule as FreezeRule
     from gradsurgeon.actions import LossRule as LossRule
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from gradsurgeon.api import remove as remove
     from gradsurgeon.api import replay as replay
     from gradsurgeon.api import tag as tag
+    from gradsurgeon.checks.base import Check as Check
+    from gradsurgeon.checks.base import Finding as Finding
     from gradsurgeon.diagnosis import Diagnosis as Diagnosis
     from gradsurgeon.errors import BindError as BindError
     from gradsurgeon.errors import CheckError as CheckError
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule CheckRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
+    "actions": "CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule TrapRule",
     "actions.capture": "Capture",
     "actions.check_loop": "CheckLoop",
     "actions.check_ranks": "CheckRanks",
@@ -90,6 +93,7 @@ _NAMES = {
     "actions.scale": "Scale",
     "actions.spike_trap": "SpikeTrap",
     "actions.zero": "Zero",
+    "checks.base": "Check Finding",
     "diagnosis": "Diagnosis",
     "api": "apply backward load open_run plan remove replay tag",
     "errors": "BindError CheckError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "

@@ -45,7 +45,16 @@ KINDS = (
     "FreezeRule",
     "LossRule",
 )
-PARTS = ("Edit", "Observer", "Decision", "Example", "Statistic")
+PARTS = (
+    "Edit",
+    "Observer",
+    "Decision",
+    "Examination",
+    "Check",
+    "Finding",
+    "Example",
+    "Statistic",
+)
 WARNING = "GradSurgeonWarning"
 HEAD = """\
 # Python API

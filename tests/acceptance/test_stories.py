@@ -133,3 +133,23 @@ def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> N
     for run in told.runs:
         assert "NaN" not in run["losses"][0]["values"]
         assert _loss(run)[-1] < _loss(run)[0] - 1
+
+
+def test_an_optimizer_misses_adapters_and_the_launcher_says_so(tmp_path: Path) -> None:
+    script = STORIES / "lora_left_out.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsurgeon", "run", str(script)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = re.findall(r"^> (step 11, .*)$", GUIDE, re.MULTILINE)
+    assert f"gradsurgeon: {said}" in done.stderr.splitlines()
+    assert (
+        "checked: debug-updates, debug-loop, debug-structure, debug-ranks; found: 1 fault"
+        in done.stderr
+    )

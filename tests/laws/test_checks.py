@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 import gradsurgeon
 from gradsurgeon import CheckError, Event
+from gradsurgeon.checks.base import Pass
 
 GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
 CHECKS: dict[str, Any] = {
@@ -197,3 +198,39 @@ def test_checks_change_nothing() -> None:
             told(training, rules)
         weights.append([param.detach().clone() for param in training.model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+class Flat(gradsurgeon.Check):
+    """Finds losses that stay as they are."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+
+    def after_pass(self, done: Pass) -> Iterable[gradsurgeon.Finding]:
+        if done.loss is not None:
+            self._seen.append(float(done.loss))
+            if len(self._seen) == 5 and len(set(self._seen)) == 1:
+                yield gradsurgeon.Finding(
+                    "flat", f"the loss has been {self._seen[0]:g} five times"
+                )
+
+
+class FlatRule(gradsurgeon.CheckRule):
+    """Find losses that stay as they are."""
+
+    action: Literal["check-flat"] = "check-flat"
+
+    def compile(self) -> gradsurgeon.Examination:
+        return gradsurgeon.Examination(Flat(), self.then)
+
+
+def test_check_of_a_user() -> None:
+    model = nn.Linear(4, 1)
+    rule = {"id": "flat", "action": f"{__name__}:check-flat", "params": "*", "then": "raise"}
+    ones = torch.ones(8, 4)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    training = fitted(model, optimizer, lambda _step: model(ones).sum() * 0 + 3, 10)
+    with pytest.raises(CheckError, match="the loss has been 3 five times") as caught:
+        told(training, {"version": 1, "rules": [rule]})
+    assert caught.value.step == 4
+    assert told(healthy_loops.zero_head(), {"version": 1, "rules": [rule]}) == []
