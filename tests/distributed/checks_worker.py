@@ -8,13 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from worker import work
 
 import gradsurgeon
 
-RULES = {"version": 1, "rules": [{"id": "replicas", "action": "check-ranks", "params": "*"}]}
+RULES = {
+    "version": 1,
+    "rules": [
+        {"id": action, "action": action, "params": "*"}
+        for action in ("check-ranks", "check-update", "check-loop", "check-structure")
+    ],
+}
 STEPS = 40
 Before = Callable[[int, nn.Module], None]
 
@@ -39,9 +46,10 @@ def trained(
     forward: Callable[[Tensor], Tensor],
     before: Before = nothing,
     after: Before = nothing,
+    optimizer: SGD | None = None,
 ) -> list[dict[str, Any]]:
     """Train on batches of this rank; return the events of checks."""
-    optimizer = SGD(model.parameters(), lr=0.02)
+    optimizer = optimizer or SGD(model.parameters(), lr=0.02)
     torch.manual_seed(dist.get_rank())
     with gradsurgeon.apply(model, RULES, optimizer=optimizer) as session:
         for step in range(STEPS):
@@ -125,7 +133,23 @@ def drifting() -> list[dict[str, Any]]:
     return trained(model, DistributedDataParallel(model), after=after)
 
 
+def sharded() -> list[dict[str, Any]]:
+    """Each rank holds, updates and compares its part of each parameter."""
+    model = net()
+    fully_shard(model)
+    return trained(model, model)
+
+
+def sharded_at_rest() -> list[dict[str, Any]]:
+    """The optimizer has the parts of the last layer alone."""
+    model = net()
+    fully_shard(model)
+    return trained(model, model, optimizer=SGD(model[3].parameters(), lr=0.02))
+
+
 CASES = (
+    sharded,
+    sharded_at_rest,
     healthy,
     healthy_by_hand,
     accumulating,

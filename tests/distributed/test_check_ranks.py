@@ -15,7 +15,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("checks") / "seen")
 
 
-@pytest.mark.parametrize("case", ["healthy", "healthy_by_hand", "accumulating", "sweep"])
+@pytest.mark.parametrize("case", ["healthy", "healthy_by_hand", "accumulating", "sweep", "sharded"])
 def test_ranks_that_may_differ_get_no_finding(ranks: list[dict[str, Any]], case: str) -> None:
     assert [rank[case] for rank in ranks] == [[], []]
 
@@ -57,3 +57,11 @@ def test_weights_that_one_rank_changes(ranks: list[dict[str, Any]]) -> None:
     event = only(ranks, "drifting")
     assert (event["step"], event["name"]) == (21, "3.weight")
     assert "an assignment that only some ranks make" in event["message"]
+
+
+def test_parts_of_parameters_that_do_not_move(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        (event,) = rank["sharded_at_rest"]
+        assert event["name"] == "0.weight"
+        assert "0.weight, 0.bias did not move in 10 updates" in event["message"]
+        assert "no optimizer that has stepped owns them" in event["message"]

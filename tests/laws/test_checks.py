@@ -210,9 +210,7 @@ class Flat(gradsurgeon.Check):
         if done.loss is not None:
             self._seen.append(float(done.loss))
             if len(self._seen) == 5 and len(set(self._seen)) == 1:
-                yield gradsurgeon.Finding(
-                    "flat", f"the loss has been {self._seen[0]:g} five times"
-                )
+                yield gradsurgeon.Finding("flat", f"the loss has been {self._seen[0]:g} five times")
 
 
 class FlatRule(gradsurgeon.CheckRule):
