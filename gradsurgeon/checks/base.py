@@ -70,7 +70,10 @@ class Pass(Moment, Protocol):
         """Whether the model is in evaluation mode, as far as that matters to it; ``None`` if it does not."""
 
     def strangers(self) -> Sequence[Tensor]:
-        """Return trained leaves that the pass reached, and that belong to no module and no optimizer."""
+        """Return trained leaves that the pass reached, and that are no parameters of the model."""
+
+    def is_homeless(self, leaf: Tensor) -> bool:
+        """Return whether a leaf belongs to no module and no optimizer. Searches all objects: a tenth of a second."""
 
 
 class Update(Moment, Protocol):

@@ -86,7 +86,8 @@ class UpdateCheck(Check):
                 continue
             _, first, passes = known
             self._outside[id(leaf)] = (leaf, first, passes + 1)
-            if passes == WINDOW and torch.equal(sample(leaf), first):
+            still = passes == WINDOW and torch.equal(sample(leaf), first)
+            if still and done.is_homeless(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
     def before_update(self, update: Update) -> Iterable[Finding]:

@@ -122,16 +122,12 @@ class _Pass(_Moment):
         if self._graph is None:
             return ()
         known = set(self._checks.context.parameters.ids())
-        leaves = {id(leaf): leaf for leaf in self._graph.leaves() if id(leaf) not in known}
-        if not leaves:
-            return ()
-        held: list[Iterable[Tensor]] = [
-            *(module.parameters(recurse=False) for module in _live.instances(nn.Module)),
-            *map(optimizers.params_of, optimizers.owning(list(leaves.values()))),
-        ]
-        for tensor in chain.from_iterable(held):
-            leaves.pop(id(tensor), None)
-        return list(leaves.values())
+        return [leaf for leaf in self._graph.leaves() if id(leaf) not in known]
+
+    def is_homeless(self, leaf: Tensor) -> bool:
+        held = (module.parameters(recurse=False) for module in _live.instances(nn.Module))
+        in_module = any(param is leaf for param in chain.from_iterable(held))
+        return not in_module and not optimizers.owning([leaf])
 
 
 class _Update(_Moment):

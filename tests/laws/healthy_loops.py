@@ -19,7 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 130
+STEPS = 45
+# Schedules and copies in float32 are given a hundred updates.
+LONG = 130
 
 
 def _fit(model: nn.Module) -> Callable[[int], Tensor]:
@@ -100,7 +102,7 @@ def warm_up_from_zero() -> Training:
         if step % 30 == 29:
             schedule.step()
 
-    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+    return fitted(model, optimizer, _fit(model), LONG, after=after)
 
 
 def warm_up_by_steps() -> Training:
@@ -108,7 +110,7 @@ def warm_up_by_steps() -> Training:
     model = perceptron()
     optimizer = SGD(model.parameters(), lr=1e-2)
     schedule = LinearLR(optimizer, start_factor=1e-6, total_iters=100)
-    return fitted(model, optimizer, _fit(model), STEPS, after=lambda _step: schedule.step())
+    return fitted(model, optimizer, _fit(model), LONG, after=lambda _step: schedule.step())
 
 
 class MasterWeights(Adam):
@@ -135,7 +137,7 @@ def master_weights() -> Training:
         inputs, targets = batch()
         return functional.mse_loss(model(inputs.bfloat16()).float(), targets)
 
-    return fitted(model, MasterWeights(model.parameters(), lr=1e-4), loss_at, STEPS)
+    return fitted(model, MasterWeights(model.parameters(), lr=1e-4), loss_at, LONG)
 
 
 def flat_copies() -> Training:
