@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,8 +124,8 @@ class Mail(Protocol):
         """All ranks, ascending."""
 
     @property
-    def averaged(self) -> bool:
-        """Whether `DistributedDataParallel` is known to average the gradients."""
+    def averaged(self) -> Collection[int]:
+        """The parameters whose gradients `DistributedDataParallel` averages; empty without a wrapper."""
 
     @property
     def local(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,17 +32,22 @@ _GONE = (
     "between `backward()` and `step()`"
 )
 _CLIPPED = (
-    "the script clips gradients to a norm of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "
+    "the script clips gradients to {what} of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "
     "true bound is {bound:.1e}. Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`"
 )
 _EVALUATED = (
     "since step {since} each forward pass that feeds an update has run in evaluation mode: dropout is off, and batch "
     "norms use their running statistics. Call `model.train()` after each evaluation"
 )
-_LOSS = (
-    "the loss of step {step} was {value} although all gradients are finite{made}. A mean over nothing is NaN: look "
-    "for a batch that is empty or in which every label is ignored"
+_LOSS = "the loss of step {step} was {value} although all gradients are finite{made}. {remedy}"
+
+
+_NOTHING = (
+    "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
 )
+_GROWN = "It has outgrown its dtype: look at the losses before this step and at the learning rate"
+# A clip that takes the scale into account has a bound near this times a usual one.
+_LEAST_BOUND = 1e-2
 
 
 @dataclass(slots=True)
@@ -56,9 +62,9 @@ class _Owner:
     came: Tensor | None = None
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
-    # By update that found scaled gradients: the norms after its last pass and right before it, without the scale.
-    clips: list[tuple[float, float]] = field(default_factory=list)
-    norm_after_pass: Tensor | None = None
+    # By update that found scaled gradients: norm and largest element after its last pass, and right before it.
+    clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
+    sizes_after_pass: tuple[float, ...] = ()
     tensors: Sequence[int] = ()
     witnesses: Sequence[int] = ()
 
@@ -76,6 +82,8 @@ class LoopCheck(Check):
         self._has_trained = False
         self._evaluated: list[int] = []
         self._modes: set[bool] = set()
+        # Losses that were not finite, in passes that may feed the next update.
+        self._lost: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
@@ -83,6 +91,9 @@ class LoopCheck(Check):
             grads = starting.grads
             owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
             owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
+            # The script has cleared what came of a loss that it did not like.
+            if not _any_of(grads, owner.witnesses):
+                self._lost.clear()
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
@@ -90,12 +101,12 @@ class LoopCheck(Check):
             if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
                 owner.came = flag if owner.came is None else owner.came | flag
             if owner.clips:
-                owner.norm_after_pass = _norm(done.grads, owner.tensors)
+                owner.sizes_after_pass = _sizes(done.grads, owner.tensors)
         if done.evaluated is not None:
             self._modes.add(done.evaluated)
         if done.loss is not None:
             lost = done.loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, done.loss.float()]), partial(_judge_loss, done))
+            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -114,19 +125,37 @@ class LoopCheck(Check):
                     torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
                 )
             yield from _stale(owner, update)
+        lost, self._lost = self._lost, []
+        yield from lost
         yield from self._mode(update)
 
     def after_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
         owner.updates += 1
         owner.last_step = update.step
-        owner.kept, owner.came, owner.norm_after_pass = set(), None, None
+        owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
         if owner.looks:
             for tensor in owner.witnesses:
                 grad = update.grads.get(tensor)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
                     owner.used[tensor] = at, sample(grad, at)
+        return ()
+
+    def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
+        lost, loss = seen.tolist()
+        grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
+        # A NaN that is in the gradients as well is the trap's to tell.
+        if lost and all(bool(_stored(grad).isfinite().all()) for grad in grads):
+            is_nan = math.isnan(loss)
+            made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
+            text = _LOSS.format(
+                step=done.step,
+                value="NaN" if is_nan else f"{loss:g}",
+                made=made,
+                remedy=_NOTHING if is_nan else _GROWN,
+            )
+            self._lost.append(Finding("loss", text, step=done.step))
         return ()
 
     def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
@@ -177,42 +206,43 @@ def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
         )
 
 
-def _norm(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:
+    """Return the norm and the largest element of all gradients together, nothing without gradients."""
     found = [grads[t] for t in tensors if t in grads and grads[t].layout == torch.strided]
-    return torch.nn.utils.get_total_norm(found) if found else None
+    if not found:
+        return ()
+    kinds = (2.0, float("inf"))
+    return tuple(float(torch.nn.utils.get_total_norm(found, kind)) for kind in kinds)
 
 
 def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
-    """Yield a finding if gradients that still carry the loss scale always come to the same, smaller norm."""
+    """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
     if update.scale is None or len(owner.clips) > IN_A_ROW:
         return
-    now = _norm(update.grads, owner.tensors)
-    if owner.norm_after_pass is None or now is None:
-        # The norm after a pass is taken from the second update on: then the scale is known.
-        owner.clips = owner.clips or [(0.0, 0.0)]
+    now = _sizes(update.grads, owner.tensors)
+    if not (owner.sizes_after_pass and now):
+        # Sizes after a pass are taken from the second update on: then the scale is known.
+        owner.clips = owner.clips or [((), ())]
         return
-    owner.clips.append((float(owner.norm_after_pass), float(now)))
+    owner.clips.append((owner.sizes_after_pass, now))
     cases = owner.clips[1:]
-    if len(cases) != IN_A_ROW or not all(0 < clipped < whole / 2 for whole, clipped in cases):
+    if len(cases) != IN_A_ROW:
         return
-    clipped = torch.tensor([now for _, now in cases])
-    ratios = torch.tensor([now / whole for whole, now in cases])
-    # A clip gives the same norm from different ones; a division by a constant gives the same ratio.
-    if _spread(clipped) < _ALIKE and _spread(ratios) > _APART:
-        norm = float(clipped[0])
-        text = _CLIPPED.format(norm=norm, scale=update.scale, bound=norm / update.scale)
-        yield Finding("clipped", text)
+    for place, what in enumerate(("a norm", "elements")):
+        whole = torch.tensor([before[place] for before, _ in cases])
+        clipped = torch.tensor([after[place] for _, after in cases])
+        if not bool(((clipped > 0) & (clipped < whole / 2)).all()):
+            continue
+        bound = float(clipped[0]) / update.scale
+        # A clip gives the same size from different ones; a division by a constant gives the same ratio.
+        same = _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
+        if same and bound < _LEAST_BOUND:
+            text = _CLIPPED.format(
+                what=what, norm=float(clipped[0]), scale=update.scale, bound=bound
+            )
+            yield Finding("clipped", text)
+            return
 
 
 def _spread(values: Tensor) -> float:
     return float((values.max() - values.min()) / values.max())
-
-
-def _judge_loss(done: Pass, seen: Tensor) -> Iterator[Finding]:
-    lost, loss = seen.tolist()
-    grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
-    # A NaN that is in the gradients as well is the trap's to tell.
-    if lost and all(bool(_stored(grad).isfinite().all()) for grad in grads):
-        value = "NaN" if loss != loss else f"{loss:g}"  # noqa: PLR0124 # NaN
-        made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
-        yield Finding("loss", _LOSS.format(step=done.step, value=value, made=made))

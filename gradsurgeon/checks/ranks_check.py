@@ -58,6 +58,8 @@ class _Owner:
     alike: int = 0
     weights_alike: bool = False
     is_local: bool = False
+    # A difference of ranks that no wrapper holds: a fault if they are alike again, else they train apart from now on.
+    parted: Finding | None = None
 
 
 class RanksCheck(Check):
@@ -75,7 +77,10 @@ class RanksCheck(Check):
         owner.is_local |= mail.local
         if owner.is_local:
             return ()
-        tensors = [t for t in update.tensors if t in update.groups]
+        averaged = mail.averaged
+        tensors = [
+            t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
+        ]
         numbers = _numbers(update, tensors)
         if numbers is not None:
 
@@ -167,15 +172,23 @@ def _compared(
         until = f", alike until then for {owner.alike} updates" if owner.alike else ""
         apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
         if apart:
-            if mail.averaged or owner.alike >= ALIKE_UPDATES:
-                remedy = _LOST if owner.alike or not mail.averaged else _BYPASSED
-                said = _said(_GRADIENTS, mail, apart, until=until, remedy=remedy)
-                yield Finding(
-                    "gradients", said, tuple(tensors[place] for place in apart), step=row.step
-                )
+            remedy = _LOST if owner.alike or not mail.averaged else _BYPASSED
+            said = _said(_GRADIENTS, mail, apart, until=until, remedy=remedy)
+            found = Finding("gradients", said, tuple(tensors[p] for p in apart), step=row.step)
+            if mail.averaged:
+                yield found
+            elif owner.parted is not None:
+                # Alike for a while, then apart: a sweep, or local SGD.
+                owner.is_local = True
+                return
+            elif owner.alike >= ALIKE_UPDATES:
+                owner.parted = found
             owner.alike = 0
             continue
         owner.alike += 1
+        if owner.parted is not None and owner.alike >= ALIKE_UPDATES:
+            yield owner.parted
+            owner.parted = None
         apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
         if not apart:
             owner.weights_alike = True

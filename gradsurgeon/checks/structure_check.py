@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.checks.base import Check, Finding, Update
+from gradsurgeon.checks.sampling import sample
 
 _UNTIED = (
     "{names} are equal in every element but two tensors: they are trained apart, so they part at the first update. "
@@ -20,6 +21,9 @@ _COPIES = (
 )
 # Two kernels may round the same sum differently.
 _ROUNDING = 1e-4
+_LAYERS = ("Linear", "Conv", "RNN", "LSTM", "GRU", "Attention")
+# An identity, or another pattern of few numbers, is the same in two tensors that were never tied.
+_DISTINCT = 16
 # Units that are equal for so many updates, with gradients that differ, are no copies.
 _UPDATES = 20
 # After so many updates, one in a hundred is looked at for parameters that came later.
@@ -70,9 +74,9 @@ def _is_matrix(param: Tensor) -> bool:
 
 def _has_units(update: Update, tensor: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
-    param = update.params[tensor]
-    is_table = update.kinds.get(tensor, "").startswith("Embedding")
-    return len(param) > 1 and not is_table and _rows_equal(param)
+    # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
+    kind, param = update.kinds.get(tensor, ""), update.params[tensor]
+    return len(param) > 1 and any(word in kind for word in _LAYERS) and _rows_equal(param)
 
 
 def _rows_equal(param: Tensor) -> bool:
@@ -99,6 +103,5 @@ def _untied(update: Update, tensors: list[int]) -> Iterator[tuple[int, int]]:
             if other in embeddings or weight.shape != table.shape or weight.device != table.device:
                 continue
             equal = torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)
-            # Two tables of one constant have not been tied, and then parted.
-            if equal and not torch.equal(table, table.flatten()[:1].expand_as(table)):
+            if equal and len(torch.unique(sample(table))) >= _DISTINCT:
                 yield embedding, other

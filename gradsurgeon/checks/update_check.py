@@ -16,7 +16,7 @@ from gradsurgeon.checks.sampling import by_device, differing, largest, sample
 WINDOW, SETTLED, LATER = 10, 50, 100
 # The first updates are looked at one by one: they show a NaN before the next forward spreads it.
 _FIRST = 3
-# A schedule may begin with a learning rate of 0, and a weight in half precision may have a float32 copy elsewhere:
+# A learning rate may be 0 for a while, and a weight in half precision may have a float32 copy elsewhere:
 # both are given so many updates.
 PATIENCE = 100
 # A gradient that mathematics makes 0, as of a bias before a batch norm, is rounding noise: this far below the others.
@@ -26,15 +26,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 _STILL = "{{names}} did not move in {updates} updates although gradients come: "
 _CAUSES = {
-    "unowned": "no optimizer that has stepped owns {{it}}. Make the optimizer after the last change of the model, or "
-    "give {{it}} to the optimizer by `add_param_group`",
+    "unowned": "no optimizer that has stepped owns {{it}}. Make the optimizer after the last change of the model, give "
+    "{{it}} to the optimizer by `add_param_group`, or set requires_grad to False where no training is meant",
     "frozen": "rule {rule} freezes {{it}}. Exclude {{it}} from one of the two rules",
     "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
     "lr": "the learning rate is 0. Set one in the group of the optimizer, or look at the schedule",
     "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} an update is smaller than half of what "
     "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}{small}. {remedy}",
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
-    "for a compiled or wrapped `step` that has lost {{it}}, or for code that puts the old weights back",
+    "for a compiled or wrapped `step` that has lost {{it}}",
 }
 _FULL, _REDUCED = (
     "Raise the learning rate",
@@ -47,7 +47,7 @@ _EPS = (
 )
 _OUTSIDE = (
     "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
-    "Register it as an attribute of a module (`nn.Parameter`, `nn.ModuleList` in the place of a list)"
+    "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
 )
 
 
@@ -62,6 +62,10 @@ class _Owner:
     samples: dict[int, Tensor] = field(default_factory=dict)
     # Parameters whose sample did not move, and the number of updates since it last did.
     suspects: dict[int, int] = field(default_factory=dict)
+    # Parameters that have moved: a schedule, or a minimum, may bring them to rest.
+    moved: set[int] = field(default_factory=set)
+    # The largest usual size of a gradient so far.
+    usual: float = 0.0
     # Where the gradient of a suspect is largest, and its values there right before this update.
     tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -76,7 +80,7 @@ class UpdateCheck(Check):
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
         self._passes += 1
-        for leaf in done.strangers() if self._passes <= 2 * WINDOW else ():
+        for leaf in done.strangers() if self._passes <= 3 * WINDOW else ():
             known = self._outside.get(id(leaf))
             if known is None or known[0] is not leaf:
                 # Held, so that no other leaf gets its id; a leaf made anew in each pass makes room for the next.
@@ -86,7 +90,7 @@ class UpdateCheck(Check):
                 continue
             _, first, passes = known
             self._outside[id(leaf)] = (leaf, first, passes + 1)
-            still = passes == WINDOW and torch.equal(sample(leaf), first)
+            still = passes == 2 * WINDOW and torch.equal(sample(leaf), first)
             if still and done.is_homeless(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
@@ -113,6 +117,8 @@ class UpdateCheck(Check):
         window = (
             number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
         )
+        if number == 1:
+            owner.usual = _usual_gradient(update)
         if number <= _FIRST or window:
             self._look(owner, update, window=window)
 
@@ -133,6 +139,7 @@ class UpdateCheck(Check):
         shares, finite = seen.tolist()
         spoilt = [t for t, is_finite in zip(tensors, finite, strict=True) if not is_finite]
         yield from _broken(update, spoilt)
+        owner.moved.update(t for t, share in zip(tensors, shares, strict=True) if share)
         if window:
             owner.suspects = {
                 t: owner.suspects.get(t, 0) + (WINDOW if owner.updates <= SETTLED + 1 else LATER)
@@ -142,13 +149,16 @@ class UpdateCheck(Check):
 
     def _causes(self, owner: _Owner, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
         """Yield one finding for each cause for which parameters that should have moved did not."""
-        usual = _usual_gradient(update) if waited else 0.0
+        # Compared with earlier ones also: near a minimum all gradients are rounding noise.
+        usual = owner.usual = max(owner.usual, _usual_gradient(update) if waited else 0.0)
         found: dict[str, list[tuple[int, str]]] = {}
         for tensor, updates in waited.items():
             grad = update.grads.get(tensor)
             if grad is None or not _rms(grad) > _NOISE * usual:
                 continue
             cause, text, patience = _cause(update, tensor, owner)
+            if cause == "at rest":
+                continue
             if updates < patience:
                 owner.suspects[tensor] = updates
                 continue
@@ -187,10 +197,18 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
         )
         patience = PATIENCE if param.dtype in _HALF and has_copy else WINDOW
         if lr == 0:
-            cause, patience = "lr", PATIENCE if group.get("initial_lr") else WINDOW
+            cause, patience = "lr", PATIENCE
         else:
             cause = "unwritten" if _should_move(update, tensor, lr) else "rounded"
+        # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
+        is_over = tensor in owner.moved and cause != "unwritten"
+        if is_over or not _is_nonzero(param) or "tolerance_grad" in group:
+            return "at rest", "", 0
     return cause, _CAUSES[cause].format(**values), patience
+
+
+def _is_nonzero(param: Tensor) -> bool:
+    return bool(param.detach().any())
 
 
 def _should_move(update: Update, tensor: int, lr: float) -> bool:

@@ -19,6 +19,7 @@ from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import header
 from gradsurgeon.planning import Plan
+from gradsurgeon.planning.table import count
 from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
@@ -96,7 +97,7 @@ class Models:
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
             of = type(optimizer).__name__
-            say(f"{free} parameters of {of} are in no module: no rule acts on them")
+            say(f"{count(free, 'parameter')} of {of} in no module: no rule acts there")
         for root in roots:
             self._put_on(root, [optimizer])
 

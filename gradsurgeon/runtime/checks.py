@@ -122,7 +122,9 @@ class _Pass(_Moment):
         if self._graph is None:
             return ()
         known = set(self._checks.context.parameters.ids())
-        return [leaf for leaf in self._graph.leaves() if id(leaf) not in known]
+        # Other leaves, such as points at which a derivative is taken, are inputs.
+        leaves = (leaf for leaf in self._graph.leaves() if isinstance(leaf, nn.Parameter))
+        return [leaf for leaf in leaves if id(leaf) not in known]
 
     def is_homeless(self, leaf: Tensor) -> bool:
         held = (module.parameters(recurse=False) for module in _live.instances(nn.Module))

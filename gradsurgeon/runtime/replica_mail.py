@@ -30,6 +30,9 @@ class _ReplicaMail:
         self._context, self._prefix = context, prefix
         self._store: Any = None
         self._has_failed = False
+        # The ids of the parameters that wrappers average, and their numbers.
+        self._held: set[int] = set()
+        self._averaged: frozenset[int] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -40,14 +43,21 @@ class _ReplicaMail:
         return range(_dist.world())
 
     @property
-    def averaged(self) -> bool:
-        return any(
-            data_parallel.averages_plainly(wrapper) for wrapper in self._context.ranks.wrappers()
-        )
+    def averaged(self) -> frozenset[int]:
+        wrappers = self._context.ranks.wrappers()
+        held = {id(param) for one in wrappers for param in data_parallel.averaged_by(one)}
+        if held != self._held:
+            params = enumerate(self._context.parameters.params())
+            self._held = held
+            self._averaged = frozenset(tensor for tensor, param in params if id(param) in held)
+        return self._averaged
 
     @property
     def local(self) -> bool:
-        return any(data_parallel.ran_alone(wrapper) for wrapper in self._context.ranks.wrappers())
+        return any(
+            data_parallel.ran_alone(one) or not data_parallel.averages_plainly(one)
+            for one in self._context.ranks.wrappers()
+        )
 
     def post(self, key: str, data: bytes) -> None:
         if self.rank and self._is_open():

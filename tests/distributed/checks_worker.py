@@ -147,7 +147,28 @@ def sharded_at_rest() -> list[dict[str, Any]]:
     return trained(model, model, optimizer=SGD(model[3].parameters(), lr=0.02))
 
 
+def own_layer() -> list[dict[str, Any]]:
+    """DDP averages the body; each rank has a last layer of its own, as an expert."""
+    body = DistributedDataParallel(nn.Linear(8, 16))
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(body, nn.Tanh(), nn.Linear(16, 1))
+    return trained(model, model)
+
+
+def parting() -> list[dict[str, Any]]:
+    """Ranks average for twenty updates, then train apart, as in local SGD or a sweep."""
+    model = net()
+
+    def before(step: int, model: nn.Module) -> None:
+        if step < 20:
+            average(step, model)
+
+    return trained(model, model, before)
+
+
 CASES = (
+    own_layer,
+    parting,
     sharded,
     sharded_at_rest,
     healthy,

@@ -15,7 +15,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("checks") / "seen")
 
 
-@pytest.mark.parametrize("case", ["healthy", "healthy_by_hand", "accumulating", "sweep", "sharded"])
+@pytest.mark.parametrize(
+    "case",
+    ["healthy", "healthy_by_hand", "accumulating", "sweep", "sharded", "own_layer", "parting"],
+)
 def test_ranks_that_may_differ_get_no_finding(ranks: list[dict[str, Any]], case: str) -> None:
     assert [rank[case] for rank in ranks] == [[], []]
 

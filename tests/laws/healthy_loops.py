@@ -530,6 +530,160 @@ def converged() -> Training:
     return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
 
 
+def points_of_a_derivative() -> Training:
+    """The inputs are leaves that want a gradient, and the same ones in each step, as in physics-informed training."""
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    points = torch.linspace(0, 1, 50).unsqueeze(1).requires_grad_()
+
+    def loss_at(_step: int) -> Tensor:
+        out = model(points)
+        (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
+        return (slope + out).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+
+
+def at_its_minimum() -> Training:
+    """All gradients are rounding noise after some hundred updates."""
+    model, inputs = nn.Linear(4, 1), torch.randn(64, 4)
+    targets = inputs @ torch.randn(4, 1) + 0.1 * torch.randn(64, 1) + 1
+
+    def loss_at(_step: int) -> Tensor:
+        return functional.mse_loss(model(inputs), targets)
+
+    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, 700)
+
+
+def closures_at_a_minimum() -> Training:
+    """LBFGS returns at once where its gradients are small enough."""
+    model, inputs = nn.Linear(4, 1), torch.randn(64, 4)
+    targets = inputs @ torch.randn(4, 1) + 0.1 * torch.randn(64, 1) + 1
+    optimizer = LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+    return Training(model, [optimizer], loop)
+
+
+def schedule_that_ends() -> Training:
+    """The learning rate falls to 0 and training goes on."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = SGD(model.parameters(), lr=0.05)
+    schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 100))
+    return fitted(model, optimizer, _fit(model), 320, after=lambda _step: schedule.step())
+
+
+def group_that_waits() -> Training:
+    """One group has a learning rate of 0 until the script sets one."""
+    model = perceptron()
+    groups: list[dict[str, Any]] = [
+        {"params": [*model[0].parameters()], "lr": 0.0},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]
+    optimizer = Adam(groups, lr=1e-3)
+
+    def after(step: int) -> None:
+        if step == 30:
+            optimizer.param_groups[0]["lr"] = 1e-4
+
+    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+
+
+def clipped_in_scaled_units() -> Training:
+    """The bound of the clip carries the loss scale, which is right."""
+    model = perceptron()
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), _fit(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_at(step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5 * scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Training(model, [optimizer], loop)
+
+
+def identities() -> Training:
+    """An embedding and a layer both begin as the identity."""
+    embed, head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+    nn.init.eye_(embed.weight)
+    nn.init.eye_(head.weight)
+    model = nn.Sequential(embed, head)
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(16, (32,))
+        return functional.cross_entropy(model(words), words.roll(1))
+
+    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+
+
+class Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(12, 20))
+
+    def forward(self) -> Tensor:
+        ends = (self.values[:, 0] - 1).square().sum() + self.values[:, -1].square().sum()
+        return ends + self.values.diff(dim=1).square().sum()
+
+
+def field() -> Training:
+    """A field on a grid whose rows are equal by symmetry."""
+    model = Field()
+    return fitted(model, SGD(model.parameters(), lr=0.1), lambda _step: model(), STEPS)
+
+
+class Proximal(SGD):
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.mul_((1 - 0.1 / param.norm().clamp(min=1e-9)).clamp(min=0))
+        return found
+
+
+def group_lasso() -> Training:
+    """A proximal step holds the weights at 0 that explain nothing."""
+    model = nn.ModuleDict(
+        {"used": nn.Linear(4, 1, bias=False), "useless": nn.Linear(4, 1, bias=False)}
+    )
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, noise = torch.randn(64, 4), torch.randn(64, 4)
+        out = model["used"](inputs) + model["useless"](noise)
+        return functional.mse_loss(out, inputs.sum(1, keepdim=True))
+
+    return fitted(model, Proximal(model.parameters(), lr=0.1), loss_at, STEPS)
+
+
+def losses_that_the_script_skips() -> Training:
+    """The script looks at the loss and leaves out updates on a NaN."""
+    model = nn.Linear(16, 4)
+    optimizer = SGD(model.parameters(), lr=1e-2)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            labels = torch.full((8,), -100 if step % 10 == 5 else 0)
+            loss = functional.cross_entropy(model(torch.randn(8, 16)), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
 HEALTHY: tuple[Callable[[], Training], ...] = tuple(
     value
     for name, value in list(globals().items())

@@ -80,14 +80,14 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         11,
         ("did not move in 10 updates", "no optimizer that has stepped owns them"),
     ),
-    "learning_rate_zero": ("0.weight, 0.bias", 11, ("the learning rate is 0",)),
+    "learning_rate_zero": ("0.weight, 0.bias", 101, ("the learning rate is 0",)),
     "rounded_away": ("2.weight", 11, ("bfloat16 rounds each update away", "rate 1.0e-05")),
     "not_written": (
         "2.weight",
         11,
         ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
     ),
-    "outside_of_the_model": ("a tensor of shape [3]", 10, ("no module and no optimizer",)),
+    "outside_of_the_model": ("a tensor of shape [3]", 20, ("no module and no optimizer",)),
     "weights_made_nan": ("0.weight", 0, ("eps 1e-08 of the optimizer is 0 in float16",)),
     "never_cleared": ("0.weight", 3, ("from before the update of step 2", "optimizer.zero_grad()")),
     "cleared_too_early": (
