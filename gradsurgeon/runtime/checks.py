@@ -90,7 +90,9 @@ class _Moment:
 
     def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
         log = self._checks.context.event_log
-        log.when_read(values.detach(), lambda arrived: self.tell(judge(arrived)))
+        # Values travel flat.
+        shape = values.shape
+        log.when_read(values.detach(), lambda flat: self.tell(judge(flat.view(shape))))
 
 
 class _Pass(_Moment):

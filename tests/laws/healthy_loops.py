@@ -635,7 +635,8 @@ class Field(nn.Module):
 
     def forward(self) -> Tensor:
         ends = (self.values[:, 0] - 1).square().sum() + self.values[:, -1].square().sum()
-        return ends + self.values.diff(dim=1).square().sum()
+        energy: Tensor = ends + self.values.diff(dim=1).square().sum()
+        return energy
 
 
 def field() -> Training:
