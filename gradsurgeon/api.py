@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import _live, packs, planning, schema, source
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import (
-    BindError,
-    GradSurgeonError,
-    Place,
-    Problem,
-    RuleFileError,
-    printable,
-)
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.planning import Manifest, Plan
 from gradsurgeon.report import describe
 from gradsurgeon.schema import RuleSet
@@ -44,8 +37,9 @@ def load(rules: Rules) -> RuleSet:
     """Read and validate rules. Needs no torch.
 
     Args:
-        rules: the path of a rule file; the name of a pack, such as ``gradsurgeon:debug@1``; the text of a rule file, recognised by its line breaks; the same content as a dict; a
-            list of rules built in Python; or a `RuleSet`, which is returned unchanged.
+        rules: the path of a rule file; the name of a pack, such as ``gradsurgeon:debug@1``; the text of a rule file,
+            recognised by its line breaks; the same content as a dict; a list of rules built in Python; or a `RuleSet`,
+            which is returned unchanged.
 
     Raises:
         RuleFileError: the rules are not valid; the error lists every problem with its place.
@@ -58,7 +52,7 @@ def load(rules: Rules) -> RuleSet:
         if isinstance(rules, str) and "\n" in rules:
             return schema.validate(source.parse(rules))
         if isinstance(rules, str) and rules.startswith(packs.PREFIX):
-            return schema.validate(_pack(rules))
+            return schema.validate(schema.pack(rules))
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
         given: object = rules
@@ -73,16 +67,6 @@ def load(rules: Rules) -> RuleSet:
     raise TypeError(
         f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
     )
-
-
-def _pack(name: str) -> source.Document:
-    try:
-        return source.read(packs.rule_file(name).path, name)
-    except packs.IncludeError as error:
-        place = Place(name, 1, 1)
-        raise RuleFileError(
-            [Problem(place, "unreadable-file", error.message, error.hint)]
-        ) from None
 
 
 def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:

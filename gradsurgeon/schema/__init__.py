@@ -1,7 +1,15 @@
 """Document -> RuleSet: every problem of a rule file in one pass, each at its place."""
 
 from gradsurgeon.schema._document import Built, Located, bounded
-from gradsurgeon.schema._tree import Files, Inspection, RuleSet, from_rules, inspect, validate
+from gradsurgeon.schema._tree import (
+    Files,
+    Inspection,
+    RuleSet,
+    from_rules,
+    inspect,
+    pack,
+    validate,
+)
 from gradsurgeon.schema._version import FORMAT, VERSION
 
 __all__ = [
@@ -15,5 +23,6 @@ __all__ = [
     "bounded",
     "from_rules",
     "inspect",
+    "pack",
     "validate",
 ]

@@ -252,3 +252,16 @@ class _Tree:
             message = f"{target.name} is included twice, first at {first}"
             raise packs.IncludeError(message, "remove one of the two entries")
         self._reached[target.path] = place
+
+
+def pack(name: str) -> source.Document:
+    """Read a pack by its name, such as ``gradsurgeon:debug@1``.
+
+    Raises:
+        RuleFileError: there is no such pack.
+    """
+    try:
+        return source.read(packs.rule_file(name).path, name)
+    except packs.IncludeError as error:
+        problem = Problem(Place(name, 1, 1), "unreadable-file", error.message, error.hint)
+        raise RuleFileError([problem]) from None

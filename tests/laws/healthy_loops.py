@@ -538,7 +538,9 @@ def points_of_a_derivative() -> Training:
     def loss_at(_step: int) -> Tensor:
         out = model(points)
         (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
-        return (slope + out).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
+        start: Tensor = model(torch.zeros(1, 1))
+        loss: Tensor = (slope + out).square().mean() + (start - 1).square().mean()
+        return loss
 
     return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
 
@@ -642,7 +644,7 @@ class Field(nn.Module):
 def field() -> Training:
     """A field on a grid whose rows are equal by symmetry."""
     model = Field()
-    return fitted(model, SGD(model.parameters(), lr=0.1), lambda _step: model(), STEPS)
+    return fitted(model, SGD(model.parameters(), lr=0.1), lambda _step: model.forward(), STEPS)
 
 
 class Proximal(SGD):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsurgeon
-from gradsurgeon import CheckError, Event
+from gradsurgeon import CheckError, Event, actions
 from gradsurgeon.checks.base import Pass
 
 GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
@@ -213,18 +213,27 @@ class Flat(gradsurgeon.Check):
                 yield gradsurgeon.Finding("flat", f"the loss has been {self._seen[0]:g} five times")
 
 
-class FlatRule(gradsurgeon.CheckRule):
-    """Find losses that stay as they are."""
+@pytest.fixture
+def flat_rule() -> Iterator[str]:
+    """Define an action for one test."""
+    known = dict(actions.known_actions)
 
-    action: Literal["check-flat"] = "check-flat"
+    class FlatRule(gradsurgeon.CheckRule):
+        """Find losses that stay as they are."""
 
-    def compile(self) -> gradsurgeon.Examination:
-        return gradsurgeon.Examination(Flat(), self.then)
+        action: Literal["check-flat"] = "check-flat"
+
+        def compile(self) -> gradsurgeon.Examination:
+            return gradsurgeon.Examination(Flat(), self.then)
+
+    yield f"{FlatRule.__module__}:check-flat"
+    actions.known_actions.clear()
+    actions.known_actions.update(known)
 
 
-def test_check_of_a_user() -> None:
+def test_check_of_a_user(flat_rule: str) -> None:
     model = nn.Linear(4, 1)
-    rule = {"id": "flat", "action": f"{__name__}:check-flat", "params": "*", "then": "raise"}
+    rule = {"id": "flat", "action": flat_rule, "params": "*", "then": "raise"}
     ones = torch.ones(8, 4)
     optimizer = SGD(model.parameters(), lr=0.0)
     training = fitted(model, optimizer, lambda _step: model(ones).sum() * 0 + 3, 10)

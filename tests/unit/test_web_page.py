@@ -188,7 +188,11 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
 
 def test_ranks_whose_gradients_differ_are_named(tmp_path: Path) -> None:
     norms = {0: 1.0, 1: 1.0, 2: 2.0}
-    writers = [write(tmp_path / "run", {"a": [n] * 3}, rank=rank) for rank, n in norms.items()]
+    known = meta(("a",), replicas=True)
+    writers = [RunWriter(tmp_path / "run", rank=rank, meta=known) for rank in norms]
+    for writer, norm in zip(writers, norms.values(), strict=True):
+        for step in range(3):
+            writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(norm), frozenset())
     for writer in writers:
         writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
