@@ -114,7 +114,8 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
 
 
 def _fail(text: str) -> int:
-    print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
+    # In one write: `print` makes two where output is unbuffered, and the lines of ranks would mix.
+    sys.stderr.write(f"gradsurgeon run: {text}\n")
     return 2
 
 
