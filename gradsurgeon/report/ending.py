@@ -42,13 +42,16 @@ class Ending(NamedTuple):
     def outcome(self, events: Sequence[Event]) -> str:
         """Return what was skipped, and that a run that came to its end is clean."""
         kinds = by_kind(events)
-        trips = by_kind([one for one in events if is_trip(one, self.edits)]).total()
+        tripped = by_kind([one for one in events if is_trip(one, self.edits)])
+        faults = tripped.pop("check", 0)
+        trips = tripped.total()
         skipped = kinds["skipped-step"] + kinds["scaler-skip"]
         never = kinds["never-fired"]
         found = [f", {count(skipped, 'step')} skipped"] if skipped else []
         found += [f", {count(never, 'rule')} never fired"] if never else []
         if not found and trips > (self.state == "stopped"):
-            return f", traps tripped in {count(trips, 'step')}"
+            found.append(f", traps tripped in {count(trips, 'step')}")
+        found += [f", checks found {count(faults, 'fault')}"] if faults else []
         return "".join(found) or (", clean" if self.state == "ended" else "")
 
     def level(self, events: Sequence[Event]) -> Literal["good", "warning", "bad", "running"]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from laws import healthy_loops, trainings
+from laws import faulty_loops, healthy_loops, trainings
 from laws.faulty_loops import FAULTY, STEPS, fit, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fitted, perceptron
@@ -241,3 +241,14 @@ def test_check_of_a_user(flat_rule: str) -> None:
         told(training, {"version": 1, "rules": [rule]})
     assert caught.value.step == 4
     assert told(healthy_loops.zero_head(), {"version": 1, "rules": [rule]}) == []
+
+
+def test_report_tells_faults_and_traps_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    training = faulty_loops.never_cleared()
+    path = tmp_path / "run"
+    with gradsurgeon.apply(training.model, CHECKS, optimizer=training.optimizers, record=path):
+        training.loop()
+    with gradsurgeon.open_run(path) as run:
+        report = gradsurgeon.report.summary(run)
+    assert str(report).startswith("ended, checks found 1 fault\n")
