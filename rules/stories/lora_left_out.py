@@ -1,6 +1,6 @@
 """Fine-tunes a small classifier by LoRA; the optimizer was made before the adapters.
 
-    gradsurgeon run rules/stories/lora_left_out.py
+gradsurgeon run rules/stories/lora_left_out.py
 """
 
 import torch
