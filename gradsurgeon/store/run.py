@@ -237,13 +237,6 @@ def set_aside(run: Run, error: RankFileError) -> None:
     run.broken[error.rank] = str(error)
 
 
-def closed_at(run: Run) -> float | None:
-    """Return when the last rank closed the run, in seconds since 1970, ``None`` before that."""
-    times = [file.closed for file in run._files]  # noqa: SLF001 # users have `states`
-    closed = [time for time in times if time is not None]
-    return max(closed) if len(closed) == len(times) else None
-
-
 def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
     """Yield the events of each rank in turn, without those that were read before.
 
