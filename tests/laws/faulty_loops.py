@@ -9,22 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from laws.trainings import Training, fitted, perceptron, regression
+from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import functional
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 STEPS = 40
-
-
-def fit(model: nn.Module) -> Callable[[int], Tensor]:
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return loss_at
 
 
 def unowned() -> Training:
@@ -120,19 +111,11 @@ def cleared_too_early() -> Training:
 
 def clipped_while_scaled() -> Training:
     """a clip while the loss scale is on the gradients"""
-    model = perceptron()
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
 
-    def loop() -> None:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_at(step)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
+    def before(model: nn.Module, _optimizer: Optimizer, _scaler: GradScaler) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
-    return Training(model, [optimizer], loop)
+    return scaled(1, 4096.0, before, STEPS)
 
 
 def loss_over_nothing() -> Training:

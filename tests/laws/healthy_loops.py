@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from laws.trainings import Training, fitted, perceptron, regression
+from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import functional
-from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -22,16 +23,6 @@ from torch.utils.checkpoint import checkpoint
 STEPS = 45
 # Schedules and copies in float32 are given a hundred updates.
 LONG = 130
-
-
-def _fit(model: nn.Module) -> Callable[[int], Tensor]:
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return loss_at
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -61,7 +52,7 @@ def lora_pair() -> Training:
 
     model = Adapted()
     trained = [param for param in model.parameters() if param.requires_grad]
-    return fitted(model, AdamW(trained, lr=1e-3), _fit(model), STEPS)
+    return fitted(model, AdamW(trained, lr=1e-3), fit(model), STEPS)
 
 
 def rare_rows_of_a_large_table() -> Training:
@@ -89,7 +80,7 @@ def sparse_rows() -> Training:
 def bias_before_batch_norm() -> Training:
     """The gradient of this bias is zero by mathematics, so only rounding moves it, or does not."""
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
-    return fitted(model, SGD(model.parameters(), lr=1e-2), _fit(model), STEPS)
+    return fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), STEPS)
 
 
 def warm_up_from_zero() -> Training:
@@ -102,7 +93,7 @@ def warm_up_from_zero() -> Training:
         if step % 30 == 29:
             schedule.step()
 
-    return fitted(model, optimizer, _fit(model), LONG, after=after)
+    return fitted(model, optimizer, fit(model), LONG, after=after)
 
 
 def warm_up_by_steps() -> Training:
@@ -110,7 +101,7 @@ def warm_up_by_steps() -> Training:
     model = perceptron()
     optimizer = SGD(model.parameters(), lr=1e-2)
     schedule = LinearLR(optimizer, start_factor=1e-6, total_iters=100)
-    return fitted(model, optimizer, _fit(model), LONG, after=lambda _step: schedule.step())
+    return fitted(model, optimizer, fit(model), LONG, after=lambda _step: schedule.step())
 
 
 class MasterWeights(Adam):
@@ -146,7 +137,7 @@ def flat_copies() -> Training:
     params = list(model.parameters())
     flat = nn.Parameter(torch.cat([param.detach().flatten() for param in params]))
     optimizer = AdamW([flat], lr=1e-3)
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -223,7 +214,7 @@ def several_optimizers() -> Training:
     body, head = nn.Linear(16, 16), nn.Linear(16, 4)
     model = nn.Sequential(body, nn.Tanh(), head)
     often, rarely = SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -260,7 +251,7 @@ def frozen_with_moving_statistics() -> Training:
     body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()).requires_grad_(False)
     head = nn.Linear(32, 4)
     model = nn.Sequential(body, head)
-    return fitted(model, Adam(head.parameters(), lr=1e-3), _fit(model), STEPS)
+    return fitted(model, Adam(head.parameters(), lr=1e-3), fit(model), STEPS)
 
 
 def batch_norms_frozen_late() -> Training:
@@ -272,19 +263,19 @@ def batch_norms_frozen_late() -> Training:
         if step == STEPS // 2:
             norm.eval()
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS, after=after)
+    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
 
 
 def tuned_in_evaluation_mode() -> Training:
     """A model that is in evaluation mode from the first step on, on purpose."""
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
-    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS)
+    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
 
 
 def evaluation_between_steps() -> Training:
     """Each tenth step ends with an evaluation without gradients, and training mode comes back."""
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def after(step: int) -> None:
         if step % 10 == 9:
@@ -357,7 +348,7 @@ def zero_head() -> Training:
     model = perceptron()
     nn.init.zeros_(model.get_parameter("4.weight"))
     nn.init.zeros_(model.get_parameter("4.bias"))
-    return fitted(model, Adam(model.parameters(), lr=1e-3), _fit(model), STEPS)
+    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
 
 
 def tied() -> Training:
@@ -392,54 +383,34 @@ def bounded_temperature() -> Training:
         with torch.no_grad():
             model.scale.clamp_(max=1.0)
 
-    return fitted(model, SGD(model.parameters(), lr=1e-3), _fit(model), STEPS, after=after)
+    return fitted(model, SGD(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
 
 
 def scaled_properly() -> Training:
     """A loss scale, unscaled before the clip, and divided by the number of micro-batches while it is on."""
-    model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    loss_at = _fit(model)
 
-    def loop() -> None:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for _ in range(2):
-                scaler.scale(loss_at(step)).backward()
-            _scale_gradients(model, 1 / 2)
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+    def before(model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
+        _scale_gradients(model, 1 / 2)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    return Training(model, [optimizer], loop)
+    return scaled(2, 1024.0, before, STEPS)
 
 
 def divided_while_scaled() -> Training:
     """Gradients are divided by a constant while they carry the loss scale, which is right."""
-    model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    loss_at = _fit(model)
 
-    def loop() -> None:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for _ in range(4):
-                scaler.scale(loss_at(step)).backward()
-            _scale_gradients(model, 1 / 4)
-            scaler.step(optimizer)
-            scaler.update()
+    def before(model: nn.Module, _optimizer: Optimizer, _scaler: GradScaler) -> None:
+        _scale_gradients(model, 1 / 4)
 
-    return Training(model, [optimizer], loop)
+    return scaled(4, 1024.0, before, STEPS)
 
 
 def closures() -> Training:
     """LBFGS evaluates its closure many times within one update."""
     model = nn.Linear(16, 4)
     optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -458,7 +429,7 @@ def skipped_batches() -> Training:
     """The script itself leaves out updates, and clears gradients of batches that it does not like."""
     model = perceptron()
     optimizer = SGD(model.parameters(), lr=1e-2)
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -476,7 +447,7 @@ def skipped_batches() -> Training:
 def hand_written() -> Training:
     """The script updates the weights itself, without an optimizer."""
     model = perceptron()
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -493,7 +464,7 @@ def gradient_momentum() -> Training:
     """Gradients are not cleared but decayed, on purpose."""
     model = perceptron()
     optimizer = SGD(model.parameters(), lr=1e-3)
-    loss_at = _fit(model)
+    loss_at = fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -515,7 +486,7 @@ def unfreezing_by_stages() -> Training:
             body.requires_grad_(True)
             optimizer.add_param_group({"params": body.parameters()})
 
-    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+    return fitted(model, optimizer, fit(model), STEPS, after=after)
 
 
 def converged() -> Training:
@@ -580,7 +551,7 @@ def schedule_that_ends() -> Training:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = SGD(model.parameters(), lr=0.05)
     schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 100))
-    return fitted(model, optimizer, _fit(model), 320, after=lambda _step: schedule.step())
+    return fitted(model, optimizer, fit(model), 320, after=lambda _step: schedule.step())
 
 
 def group_that_waits() -> Training:
@@ -596,24 +567,16 @@ def group_that_waits() -> Training:
         if step == 30:
             optimizer.param_groups[0]["lr"] = 1e-4
 
-    return fitted(model, optimizer, _fit(model), STEPS, after=after)
+    return fitted(model, optimizer, fit(model), STEPS, after=after)
 
 
 def clipped_in_scaled_units() -> Training:
     """The bound of the clip carries the loss scale, which is right."""
-    model = perceptron()
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), _fit(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
-    def loop() -> None:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_at(step)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5 * scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
+    def before(model: nn.Module, _optimizer: Optimizer, scaler: GradScaler) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5 * scaler.get_scale())
 
-    return Training(model, [optimizer], loop)
+    return scaled(1, 1024.0, before, STEPS)
 
 
 def identities() -> Training:

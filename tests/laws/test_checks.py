@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 import torch
 from laws import faulty_loops, healthy_loops, trainings
-from laws.faulty_loops import FAULTY, STEPS, fit, row
+from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
-from laws.trainings import Training, fitted, perceptron
+from laws.trainings import Training, fit, fitted, perceptron
 from torch import nn
 from torch.optim import SGD
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -102,6 +103,47 @@ def regression(width: int = 16, batch: int = 32) -> Callable[[], tuple[Tensor, T
         return inputs, 3 * teacher(inputs)
 
     return batch_of
+
+
+def fit(model: nn.Module) -> Callable[[int], Tensor]:
+    """Return the loss of a model on a new batch of `regression`, by step."""
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(inputs), targets)
+
+    return loss_at
+
+
+def scaled(
+    passes: int,
+    scale: float,
+    before: Callable[[nn.Module, Optimizer, GradScaler], None],
+    steps: int,
+) -> Training:
+    """Return a training under a `GradScaler`.
+
+    Args:
+        passes: how many feed an update.
+        scale: the loss scale at first.
+        before: called between the passes and the update.
+        steps: how many updates.
+    """
+    model = perceptron()
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+    scaler = GradScaler("cpu", init_scale=scale)
+
+    def loop() -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                scaler.scale(loss_at(step)).backward()
+            before(model, optimizer, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Training(model, [optimizer], loop)
 
 
 def perceptron(width: int = 16) -> nn.Sequential:
