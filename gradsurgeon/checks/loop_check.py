@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
 from gradsurgeon.checks.sampling import largest, sample
 
@@ -40,8 +41,6 @@ _EVALUATED = (
     "norms use their running statistics. Call `model.train()` after each evaluation"
 )
 _LOSS = "the loss of step {step} was {value} although all gradients are finite{made}. {remedy}"
-
-
 _NOTHING = (
     "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
 )
@@ -146,7 +145,7 @@ class LoopCheck(Check):
         lost, loss = seen.tolist()
         grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
         # A NaN that is in the gradients as well is the trap's to tell.
-        if lost and all(bool(_stored(grad).isfinite().all()) for grad in grads):
+        if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
             is_nan = math.isnan(loss)
             made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
             text = _LOSS.format(
@@ -177,17 +176,9 @@ class LoopCheck(Check):
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
 
 
-def _stored(grad: Tensor) -> Tensor:
-    return grad if grad.layout == torch.strided else grad.coalesce().values()
-
-
-def _any(grad: Tensor) -> Tensor:
-    return _stored(grad).any()
-
-
 def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
     """Return whether any element of some gradients is other than 0, 0-dim; ``None`` if there are no gradients."""
-    flags = [_any(grads[t]) for t in tensors if t in grads]
+    flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _numbers
 from gradsurgeon.checks.base import Check, Finding, Mail, Update
 from gradsurgeon.checks.sampling import sample
 
@@ -23,10 +23,11 @@ _MOST_WAITING = 16
 # Ranks may sum in another order: differences below this share of a number are rounding.
 _ROUNDING = 1e-4
 
-_GRADIENTS = (
-    "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank {first} and {theirs:.3g} on "
-    "rank {other}{until}. {remedy}"
-)
+_TEXTS = {
+    "gradients": "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank 0 and "
+    "{theirs:.3g} on rank {other}{until}. {remedy}",
+    "weights": "{ranks} differ in the weights {{names}}, although their gradients are alike{until}. {remedy}",
+}
 _BYPASSED = (
     "DistributedDataParallel holds this model, but did not average: call the wrapper in the forward pass, not "
     "`model.module`"
@@ -34,9 +35,6 @@ _BYPASSED = (
 _LOST = (
     "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that one rank "
     "skips or that loses data"
-)
-_WEIGHTS = (
-    "{ranks} differ in the weights {{names}}, although their gradients are alike{until}. {remedy}"
 )
 _STARTED = "Broadcast the weights of rank 0 before training, as DistributedDataParallel does, or seed all ranks alike before the model is made"
 _DRIFTED = "Look for an update, a weight decay or an assignment that only some ranks make"
@@ -81,56 +79,46 @@ class RanksCheck(Check):
         tensors = [
             t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
         ]
-        numbers = _numbers(update, tensors)
-        if numbers is not None:
 
-            def arrived(values: Tensor) -> Iterator[Finding]:
-                owner.rows.append(_Row(update.step, tuple(values.tolist())))
-                yield from self._exchange(owner, tensors, mail)
+        def arrived(values: Tensor) -> Iterator[Finding]:
+            owner.rows.append(_Row(update.step, tuple(values.tolist())))
+            yield from _exchanged(owner, tensors, mail, is_averaged=bool(averaged))
 
-            update.later(numbers, arrived)
+        if tensors:
+            update.later(_measured(update, tensors), arrived)
         return ()
 
-    def _exchange(self, owner: _Owner, tensors: Sequence[int], mail: Mail) -> Iterator[Finding]:
-        """Send a full batch, and compare the batches that all ranks have sent by now."""
-        if len(owner.rows) < min(BATCH, 1 + owner.sent):
+
+def _exchanged(
+    owner: _Owner, tensors: Sequence[int], mail: Mail, *, is_averaged: bool
+) -> Iterator[Finding]:
+    """Send a full batch, and compare the batches that all ranks have sent by now."""
+    if len(owner.rows) < min(BATCH, 1 + owner.sent):
+        return
+    rows, owner.rows = owner.rows, []
+    mail.post(f"{owner.place}/{owner.sent}", _packed(rows))
+    if mail.rank == mail.ranks[0]:
+        owner.waiting[owner.sent] = rows, tensors
+        for number in sorted(owner.waiting)[:-_MOST_WAITING]:
+            del owner.waiting[number]
+    owner.sent += 1
+    for number in sorted(owner.waiting):
+        theirs = mail.take(f"{owner.place}/{number}")
+        if theirs is None:
             return
-        rows, owner.rows = owner.rows, []
-        mail.post(f"{owner.place}/{owner.sent}", _packed(rows))
-        if mail.rank == mail.ranks[0]:
-            owner.waiting[owner.sent] = rows, tensors
-            for number in sorted(owner.waiting)[:-_MOST_WAITING]:
-                del owner.waiting[number]
-        owner.sent += 1
-        for number in sorted(owner.waiting):
-            theirs = mail.take(f"{owner.place}/{number}")
-            if theirs is None:
-                return
-            ours, matched = owner.waiting.pop(number)
-            yield from _compared(owner, mail, matched, ours, list(map(_unpacked, theirs)))
+        ours, matched = owner.waiting.pop(number)
+        others = dict(zip(mail.ranks[1:], map(_unpacked, theirs), strict=True))
+        yield from _compared(owner, matched, ours, others, is_averaged=is_averaged)
 
 
-def _numbers(update: Update, tensors: Sequence[int]) -> Tensor | None:
-    """Return the norms of the gradients, then one number of each weight. Shape ``[2 * n]``; -1: no gradient."""
-    if not tensors:
-        return None
+def _measured(update: Update, tensors: Sequence[int]) -> Tensor:
+    """Return the norms of the gradients, then of some elements of each weight. Shape ``[2 * n]``; -1: no gradient."""
+    absent = torch.tensor(-1.0, device="cpu")
+    grads = [update.grads.get(t) for t in tensors]
+    norms = [absent if grad is None else _numbers.norm(grad) for grad in grads]
     params = [update.params[t] for t in tensors]
-    norms = [_norm(update.grads.get(t), update.params[t]) for t in tensors]
-    numbers = [*norms, *(_norm(sample(param), param) for param in params)]
+    numbers = [*norms, *(_numbers.norm(sample(param)) for param in params)]
     return torch.stack([number.to(params[0].device) for number in numbers])
-
-
-def _norm(values: Tensor | None, param: Tensor) -> Tensor:
-    if values is None:
-        return torch.full((), -1.0, device=param.device)
-    if values.layout != torch.strided:
-        values = values.coalesce().values()
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=_wide(param))
-    return norm.float()
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def _packed(rows: Sequence[_Row]) -> bytes:
@@ -155,27 +143,24 @@ def _apart(ours: float, theirs: float) -> bool:
 
 def _compared(
     owner: _Owner,
-    mail: Mail,
     tensors: Sequence[int],
     ours: Sequence[_Row],
-    theirs: Sequence[dict[int, tuple[float, ...]]],
+    theirs: Mapping[int, Mapping[int, tuple[float, ...]]],
+    *,
+    is_averaged: bool,
 ) -> Iterator[Finding]:
+    """Compare rows with those of the other ranks, which are by rank and step."""
     count = len(tensors)
     for row in ours:
-        others = {
-            rank: numbers[row.step]
-            for rank, numbers in zip(mail.ranks[1:], theirs, strict=True)
-            if len(numbers.get(row.step, ())) == 2 * count
-        }
-        if len(others) < len(mail.ranks) - 1:
+        others = {rank: rows.get(row.step, ()) for rank, rows in theirs.items()}
+        if any(len(numbers) != 2 * count for numbers in others.values()):
             continue
         until = f", alike until then for {owner.alike} updates" if owner.alike else ""
         apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
         if apart:
-            remedy = _LOST if owner.alike or not mail.averaged else _BYPASSED
-            said = _said(_GRADIENTS, mail, apart, until=until, remedy=remedy)
-            found = Finding("gradients", said, tuple(tensors[p] for p in apart), step=row.step)
-            if mail.averaged:
+            remedy = _LOST if owner.alike or not is_averaged else _BYPASSED
+            found = _finding("gradients", row, tensors, apart, until=until, remedy=remedy)
+            if is_averaged:
                 yield found
             elif owner.parted is not None:
                 # Alike for a while, then apart: a sweep, or local SGD.
@@ -192,11 +177,10 @@ def _compared(
         apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
         if not apart:
             owner.weights_alike = True
-        elif mail.averaged or owner.alike >= ALIKE_UPDATES:
+        elif is_averaged or owner.alike >= ALIKE_UPDATES:
             remedy = _DRIFTED if owner.weights_alike else _STARTED
             since = "" if owner.weights_alike else ", and had from the start"
-            said = _said(_WEIGHTS, mail, apart, until=since, remedy=remedy)
-            yield Finding("weights", said, tuple(tensors[place] for place in apart), step=row.step)
+            yield _finding("weights", row, tensors, apart, until=since, remedy=remedy)
 
 
 def _differing(
@@ -211,10 +195,15 @@ def _differing(
     return found
 
 
-def _said(
-    template: str, mail: Mail, apart: dict[int, tuple[int, float, float]], **words: str
-) -> str:
+def _finding(
+    cause: str,
+    row: _Row,
+    tensors: Sequence[int],
+    apart: dict[int, tuple[int, float, float]],
+    **words: str,
+) -> Finding:
     other, theirs, ours = next(iter(apart.values()))
-    first = mail.ranks[0]
-    ranks = _dist.named([first, *sorted({rank for rank, _, _ in apart.values()})])
-    return template.format(ranks=ranks, first=first, other=other, theirs=theirs, ours=ours, **words)
+    # The first rank compares.
+    ranks = _dist.named([0, *sorted({rank for rank, _, _ in apart.values()})])
+    text = _TEXTS[cause].format(ranks=ranks, other=other, theirs=theirs, ours=ours, **words)
+    return Finding(cause, text, tuple(tensors[place] for place in apart), step=row.step)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
 from gradsurgeon.checks.sampling import by_device, differing, largest, sample
 
@@ -57,8 +59,6 @@ class _Owner:
 
     updates: int = 0
     performed: int = 0
-    # The number of performed updates when the samples were taken.
-    performed_then: int = 0
     samples: dict[int, Tensor] = field(default_factory=dict)
     # Parameters whose sample did not move, and the number of updates since it last did.
     suspects: dict[int, int] = field(default_factory=dict)
@@ -156,13 +156,12 @@ class UpdateCheck(Check):
             grad = update.grads.get(tensor)
             if grad is None or not _rms(grad) > _NOISE * usual:
                 continue
-            cause, text, patience = _cause(update, tensor, owner)
-            if cause == "at rest":
-                continue
-            if updates < patience:
+            cause, patience = _cause(update, tensor, owner)
+            if cause and updates < patience:
                 owner.suspects[tensor] = updates
-                continue
-            found.setdefault(cause, []).append((tensor, _STILL.format(updates=updates) + text))
+            elif cause:
+                text = _STILL.format(updates=updates) + _told(cause, update, tensor)
+                found.setdefault(cause, []).append((tensor, text))
         for cause, cases in found.items():
             tensors, texts = zip(*cases, strict=True)
             yield Finding(cause, texts[0], tensors)
@@ -172,43 +171,47 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
     return not bool(differing([old], [sample(param, at)]))
 
 
-def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, str, int]:
-    """Return why a parameter does not move, the sentence that says it, and for how many updates that may be meant."""
+def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
+    """Return why a parameter does not move, empty if it may be at rest, and for how many updates that may be meant."""
     param, group = update.params[tensor], update.groups.get(tensor)
-    patience = PATIENCE if param.dtype in _HALF else WINDOW
-    values: dict[str, object] = {}
-    if (rule := update.frozen.get(tensor)) is not None:
-        cause, patience, values["rule"] = "frozen", WINDOW, rule
-    elif group is None:
-        cause = "unowned"
-    elif not owner.performed:
-        cause, patience = "skipped", WINDOW
-    else:
-        lr = values["lr"] = float(group.get("lr", 1.0))
-        dtype = _name(param.dtype)
-        weight = float(param.detach().abs().float().median())
-        largest = float(update.grads[tensor].detach().abs().max())
-        values["remedy"] = (_REDUCED if param.dtype in _HALF else _FULL).format(dtype=dtype)
-        values["small"] = f"; its largest gradient is {largest:.1e}" if largest < _SMALL else ""
-        values |= {"dtype": dtype, "weight": weight, "gap": weight * torch.finfo(param.dtype).eps}
-        has_copy = any(
-            isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
-            for one in update.state.get(tensor, {}).values()
-        )
-        patience = PATIENCE if param.dtype in _HALF and has_copy else WINDOW
-        if lr == 0:
-            cause, patience = "lr", PATIENCE
-        else:
-            cause = "unwritten" if _should_move(update, tensor, lr) else "rounded"
-        # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
-        is_over = tensor in owner.moved and cause != "unwritten"
-        if is_over or not _is_nonzero(param) or "tolerance_grad" in group:
-            return "at rest", "", 0
-    return cause, _CAUSES[cause].format(**values), patience
+    if tensor in update.frozen:
+        return "frozen", WINDOW
+    if group is None:
+        return "unowned", PATIENCE if param.dtype in _HALF else WINDOW
+    if not owner.performed:
+        return "skipped", WINDOW
+    lr = _learning_rate(group)
+    is_unwritten = bool(lr) and _should_move(update, tensor, lr)
+    # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
+    is_over = tensor in owner.moved and not is_unwritten
+    if is_over or not bool(param.detach().any()) or "tolerance_grad" in group:
+        return "", 0
+    if not lr:
+        return "lr", PATIENCE
+    has_copy = any(
+        isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
+        for one in update.state.get(tensor, {}).values()
+    )
+    patience = PATIENCE if param.dtype in _HALF and has_copy else WINDOW
+    return "unwritten" if is_unwritten else "rounded", patience
 
 
-def _is_nonzero(param: Tensor) -> bool:
-    return bool(param.detach().any())
+def _told(cause: str, update: Update, tensor: int) -> str:
+    param, largest = update.params[tensor], float(update.grads[tensor].detach().abs().max())
+    dtype, weight = _name(param.dtype), float(param.detach().abs().float().median())
+    return _CAUSES[cause].format(
+        rule=update.frozen.get(tensor),
+        lr=_learning_rate(update.groups.get(tensor, {})),
+        dtype=dtype,
+        weight=weight,
+        gap=weight * torch.finfo(param.dtype).eps,
+        small=f"; its largest gradient is {largest:.1e}" if largest < _SMALL else "",
+        remedy=(_REDUCED if param.dtype in _HALF else _FULL).format(dtype=dtype),
+    )
+
+
+def _learning_rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr", 1.0))
 
 
 def _should_move(update: Update, tensor: int, lr: float) -> bool:
@@ -227,7 +230,7 @@ def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
     by_reason: dict[str, list[int]] = {}
     for tensor in spoilt:
         grad = update.grads.get(tensor)
-        if grad is None or not bool((grad._values() if grad.is_sparse else grad).isfinite().all()):  # noqa: SLF001 # no coalescing
+        if grad is None or not bool(_numbers.values(grad).isfinite().all()):
             continue
         dtype, eps = update.params[tensor].dtype, update.groups.get(tensor, {}).get("eps")
         vanishes = eps and not float(torch.tensor(float(eps), dtype=dtype))
@@ -242,8 +245,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rms(grad: Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return float(values.detach().float().square().mean().sqrt()) if values.numel() else 0.0
+    values = _numbers.values(grad).float()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
 def _usual_gradient(update: Update) -> float:

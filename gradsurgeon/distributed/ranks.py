@@ -156,7 +156,7 @@ class Ranks:
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
         params = self._params()
         shared: list[Tensor] = []
-        for wrapper, _ in self._live():
+        for wrapper in self.wrappers():
             if wrapper.process_group in groups:
                 shared += wrapper.parameters()
         for param in (params[index] for indices in self._meshes for index in indices):
@@ -166,7 +166,7 @@ class Ranks:
 
     def _reducing(self) -> list[Any]:
         # `no_sync` turns the flag off.
-        return [one for one, _ in self._live() if one.require_backward_grad_sync]
+        return [one for one in self.wrappers() if one.require_backward_grad_sync]
 
     @property
     def is_reducing(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradsurgeon.actions import CheckRule, TrapRule
+from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning import NO_MATCH, Plan
@@ -23,9 +23,7 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
     for rule in plan.rules.rules:
         bound = len(plan.of(rule.id))
         what = count(bound, NOUNS[rule.target]) if bound else "nothing in this model"
-        when = "before each update" if isinstance(rule, TrapRule) else f"at {rule.point}"
-        when = "around updates" if isinstance(rule, CheckRule) else when
-        rows.append((printable(rule.id), rule.action, when, what))
+        rows.append((printable(rule.id), rule.action, _moment(rule), what))
     yield from grid(rows)
     of_rules = [
         f"{rule}: {text}"
@@ -34,6 +32,12 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
         if text != NO_MATCH  # the row of the rule says so
     ]
     yield from (f"  note: {printable(text)}" for text in (*plan.warnings, *of_rules))
+
+
+def _moment(rule: Rule) -> str:
+    if isinstance(rule, TrapRule):
+        return "before each update"
+    return "around updates" if isinstance(rule, CheckRule) else f"at {rule.point}"
 
 
 def summary(session: Attachment, start: int, record: Path | None, *, begun: bool) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -62,70 +62,67 @@ class _Running:
     stage: Stage
     check: Check
     raises: bool
+    members: frozenset[int]
 
 
+@dataclass(eq=False)
 class _Moment:
-    def __init__(
-        self, checks: Checks, running: _Running, counter: StepCounter, tensors: Sequence[int]
-    ) -> None:
-        self._checks, self._running = checks, running
-        self.step = counter.step
-        self.tensors = tensors
-        self.params: Mapping[int, Tensor] = _Looked(tensors, self._param)
-        self.grads: Mapping[int, Tensor] = _Looked(tensors, self._grad)
+    checks: Checks
+    running: _Running
+    counter: StepCounter
+
+    def __post_init__(self) -> None:
+        # The counter goes on before values have arrived on the host.
+        self.step = self.counter.step
+        everything = self.running.stage.tensors
+        self.params: Mapping[int, Tensor] = _Looked(everything, self._param)
+        self.grads: Mapping[int, Tensor] = _Looked(everything, self._grad)
 
     def _param(self, tensor: int) -> Tensor | None:
-        return self._checks.context.parameters.param(tensor)
+        return self.checks.context.parameters.param(tensor)
 
     def _grad(self, tensor: int) -> Tensor | None:
         param = self._param(tensor)
         return None if param is None else param.grad
 
-    @property
-    def rule(self) -> str:
-        return self._running.stage.rule.id
-
     def tell(self, findings: Iterable[Finding]) -> None:
-        self._checks.tell(self._running, self.step, findings)
+        self.checks.tell(self.running, self.step, findings)
 
     def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
-        log = self._checks.context.event_log
+        log = self.checks.context.event_log
         # Values travel flat.
         shape = values.shape
         log.when_read(values.detach(), lambda flat: self.tell(judge(flat.view(shape))))
 
 
+@dataclass(eq=False)
 class _Pass(_Moment):
-    def __init__(
-        self,
-        checks: Checks,
-        running: _Running,
-        counter: StepCounter,
-        tensors: Sequence[int],
-        graph: BackwardGraph | None,
-    ) -> None:
-        super().__init__(checks, running, counter, tensors)
-        self._graph = graph
-        self.loss = None if graph is None else graph.loss
-        # All parameters of the rule may have a gradient now.
-        everything = running.stage.tensors
-        self.params = _Looked(everything, self._param)
-        self.grads = _Looked(everything, self._grad)
+    reached: Collection[int]
+    graph: BackwardGraph | None
+
+    @cached_property
+    def tensors(self) -> Sequence[int]:
+        reached = set(self.reached)
+        return [tensor for tensor in self.running.stage.tensors if tensor in reached]
+
+    @property
+    def loss(self) -> Tensor | None:
+        return None if self.graph is None else self.graph.loss
 
     @property
     def evaluated(self) -> bool | None:
-        return self._checks.is_evaluated()
+        return self.checks.is_evaluated()
 
     @property
     def loss_made_by(self) -> str:
-        return "" if self._graph is None else _maker(self._graph)
+        return "" if self.graph is None else _maker(self.graph)
 
     def strangers(self) -> Sequence[Tensor]:
-        if self._graph is None:
+        if self.graph is None:
             return ()
-        known = set(self._checks.context.parameters.ids())
+        known = set(self.checks.context.parameters.ids())
         # Other leaves, such as points at which a derivative is taken, are inputs.
-        leaves = (leaf for leaf in self._graph.leaves() if isinstance(leaf, nn.Parameter))
+        leaves = (leaf for leaf in self.graph.leaves() if isinstance(leaf, nn.Parameter))
         return [leaf for leaf in leaves if id(leaf) not in known]
 
     def is_homeless(self, leaf: Tensor) -> bool:
@@ -134,40 +131,46 @@ class _Pass(_Moment):
         return not in_module and not optimizers.owning([leaf])
 
 
+@dataclass(eq=False)
 class _Update(_Moment):
-    def __init__(
-        self,
-        checks: Checks,
-        running: _Running,
-        counter: StepCounter,
-        tensors: Sequence[int],
-        optimizer: Optimizer | None,
-    ) -> None:
-        super().__init__(checks, running, counter, tensors)
-        self.owner: Hashable = counter
-        self._optimizer = optimizer
-        self.kinds = checks.kinds
-        self.mail = checks.mail
-        self.took_place = True
-        self.frozen: Mapping[int, str] = {}
-        self.scale: float | None = None
+    tensors: Sequence[int]
+    optimizer: Optimizer | None
+    took_place: bool = True
+    scale: float | None = None
+
+    @property
+    def owner(self) -> Hashable:
+        return self.counter
+
+    @property
+    def kinds(self) -> Mapping[int, str]:
+        return self.checks.kinds
+
+    @property
+    def mail(self) -> Mail | None:
+        return self.checks.mail
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
-        found = self._optimizer.param_groups if self._optimizer is not None else ()
-        groups = {id(param): group for group in found for param in group["params"]}
-        return self._by_tensor(groups)
+        found = self.optimizer.param_groups if self.optimizer is not None else ()
+        return self._by_tensor({id(param): group for group in found for param in group["params"]})
 
     @cached_property
     def state(self) -> Mapping[int, Mapping[str, Any]]:
-        found = self._optimizer.state if self._optimizer is not None else {}
+        found = self.optimizer.state if self.optimizer is not None else {}
         return self._by_tensor({id(param): state for param, state in found.items()})
 
+    @property
+    def frozen(self) -> Mapping[int, str]:
+        context = self.checks.context
+        freezes = context.program.freezes if context.mode == "act" else ()
+        due = [stage for stage in freezes if stage.rule.steps.due(self.step)]
+        return {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
+
     def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
-        params = zip(
-            self.tensors, self._checks.context.parameters.params(self.tensors), strict=True
-        )
-        return {tensor: by_id[id(param)] for tensor, param in params if id(param) in by_id}
+        params = self.checks.context.parameters.params(self.tensors)
+        pairs = zip(self.tensors, params, strict=True)
+        return {tensor: by_id[id(param)] for tensor, param in pairs if id(param) in by_id}
 
 
 def _optimizer_of(step: Step) -> Optimizer | None:
@@ -198,12 +201,12 @@ class Checks:
         self.context = context
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
-            _Running(stage, effect.check, effect.then == "raise")
+            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
-        # The checks that have a method of their own, by its name.
-        self._having = {
+        # The checks that have a method of their own, by its name; all of them by no name.
+        self._having = {"": self._running} | {
             name: [one for one in self._running if getattr(type(one.check), name) is not method]
             for name, method in vars(Check).items()
             if callable(method)
@@ -222,20 +225,20 @@ class Checks:
             self._modal.update(m for m in model.modules() if isinstance(m, _MODAL))
             self._mail = replica_mail(context)
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
-
     @property
     def mail(self) -> Mail | None:
         return self._mail if _dist.world() > 1 else None
 
     def before_pass(self, graph: BackwardGraph) -> None:
-        for moment, check in self._passes("before_pass", None, graph):
-            moment.tell(check.before_pass(moment))
+        for running, counter in self._due("before_pass"):
+            moment = _Pass(self, running, counter, (), graph)
+            moment.tell(running.check.before_pass(moment))
 
     def after_pass(self, done: BackwardPass) -> None:
-        for moment, check in self._passes("after_pass", done.tensors, done.graph):
-            moment.tell(check.after_pass(moment))
+        for running, counter in self._due("after_pass"):
+            if not running.members.isdisjoint(done.tensors):
+                moment = _Pass(self, running, counter, done.tensors, done.graph)
+                moment.tell(running.check.after_pass(moment))
 
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
@@ -248,35 +251,24 @@ class Checks:
             update.tell(check.before_unscaling(update))
 
     def before_update(self, step: Step) -> None:
-        for running in self._running if not self.context.paused else ():
-            rule = running.stage.rule
-            if rule.steps.due(step.counter.step):
-                self.context.event_log.count_fired(rule.id, step.counter.step)
+        for running, counter in self._due("", step.counter):
+            self.context.event_log.count_fired(running.stage.rule.id, counter.step)
         for update, check in self._updates("before_update", step.counter, _optimizer_of(step)):
             update.tell(check.before_update(update))
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
         for update, check in self._updates("after_update", step.counter, _optimizer_of(step)):
-            update.took_place, update.frozen = took_place, self._frozen(step.counter)
+            update.took_place = took_place
             update.tell(check.after_update(update))
 
     def _due(
-        self, method: str, counter: StepCounter | None
+        self, method: str, counter: StepCounter | None = None
     ) -> Iterator[tuple[_Running, StepCounter]]:
-        """Yield the due checks that have a method; without a counter, each by the counter of its first parameter."""
+        """Yield the due checks, of those that have a method; without a counter, each by that of its first parameter."""
         for running in self._having[method] if not self.context.paused else ():
             clock = counter or self.context.counters[running.stage.tensors[0]]
             if running.stage.rule.steps.due(clock.step):
                 yield running, clock
-
-    def _passes(
-        self, method: str, tensors: Sequence[int] | None, graph: BackwardGraph | None
-    ) -> Iterator[tuple[_Pass, Check]]:
-        reached = None if tensors is None else set(tensors)
-        for running, counter in self._due(method, None):
-            mine = [t for t in running.stage.tensors if t in reached] if reached is not None else ()
-            if reached is None or mine:
-                yield _Pass(self, running, counter, mine, graph), running.check
 
     def _updates(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None
@@ -284,11 +276,6 @@ class Checks:
         for running, _ in self._due(method, counter):
             if tensors := self._owned(running.stage, counter):
                 yield _Update(self, running, counter, tensors, optimizer), running.check
-
-    def _frozen(self, counter: StepCounter) -> dict[int, str]:
-        freezes = self.context.program.freezes if self.context.mode == "act" else ()
-        due = [stage for stage in freezes if stage.rule.steps.due(counter.step)]
-        return {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
 
     def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
         """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""

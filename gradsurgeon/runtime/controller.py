@@ -316,7 +316,7 @@ class Controller:
         with self.context.scaling.steps(scaler, optimizer) as is_outer:
             owner = self.steps.meet(optimizer) if is_outer else None
             before = -1 if owner is None else owner.counter.step
-            if owner is not None and self.checks:
+            if owner is not None:
                 self.checks.before_unscaling(owner.counter, optimizer, scaler)
             yield
             if owner is not None and owner.counter.step == before and self.attached:

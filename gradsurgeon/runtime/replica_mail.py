@@ -30,9 +30,6 @@ class _ReplicaMail:
         self._context, self._prefix = context, prefix
         self._store: Any = None
         self._has_failed = False
-        # The ids of the parameters that wrappers average, and their numbers.
-        self._held: set[int] = set()
-        self._averaged: frozenset[int] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -46,11 +43,8 @@ class _ReplicaMail:
     def averaged(self) -> frozenset[int]:
         wrappers = self._context.ranks.wrappers()
         held = {id(param) for one in wrappers for param in data_parallel.averaged_by(one)}
-        if held != self._held:
-            params = enumerate(self._context.parameters.params())
-            self._held = held
-            self._averaged = frozenset(tensor for tensor, param in params if id(param) in held)
-        return self._averaged
+        params = enumerate(self._context.parameters.params() if held else ())
+        return frozenset(tensor for tensor, param in params if id(param) in held)
 
     @property
     def local(self) -> bool:
