@@ -40,6 +40,8 @@ class Program:
     # Includes the traps, which look here and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
+    # After updates: records of weights, and of what updates changed.
+    of_weights: tuple[Stage, ...] = ()
     checks: tuple[Stage, ...] = ()
     # `in_backward` by parameter: one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class Program:
             *self.in_backward,
             *self.after_backward,
             *self.at_step,
+            *self.of_weights,
         )
         found = {stage.rule.id: stage.rule for stage in stages}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
@@ -88,6 +91,7 @@ def compile_plan(plan: Plan) -> Program:
     index = {name: number for number, name in enumerate(names)}
     rules = in_order(plan.rules.rules)
     of_losses: list[Stage] = []
+    of_weights: list[Stage] = []
     checks: list[Stage] = []
     stages: dict[str, list[Stage]] = {"backward": [], "accumulated": [], "step": []}
     for rule in rules:
@@ -95,8 +99,10 @@ def compile_plan(plan: Plan) -> Program:
             stage = Stage(rule, tuple(index[binding.name] for binding in bindings))
             if isinstance(rule, LossRule):
                 of_losses.append(stage)
+            elif isinstance(rule, CheckRule):
+                checks.append(stage)
             else:
-                (checks if isinstance(rule, CheckRule) else stages[rule.point]).append(stage)
+                (stages[rule.point] if rule.ref.grad else of_weights).append(stage)
     in_backward, after_backward, at_step = stages.values()
     every = (*of_losses, *checks, *in_backward, *after_backward, *at_step)
     combined = [stage for stage in of_losses if stage.rule.edits]
@@ -107,6 +113,7 @@ def compile_plan(plan: Plan) -> Program:
         in_backward=tuple(in_backward),
         after_backward=tuple(after_backward),
         at_step=tuple(at_step),
+        of_weights=tuple(of_weights),
         checks=tuple(checks),
         per_tensor=_by_tensor(in_backward),
         contributing=_by_tensor([*combined, *in_backward]),

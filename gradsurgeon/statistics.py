@@ -34,6 +34,8 @@ class Statistic:
         segments: does the work of ``measure`` for many small gradients in one call, if that is faster;
             returns one number per gradient.
         real: whether the statistic exists for real gradients only, not for complex ones.
+        of_update: whether it describes what an update changes. Then ``measure`` and ``part`` get the elements before
+            and after the update, of shape ``[2, n]``.
     """
 
     measure: Callable[[Tensor, int], Tensor]
@@ -42,6 +44,7 @@ class Statistic:
     part: Callable[[Tensor], tuple[Tensor | float, ...]] | None = None
     segments: Callable[[Segments], Tensor] | None = None
     real: bool = False
+    of_update: bool = False
 
 
 def add_statistic(name: str, statistic: Statistic) -> None:
@@ -121,6 +124,35 @@ def _std_of_parts(parts: Tensor) -> Tensor:
     return ((counts * squares).sum(0) / counts.sum(0)).sqrt()
 
 
+def _change_and_weight(pair: Tensor) -> tuple[Tensor, Tensor]:
+    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
+
+    before, after = pair
+    change, weight = _numbers.norms([after - before, after])
+    return change, weight
+
+
+def _over_weight(change: Tensor, weight: Tensor) -> Tensor:
+    # What did not change is 0 even of a weight that is 0.
+    return (change / weight).where(change != 0, 0.0)
+
+
+def _ratio_of_parts(parts: Tensor) -> Tensor:
+    return _over_weight(*parts.square().sum(0).sqrt().unbind(-1))
+
+
+def _moved(pair: Tensor) -> Tensor:
+    before, after = pair
+    # NaN equals NaN here: a weight that stays NaN has not moved.
+    moved = before.ne(after) & ~(before.isnan() & after.isnan())
+    return moved.sum() / moved.numel()
+
+
+def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:
+    count = pair.shape[1]
+    return _moved(pair) if count else 0.0, count
+
+
 STATISTICS: dict[str, Statistic] = {
     "l1": Statistic(
         lambda elements, _: elements.abs().sum(),
@@ -172,5 +204,17 @@ STATISTICS: dict[str, Statistic] = {
         merge="sum",
         empty=0.0,
         segments=lambda segments: segments.sum(segments.flat.isfinite().logical_not_()),
+    ),
+    "ratio": Statistic(
+        lambda pair, _: _over_weight(*_change_and_weight(pair)),
+        merge=_ratio_of_parts,
+        part=_change_and_weight,
+        of_update=True,
+    ),
+    "moved": Statistic(
+        lambda pair, _: _moved(pair),
+        merge=_mean_of_parts,
+        part=_moved_and_count,
+        of_update=True,
     ),
 }

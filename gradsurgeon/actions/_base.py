@@ -32,10 +32,10 @@ from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
 from gradsurgeon.errors import did_you_mean
 
 Point = Literal["backward", "accumulated", "step"]
-Moment = Literal["forward", "backward", "accumulated", "step"]
+Moment = Literal["forward", "backward", "accumulated", "step", "updated"]
 Role = Literal["edit", "observe", "trap", "capture", "freeze", "check"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
-MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
+MOMENTS: tuple[Moment, ...] = ("forward", *POINTS, "updated")
 
 GRADIENTS_ONLY = "`when` is for edits of outputs and inputs: gradients exist in training only"
 
@@ -78,11 +78,13 @@ class Rule(Options):
     judges_first: ClassVar[bool] = False
     # What to write for `tensor`.
     tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
-        "params": "leave `tensor` out",
+        "params": "leave `tensor` out for the gradient",
         "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such "
         "as `output[0].grad`",
         "tensors": "write `grad` or `value`",
     }
+    # Whether the rule can read weights and what updates change, besides gradients.
+    reads_weights: ClassVar[bool] = False
     # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
@@ -104,9 +106,9 @@ class Rule(Options):
     tensor: Annotated[
         str | None,
         Field(
-            description="Which tensor: of a parameter `grad`; of a module `output`, `input`, "
-            "`output.grad`, `input.grad`, or one by path as `output[0].grad`; of a tag `grad` or "
-            "`value`."
+            description="Which tensor: of a parameter `grad`, or where an action records it `value` or "
+            "`update`; of a module `output`, `input`, `output.grad`, `input.grad`, or one by path as "
+            "`output[0].grad`; of a tag `grad` or `value`."
         ),
     ] = None
     exclude: Annotated[Patterns, Field(description="Patterns of excluded names.")] = ()
@@ -143,7 +145,7 @@ class Rule(Options):
     def point(self) -> Moment:
         """The moment at which the rule acts, the default of its action filled in."""
         if self.target == "params":
-            return self.at or self.points[0]
+            return (self.at or self.points[0]) if self.ref.grad else "updated"
         return "backward" if self.ref.grad else "forward"
 
     @property
@@ -218,6 +220,7 @@ class Rule(Options):
             check = "missing-key" if text is None else "bad-value"
             yield Flaw("tensor", ref, cls.tensor_hints[target], missing=text is None, check=check)
         if target == "params":
+            yield from cls._flaws_of_weights(text, given.get("at"))
             if given.get("when") is not None:
                 yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
             return
@@ -229,6 +232,19 @@ class Rule(Options):
         if wrong := sorted(str(key) for key in keys if key not in known_keys):
             message = f"`where: {{{wrong[0]}: ...}}` is a condition on parameters, not on {target}"
             yield Flaw("where", message, "use `module_type`" if known_keys else "remove it")
+
+    @classmethod
+    def _flaws_of_weights(cls, tensor: object, at: object) -> Iterator[Flaw]:
+        if tensor not in ("value", "update"):
+            return
+        if not cls.reads_weights:
+            message = (
+                f"{cls.name()} acts on gradients, and `{tensor}` of a parameter is only recorded"
+            )
+            yield Flaw("tensor", message, "leave `tensor` out, or use `action: norm-log`")
+        elif at is not None:
+            message = f"`at` is for gradients: `{tensor}` is recorded once the update is over"
+            yield Flaw("at", message, "remove it", key=True)
 
     @classmethod
     def _at_flaws(cls, at: object) -> Iterator[Flaw]:

@@ -192,7 +192,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 TargetKind = Literal["params", "modules", "tensors"]
 TARGETS: tuple[TargetKind, ...] = ("params", "modules", "tensors")
-Side = Literal["param", "input", "output", "tag"]
+Side = Literal["param", "update", "input", "output", "tag"]
 
 _STEP = re.compile(r"\[(\d{1,6})\]|\.([A-Za-z_]\w*)")
 _MODULE_TENSOR = re.compile(r"(output|input)((?:\[\d{1,6}\]|\.[A-Za-z_]\w*)*?)(\.grad)?")
@@ -207,6 +207,8 @@ class TensorRef:
     grad: bool = True  # the gradient of the tensor, not its value
 
     def __str__(self) -> str:
+        if self.side == "update":
+            return self.side
         if self.side in ("param", "tag"):
             return "grad" if self.grad else "value"
         return f"{self.side}{spelled(self.path)}{'.grad' if self.grad else ''}"
@@ -232,8 +234,14 @@ def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""
     if target == "params":
-        found = f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
-        return TensorRef("param") if text in (None, "grad") else found
+        if text == "update":
+            return TensorRef("update", grad=False)
+        found = (
+            f"the tensor of a parameter is `grad`, `value` or `update`, found `{(text or '')[:60]}`"
+        )
+        return (
+            TensorRef("param", grad=text != "value") if text in (None, "grad", "value") else found
+        )
     if target == "tensors":
         found = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
         return TensorRef("tag", grad=text != "value") if text in (None, "grad", "value") else found

@@ -55,6 +55,7 @@ class ObserverRule(Rule):
 
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
+    reads_weights: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # an option of some actions, a constant of others
 

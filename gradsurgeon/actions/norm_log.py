@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -27,7 +28,7 @@ def _stats(value: object) -> tuple[str, ...]:
 
 
 class NormLog(ObserverRule):
-    """Record how large a gradient is, per parameter and step.
+    """Record how large a gradient, a weight or an update is, per parameter and step.
 
     ## What it does
     Records `stats` of every matched gradient: the norms `l1`, `l2`, `linf`; `mean`, `std`
@@ -36,6 +37,17 @@ class NormLog(ObserverRule):
 
     ## Why use it
     To see which layer explodes, vanishes or stagnates, and when that began.
+
+    ## Weights and updates
+    `tensor: value` records the weight once the update is over, `tensor: update` the weight after the update minus
+    the weight before. An update has two more `stats`: `ratio`, its 2-norm over that of the weight after it, and
+    `moved`, the share of elements that it changed. A skipped update has no record. A frozen weight, or one without
+    a gradient, has an update of 0.
+    A weight in half precision rounds: at a learning rate of 1e-5 most elements of a bfloat16 weight do not move, and
+    `moved` says so. What is recorded is the change of the weight itself, not of a float32 master copy.
+    `value` is exact. `update` is exact up to 16,384 elements. Of a larger parameter it is measured on 16,384
+    elements at fixed random places: `l1`, `l2`, `zeros` and `nonfinite` are scaled to the whole, `linf`, `min` and
+    `max` are those of the sample. Give it `steps: {every: 10}` or the like.
 
     ## Points
     `accumulated` (default): the gradient after the last backward pass of a step, before the script
@@ -86,6 +98,16 @@ class NormLog(ObserverRule):
         ),
         Field(description="The statistics to record."),
     ] = ("l2",)
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        yield from super().flaws(given)
+        stats = given.get("stats")
+        named = stats if isinstance(stats, list | tuple) and given.get("tensor") != "update" else ()
+        for stat in named:
+            if isinstance(stat, str) and stat in STATISTICS and STATISTICS[stat].of_update:
+                message = f"`{stat}` says what an update changes in a weight"
+                yield Flaw("stats", message, "write `params` and `tensor: update`, or remove it")
 
     def complex_problem(self) -> str:
         real = [stat for stat in self.stats if STATISTICS[stat].real]

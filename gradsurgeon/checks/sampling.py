@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from gradsurgeon.tensors import sampling
 
 # Elements per tensor; smaller tensors are compared whole.
 SAMPLE = 1024
 
 
-@lru_cache(maxsize=256)
-def _places(numel: int, device: torch.device) -> Tensor:
-    # Drawn: a stride would meet the same column of a matrix again and again.
-    generator = torch.Generator().manual_seed(numel)
-    return torch.randint(numel, (SAMPLE,), generator=generator).to(device)
-
-
 def sample(tensor: Tensor, at: Tensor | None = None) -> Tensor:
     """Return a copy of elements of a tensor, flat: all of a small one, else those at fixed or at given places."""
-    tensor = tensor.detach()
-    if at is None and tensor.numel() <= SAMPLE:
-        return tensor.flatten().clone()
-    return torch.take(tensor, _places(tensor.numel(), tensor.device) if at is None else at)
+    if at is None:
+        return sampling.sample(tensor, SAMPLE)
+    return torch.take(tensor.detach(), at)
 
 
 def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:

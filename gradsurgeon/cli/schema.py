@@ -108,6 +108,7 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
     if rule.targets == ("params",):
         return {"const": "grad", "description": "The gradient, the only choice for a parameter."}
     words, path = ["output", "input", "output.grad", "input.grad", "grad", "value"], _TENSOR_PATH
+    words += ["update"] * rule.reads_weights
     if issubclass(rule, LossRule):
         words, path = ["input.grad", "grad"], _INPUT_GRADIENT
         description = "For modules `input.grad`, or one by path such as `input[0].grad`; for parameters `grad`."

@@ -20,6 +20,7 @@ _HOOKS: dict[Moment, str] = {
     "backward": "tensor hook",
     "accumulated": "end of backward",
     "step": "step pre-hook",
+    "updated": "step post-hook",
 }
 
 _MAX_CHAINS = 100

@@ -12,7 +12,7 @@ import numpy as np
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
-from gradsurgeon.report.rules_and_events import GRADIENT, listed
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 from gradsurgeon.report.tensor_numbers import GROWTH
 
@@ -58,7 +58,8 @@ def callouts(history: History, params: int) -> Iterator[str]:
             ("noisy", _noisy(tracks, judged.noisy)),
             *(("level changed", _level(whole, params)) for whole in wholes),
         ]
-        for word, text in said:
+        # Weights grow in healthy trainings, and how much an update moves says little by itself.
+        for word, text in said[:1] if kind in OF_WEIGHTS else said:
             if text:
                 # The first words stand before the kind, a step behind it.
                 name, comma, rest = word.partition(" since")
@@ -68,7 +69,8 @@ def callouts(history: History, params: int) -> Iterator[str]:
 
 def remarkable(history: History) -> set[str]:
     """Return the names of tensors that stand out, which a table shows first."""
-    found = (_judged(history.of_kind(kind)) for kind in history.kinds)
+    kinds = (kind for kind in history.kinds if kind not in OF_WEIGHTS)
+    found = (_judged(history.of_kind(kind)) for kind in kinds)
     return {track.name for one in found for track in (*one.exploded, *one.vanished, *one.noisy)}
 
 

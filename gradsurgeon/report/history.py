@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradsurgeon.report.rules_and_events import GRADIENT, STAT
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
 from gradsurgeon.report.sheets import Flags, Sheet, is_stored, joined, read_sheet
 from gradsurgeon.report.spikes import Floats, Ints, Spike
 from gradsurgeon.report.tensor_numbers import has_grown, numbers_of
@@ -148,8 +148,8 @@ class History:
     ) -> None:
         every = list(series)
         self.keys = [one.key for one, _ in every]
-        norms = [(one, without) for one, without in every if one.key.stat == STAT and len(one)]
         self._kinds = kinds
+        norms = [(one, without) for one, without in every if self._is_shown(one.key) and len(one)]
         self._sheets: list[tuple[Source, Sheet]] = []
         self._places: dict[tuple[Source, str], list[tuple[int, int]]] = {}
         size = sum(min(newest or len(one), len(one)) * len(one.key.names) for one, _ in norms)
@@ -182,8 +182,13 @@ class History:
         self._sheets.append((source, sheet))
         self.sampled = max(self.sampled, every)
 
+    def _is_shown(self, key: Key) -> bool:
+        is_of_update = self._kinds.get(key.rule) == UPDATES and key.stat in OF_UPDATES
+        return key.stat == STAT or is_of_update
+
     def source_of(self, key: Key) -> Source:
-        return Source(self._kinds.get(key.rule, GRADIENT), key.rule, key.point)
+        kind = OF_UPDATES.get(key.stat) or self._kinds.get(key.rule, GRADIENT)
+        return Source(kind, key.rule, key.point)
 
     def _choose(self, names: Iterable[str]) -> dict[tuple[str, str], Source]:
         best: dict[tuple[str, str], tuple[tuple[int, int], Source]] = {}

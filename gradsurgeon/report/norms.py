@@ -9,7 +9,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import nouns, remarkable, whole_name
 from gradsurgeon.report.history import History, Source, Track, Whole
-from gradsurgeon.report.rules_and_events import GRADIENT
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES
 from gradsurgeon.report.tables import Table
 
 _ROWS = 40
@@ -62,9 +62,8 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
     if history.sampled > 1:
         notes.append(f"median: that of one step in {history.sampled:,}; all else is of every step")
     spikiest = next((track for track in shown if track.spike and track.spike.times == most), None)
-    noun = "parameter" if kind == GRADIENT else kind
     return Table(
-        f"norms (l2) of {count(len(tracks), noun)}, recorded by {_named(sources)}",
+        f"{_measured(kind, len(tracks))}, recorded by {_named(sources)}",
         [nouns(kind), *_HEAD, *["rule"] * several],
         rows,
         right=_NUMBERS,
@@ -73,6 +72,12 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         marks=[_MARK * (track is spikiest) for track in shown],
         notes=notes,
     )
+
+
+def _measured(kind: str, number: int) -> str:
+    if kind in OF_UPDATES.values():
+        return f"{kind}, of {count(number, 'parameter')}"
+    return f"norms (l2) of {count(number, 'parameter' if kind == GRADIENT else kind)}"
 
 
 def _named(sources: set[Source]) -> str:

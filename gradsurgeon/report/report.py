@@ -15,6 +15,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report import notebook
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
+    GRADIENT,
     RuleInfo,
     by_kind,
     event_lines,
@@ -195,7 +196,8 @@ class Report:
             # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
             if rule in self.rules and (one.fired or any(_DUE in text for text in one.warnings)):
                 logged.update(self.rules[rule].logged)
-        logged -= {name for _, name in self.history.shown} | self.frozen.keys()
+        shown = {name for kind, name in self.history.shown if kind == GRADIENT}
+        logged -= shown | self.frozen.keys()
         return [name for name in self.params if name in logged]
 
     @property

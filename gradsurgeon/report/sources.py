@@ -16,7 +16,16 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, LOSS_STATS, STAT, RuleInfo, edits_of
+from gradsurgeon.report.rules_and_events import (
+    GRADIENT,
+    LOSS_STATS,
+    RATIO,
+    STAT,
+    UPDATES,
+    WEIGHTS,
+    RuleInfo,
+    edits_of,
+)
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name, section
@@ -157,14 +166,15 @@ def _rule_infos(
         role = section(roles, rule["id"])
         stats = set(map(str, _list(role.get("stats"))))
         names = tuple(map(str, (*_list(rule.get("params")), *_list(rule.get("modules")))))
+        kind = _kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag")
         # The losses, or the modules that send gradients back.
         losses = tuple(map(str, _list(role.get("losses")))) or names
         found[rule["id"]] = RuleInfo(
             action=rule["action"],
             role=str(role.get("role", "edit")),
-            logged=names if STAT in stats else (),
-            losses=losses if stats & LOSS_STATS else (),
-            kind=_kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag"),
+            logged=names if STAT in stats and kind == GRADIENT else (),
+            losses=losses if stats & (LOSS_STATS - {RATIO}) else (),
+            kind=kind,
         )
     return found
 
@@ -175,7 +185,7 @@ def _kind(tensor: str, *, is_tag: bool) -> str:
         return "tag gradient" if tensor == "grad" else "tag"
     if (match := _PART.match(tensor)) is not None:
         return match[1] + " gradient" * bool(match[2])
-    return {"grad": GRADIENT, "value": "weight"}.get(tensor, tensor)
+    return {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}.get(tensor, tensor)
 
 
 def _list(value: object) -> list[Any]:

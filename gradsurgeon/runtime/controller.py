@@ -36,6 +36,7 @@ from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
 from gradsurgeon.runtime.traps import Traps
+from gradsurgeon.runtime.weight_records import WeightRecords
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _NOT_MET = (
@@ -52,6 +53,7 @@ class Controller:
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
         self.checks = Checks(context, model)
+        self.weights = WeightRecords(context)
         self.traps = Traps(context, self._kept, self.spikes)
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
@@ -178,6 +180,7 @@ class Controller:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
         self.checks.before_update(step)
+        self.weights.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
@@ -231,6 +234,7 @@ class Controller:
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
         self.checks.after_update(step, took_place=took_place and not step.skipped)
+        self.weights.after_update(step, took_place=took_place and not step.skipped)
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)

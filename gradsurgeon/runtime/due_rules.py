@@ -136,8 +136,10 @@ class DueRules:
         in_backward: Sequence[BoundRule],
         after: Sequence[BoundRule],
         at_step: Sequence[BoundRule],
+        of_weights: Sequence[BoundRule] = (),
     ) -> None:
         self.in_backward, self.after, self.at_step = in_backward, after, at_step
+        self.of_weights = of_weights
         deciding = [bound for bound in after if bound.decides_by]
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
@@ -152,7 +154,7 @@ class DueRules:
         self.final = _tensors([*deciding, *at_step])
         self.edited = frozenset(_tensors(b for b in at_step if b.rule.edits))
         self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
-        self.bound_rules = (*in_backward, *after, *at_step)
+        self.bound_rules = (*in_backward, *after, *at_step, *of_weights)
         # A trap judges the gradients again after rules that can make finite gradients non-finite.
         self.judged_again = bool(self.traps) and any(b.rule.may_overflow for b in at_step)
         # Whether a rule needs the host to know if the update takes place.
@@ -186,6 +188,7 @@ class RulesByCounter:
             (*program.of_losses, *program.in_backward),
             program.after_backward,
             program.at_step,
+            program.of_weights,
         )
         stages = [stage for stages in (*self._moments, program.checks) for stage in stages]
         # Only the other schedules are evaluated: most rules act in every step.

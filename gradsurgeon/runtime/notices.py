@@ -174,6 +174,8 @@ class Notices:
         there = [param for param in params if param is not None]
         if not there:
             return "the parameters the rule matched are gone from the model"
+        if not rule.ref.grad:
+            return "no torch optimizer updated a parameter the rule matched"
         if not any(param.requires_grad for param in there):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):

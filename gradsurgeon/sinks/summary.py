@@ -84,7 +84,7 @@ def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)
     pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
-    of_gradients = stat in STATISTICS
+    of_gradients = stat in STATISTICS and not STATISTICS[stat].of_update
     if not of_gradients:
         # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
         pairs = [pair for pair in pairs if not math.isnan(pair[1])]
