@@ -145,7 +145,8 @@ def _moved(pair: Tensor) -> Tensor:
     before, after = pair
     # NaN equals NaN here: a weight that stays NaN has not moved.
     moved = before.ne(after) & ~(before.isnan() & after.isnan())
-    return moved.sum() / moved.numel()
+    share: Tensor = moved.sum() / moved.numel()
+    return share
 
 
 def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:

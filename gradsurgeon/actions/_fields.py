@@ -234,14 +234,10 @@ def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""
     if target == "params":
-        if text == "update":
-            return TensorRef("update", grad=False)
-        found = (
-            f"the tensor of a parameter is `grad`, `value` or `update`, found `{(text or '')[:60]}`"
-        )
-        return (
-            TensorRef("param", grad=text != "value") if text in (None, "grad", "value") else found
-        )
+        side: Side = "update" if text == "update" else "param"
+        if text in (None, "grad", "value", "update"):
+            return TensorRef(side, grad=text in (None, "grad"))
+        return f"`{text[:60]}` is no tensor of a parameter"
     if target == "tensors":
         found = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
         return TensorRef("tag", grad=text != "value") if text in (None, "grad", "value") else found
