@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,13 @@ def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.o
     return optimizer
 
 
-def told(session: gradsurgeon.Session) -> dict[str, Any]:
+def told(session: gradsurgeon.Session, stats: Sequence[str] = tuple(STATS)) -> dict[str, Any]:
     """Return the statistics of all parameters."""
     names = [param.name for param in session.plan.manifest.params]
     return {
         f"{name} {stat}": [value for _, value in session.history(name, stat)]
         for name in names
-        for stat in STATS
+        for stat in stats
     }
 
 
@@ -98,16 +98,23 @@ def error(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def statistics() -> dict[str, Any]:
-    """Record every statistic of a whole and of a sharded model, at two points."""
+    """Record every statistic of a whole and of a sharded model: gradients at two points, weights and updates."""
     found: dict[str, Any] = {}
-    for point in ("accumulated", "step"):
-        log = {**LOG, "at": point}
+    of_update = [*STATS, "ratio", "moved"]
+    cases: dict[str, dict[str, Any]] = {
+        "accumulated": {"at": "accumulated"},
+        "step": {"at": "step"},
+        "value": {"tensor": "value"},
+        "update": {"tensor": "update", "stats": of_update},
+    }
+    for case, options in cases.items():
+        log = LOG | options
         with gradsurgeon.apply(model := make(), rules(log)) as session:
             steps(model, data)
-            found[f"whole {point}"] = told(session)
+            found[f"whole {case}"] = told(session, log["stats"])
         with gradsurgeon.apply(model := shard(make()), rules(log)) as session:
             steps(model, mine)
-            found[f"sharded {point}"] = told(session)
+            found[f"sharded {case}"] = told(session, log["stats"])
     return found
 
 
