@@ -11,7 +11,7 @@ import sqlite3
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import is_live
 from gradsurgeon.store.database import connect
-from gradsurgeon.store.layout import CHUNK, Stored, Summary, row_id
+from gradsurgeon.store.layout import Stored, row_id
 from gradsurgeon.store.memory import Key
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
 _BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _BATCH_EVENTS = 1024  # a message of a trap has some kB
-_FLOAT, _COUNT = 4, 2
+_FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
 _MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
@@ -84,11 +84,10 @@ class RankFile:
         for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
             self.query(f"PRAGMA {pragma}")
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        marks = [self.query(f"PRAGMA {mark}")[0][0] for mark in ("application_id", "user_version")]
-        if dict(tables) != layout.TABLES or marks != [layout.APPLICATION, layout.FORMAT]:
-            raise self.damaged(
-                f"its tables are not those of a run of format {layout.FORMAT}, or have yet to be written"
-            )
+        ((application,),) = self.query("PRAGMA application_id")
+        ((form,),) = self.query("PRAGMA user_version")
+        if application != layout.APPLICATION or dict(tables) != layout.FORMATS.get(form):
+            raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(
         self, sql: str, *arguments: int, kinds: tuple[type | int, ...] = ()
@@ -206,7 +205,7 @@ class StoredSeries:
 
     def damaged(self) -> RecordError:
         """Return an error: what the file says of this series does not fit together."""
-        return self._file.damaged("its summaries do not fit its rows")
+        return self._file.damaged("it lacks rows")
 
     def ends(self) -> tuple[int, ...]:
         last = max(0, len(self) - 1)
@@ -275,25 +274,3 @@ class StoredSeries:
         values = array("f", b"".join(row[1] for row in rows))
         pairs = zip(rows, values, strict=True)
         return [(row[0], value) for row, value in pairs if not layout.is_absent(row[2], column % 8)]
-
-    def summaries(self) -> Iterator[Summary]:
-        """Yield a summary of every `CHUNK` rows, and one of the remaining rows."""
-        done = 0
-        floats, counts = _FLOAT * self._width, _COUNT * self._width
-        while rows := self._file.query(
-            "SELECT id, first, last, maxima, minima, nonfinite, present FROM chunks "
-            "WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-            self._low + done,
-            self._high,
-            self._batch,
-            kinds=(int, int, int, floats, floats, counts, counts),
-        ):
-            for number, first, last, *blobs in rows:
-                if number != self._low + done:
-                    raise self._file.damaged()
-                numbers = [array(kind, blob) for kind, blob in zip("ffHH", blobs, strict=True)]
-                yield Summary(first, last, *numbers)
-                done += 1
-        stored = self.stored(done * CHUNK)
-        while rest := list(islice(stored, CHUNK)):
-            yield layout.summarise(rest, self._width)
