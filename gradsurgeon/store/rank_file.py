@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
@@ -44,27 +44,6 @@ class RankFileError(RecordError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-
-
-class Row(NamedTuple):
-    """The values of one step. ``absent`` holds the columns that have no value."""
-
-    step: int
-    values: array[float]
-    absent: frozenset[int]
-
-    @classmethod
-    def unpack(cls, stored: Stored) -> Row:
-        return cls(stored[0], array("f", stored[1]), layout.unpack_absent(stored[2]))
-
-
-class StoredEvent(NamedTuple):
-    """An event, its rank, its number in the file of that rank, and its time in seconds since 1970."""
-
-    rank: int
-    number: int
-    time: float
-    event: Event
 
 
 class RankFile:
@@ -126,12 +105,6 @@ class RankFile:
     def _meta(self) -> dict[str, str]:
         return dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
 
-    @property
-    def closed(self) -> float | None:
-        """When the run was closed, in seconds since 1970, ``None`` if it was not."""
-        text = self._meta().get("closed")
-        return None if text is None else self._parsed(text, _TIME)
-
     def written(self, key: str) -> dict[str, Any]:
         """Return a mapping that the writer left at the end of the run, empty if there is none."""
         return self._parsed(self._meta().get(key, "{}"), _MAPPING)
@@ -139,7 +112,8 @@ class RankFile:
     @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if self.closed is not None:
+        if (closed := self._meta().get("closed")) is not None:
+            self._parsed(closed, _TIME)
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
@@ -156,8 +130,9 @@ class RankFile:
             self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
         return list(self._series.values())
 
-    def events(self, after: int = 0) -> Iterator[StoredEvent]:
-        """Yield the events whose number is higher than ``after``, in the order of writing."""
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Yield the events in the order of writing, each with its time in seconds since 1970."""
+        after = 0
         while rows := self.query(
             "SELECT id, time, kind, rule, step, rank, name, message FROM events "
             "WHERE id > ? ORDER BY id LIMIT ?",
@@ -165,10 +140,10 @@ class RankFile:
             _BATCH_EVENTS,
             kinds=(int, float, str, str, int, int, str, str),
         ):
-            for number, time, kind, *rest in rows:
+            for _, time, kind, *rest in rows:
                 if kind not in _KINDS:
                     raise self.damaged()
-                yield StoredEvent(self.rank, number, time, Event(kind, *rest))
+                yield time, Event(kind, *rest)
             after = rows[-1][0]
 
     def statuses(self) -> dict[str, RuleStatus]:
@@ -211,16 +186,9 @@ class StoredSeries:
         last = max(0, len(self) - 1)
         return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
 
-    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        return map(Row.unpack, self.stored(start, stop))
-
-    def sample(self, every: int) -> Iterator[Row]:
-        return map(Row.unpack, self.one_in(every))
-
-    def one_in(self, every: int, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        """Yield one row in so many."""
+    def one_in(self, every: int) -> Iterator[Stored]:
         # A look-up per row jumps from one to the next. `id % every` would read them all.
-        for number in range(start, len(self) if stop is None else stop, every):
+        for number in range(0, len(self), every):
             yield from self.stored(number, number + 1)
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:

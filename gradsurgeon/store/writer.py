@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import Claim, unwritable
 from gradsurgeon.store.database import is_busy
-from gradsurgeon.store.files import replacing_bytes
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
@@ -60,7 +60,7 @@ class RunWriter(Outlet):
             # An earlier run may have left it, and its other files be gone.
             (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
             if rank == 0:
-                with replacing_bytes(self.path / layout.RUN_FILE) as file:
+                with replacing(self.path / layout.RUN_FILE, binary=True) as file:
                     file.write(run_json.encode())
         except OSError as error:
             self._claim.undo()
@@ -122,7 +122,7 @@ class RunWriter(Outlet):
         """
         with self._lock:
             if not self.closed:
-                with replacing_bytes(self.path / name) as file:
+                with replacing(self.path / name, binary=True) as file:
                     file.write(content)
 
     def commit(self) -> None:

@@ -138,9 +138,9 @@ def test_rows_by_part(run_path: pathlib.Path) -> None:
         (series,) = run
         assert len(series) == 300
         assert series.ends() == (0, 299)
-        assert [row.step for row in series.rows(290)] == list(range(290, 300))
-        assert [row.step for row in series.rows(0, 3)] == [0, 1, 2]
-        assert [row.step for row in series.sample(100)] == [0, 100, 200]
+        assert [step for step, *_ in series.stored(290)] == list(range(290, 300))
+        assert [step for step, *_ in series.stored(0, 3)] == [0, 1, 2]
+        assert [step for step, *_ in series.one_in(100)] == [0, 100, 200]
         assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
 
 
@@ -271,7 +271,7 @@ def read_everything(path: pathlib.Path) -> None:
         run.status()
         _ = run.events
         for series in run:
-            list(series.rows())
+            list(series.stored())
             for name in series.key.names:
                 series.of(name)
                 series.last(name)
