@@ -134,6 +134,9 @@ class Records:
     def __iter__(self) -> Iterator[Series]:
         return iter(self._series.values())
 
+    def __len__(self) -> int:
+        return len(self._order)
+
 
 def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
