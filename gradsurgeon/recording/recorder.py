@@ -231,7 +231,7 @@ class Recorder:
             if self._outlets:
                 self._commit(wait=True)
                 self._write_state()
-            begin = time.monotonic()
+            # They end at once, so that several sinks do not wait one after the other.
             for sink in self._sinks:
                 sink.end()
             if self.captures.rules:
@@ -239,7 +239,7 @@ class Recorder:
                 self._write(what, captures_name, self.captures.previews)
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
-                sink.close(begin)
+                sink.close()
             self._tell_failures()
 
     def _close_writer(self, error: BaseException | None) -> None:
