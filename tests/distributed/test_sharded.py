@@ -35,6 +35,17 @@ def test_fsdp2_records_are_of_the_whole_gradient(
             assert sharded == pytest.approx(whole, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("stat", ["projection_1", "projection_2", "numel"])
+def test_fsdp2_projections_are_those_of_whole_weights(
+    ranks: list[dict[str, Any]], stat: str
+) -> None:
+    for rank in ranks:
+        whole, sharded = (rank["statistics"][f"{kind} projection"] for kind in ("whole", "sharded"))
+        for name in NAMES:
+            assert len(whole[f"{name} {stat}"]) == 3
+            assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
+
+
 @pytest.mark.parametrize("stat", ["ratio", "moved"])
 def test_fsdp2_updates_are_those_of_whole_weights(ranks: list[dict[str, Any]], stat: str) -> None:
     for rank in ranks:
