@@ -58,7 +58,9 @@ class Perturb(EditRule):
             if tensor.device not in generators:
                 generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self.seed)
             wide = _numbers.in_float32(tensor)
-            noise = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
+            # A complex element is multiplied by a real number, too.
+            kind = wide.real.dtype if wide.is_complex() else wide.dtype
+            noise = torch.empty(wide.shape, dtype=kind, device=wide.device)
             noise.normal_(1.0, self.eps, generator=generators[tensor.device])
             return (wide * noise).to(tensor.dtype)
 

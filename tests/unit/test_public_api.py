@@ -51,6 +51,7 @@ NAMES = [
     "NormLog",
     "Observer",
     "ObserverRule",
+    "Perturb",
     "Plan",
     "RecordError",
     "Report",
