@@ -14,7 +14,7 @@ class CheckRanks(CheckRule):
     ## What it finds
     Gradients that differ between ranks at the update: a forward pass that went around `DistributedDataParallel`, a
     collective that one rank left out, a device that lost data. Weights that differ although gradients are alike:
-    ranks that began with different weights, or an update that only some ranks made.
+    ranks that began with different weights, or an update that one rank skipped. Ranks are compared by backward passes.
 
     ## What stays quiet
     Ranks that train apart, as in a sweep: only ranks under `DistributedDataParallel`, or ranks whose gradients were

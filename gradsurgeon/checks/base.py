@@ -96,6 +96,17 @@ class Update(Moment, Protocol):
         """By parameter, the class name of the module that holds it."""
 
     @property
+    def apart(self) -> bool:
+        """Whether the configuration of a model in it says that its embedding and its head are not tied."""
+
+    @property
+    def evaluations(self) -> int | None:
+        """How often the model has been called in evaluation mode without gradients; ``None`` if unknown."""
+
+    def is_resting(self, tensor: int) -> bool:
+        """Return whether the module of a parameter is in evaluation mode while the model is in training mode."""
+
+    @property
     def took_place(self) -> bool:
         """Whether the optimizer was allowed to update; known after the update."""
 

@@ -80,6 +80,12 @@ class LoopCheck(Check):
         # Whether an update has come from forward passes in training mode; the steps since without one.
         self._has_trained = False
         self._evaluated: list[int] = []
+        # The number of evaluations before the last update in training mode.
+        self._before: int | None = None
+        # Whether the script has returned to training mode after an evaluation: then it knows how to.
+        self._has_returned = False
+        # Whether the script changed the mode for training, not for an evaluation.
+        self._is_meant = False
         self._modes: set[bool] = set()
         # Losses that were not finite, in passes that may feed the next update.
         self._lost: list[Finding] = []
@@ -168,11 +174,16 @@ class LoopCheck(Check):
 
     def _mode(self, update: Update) -> Iterator[Finding]:
         modes, self._modes = self._modes, set()
+        count = update.evaluations
         if False in modes:
-            self._has_trained, self._evaluated = True, []
+            self._has_returned |= self._has_trained and count != self._before
+            self._has_trained, self._evaluated, self._before = True, [], count
         elif modes and self._has_trained:
+            if not self._evaluated:
+                # Without an evaluation the script has changed the mode for training itself.
+                self._is_meant = self._has_returned or (count is not None and count == self._before)
             self._evaluated.append(update.step)
-            if len(self._evaluated) == IN_A_ROW:
+            if len(self._evaluated) == IN_A_ROW and not self._is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Mail, Update
+from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Update
 from gradsurgeon.checks.sampling import sample
 
 # Ranks send rows of so many updates together.
@@ -43,6 +43,8 @@ _DRIFTED = "Look for an update, a weight decay or an assignment that only some r
 @dataclass(frozen=True, slots=True)
 class _Row:
     step: int
+    # Ranks are compared by passes: a rank that skips an update does not skip the pass.
+    passes: int
     numbers: tuple[float, ...]  # norms of gradients, then numbers of weights
 
 
@@ -65,6 +67,12 @@ class RanksCheck(Check):
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _Owner] = {}
+        self._passes = 0
+
+    def after_pass(self, done: Pass) -> Iterable[Finding]:
+        del done
+        self._passes += 1
+        return ()
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
@@ -75,13 +83,13 @@ class RanksCheck(Check):
         owner.is_local |= mail.local
         if owner.is_local:
             return ()
-        averaged = mail.averaged
+        averaged, passes = mail.averaged, self._passes
         tensors = [
             t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
         ]
 
         def arrived(values: Tensor) -> Iterator[Finding]:
-            owner.rows.append(_Row(update.step, tuple(values.tolist())))
+            owner.rows.append(_Row(update.step, passes, tuple(values.tolist())))
             yield from _exchanged(owner, tensors, mail, is_averaged=bool(averaged))
 
         if tensors:
@@ -122,15 +130,17 @@ def _measured(update: Update, tensors: Sequence[int]) -> Tensor:
 
 
 def _packed(rows: Sequence[_Row]) -> bytes:
-    parts = [struct.pack(f"<qi{len(r.numbers)}f", r.step, len(r.numbers), *r.numbers) for r in rows]
+    parts = [
+        struct.pack(f"<qi{len(r.numbers)}f", r.passes, len(r.numbers), *r.numbers) for r in rows
+    ]
     return b"".join(parts)
 
 
 def _unpacked(data: bytes) -> dict[int, tuple[float, ...]]:
     rows, at = {}, 0
     while at < len(data):
-        step, count = struct.unpack_from("<qi", data, at)
-        rows[step] = struct.unpack_from(f"<{count}f", data, at + 12)
+        passes, count = struct.unpack_from("<qi", data, at)
+        rows[passes] = struct.unpack_from(f"<{count}f", data, at + 12)
         at += 12 + 4 * count
     return rows
 
@@ -149,10 +159,10 @@ def _compared(
     *,
     is_averaged: bool,
 ) -> Iterator[Finding]:
-    """Compare rows with those of the other ranks, which are by rank and step."""
+    """Compare rows with those of the other ranks, which are by rank and number of passes."""
     count = len(tensors)
     for row in ours:
-        others = {rank: rows.get(row.step, ()) for rank, rows in theirs.items()}
+        others = {rank: rows.get(row.passes, ()) for rank, rows in theirs.items()}
         if any(len(numbers) != 2 * count for numbers in others.values()):
             continue
         until = f", alike until then for {owner.alike} updates" if owner.alike else ""

@@ -20,6 +20,7 @@ from gradsurgeon.actions import Examination
 from gradsurgeon.checks.base import Check, Finding, Mail
 from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import CheckError, shorten_names
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.context import Context
@@ -150,6 +151,17 @@ class _Update(_Moment):
     def mail(self) -> Mail | None:
         return self.checks.mail
 
+    @property
+    def apart(self) -> bool:
+        return self.checks.is_configured_apart()
+
+    @property
+    def evaluations(self) -> int | None:
+        return self.checks.evaluations
+
+    def is_resting(self, tensor: int) -> bool:
+        return self.checks.is_resting(tensor)
+
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
         found = self.optimizer.param_groups if self.optimizer is not None else ()
@@ -197,8 +209,8 @@ def _maker(graph: BackwardGraph) -> str:
 class Checks:
     """The checks of a session. Without any it does nothing."""
 
-    def __init__(self, context: Context, model: nn.Module) -> None:
-        self.context = context
+    def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
+        self.context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
             _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
@@ -211,7 +223,8 @@ class Checks:
             for name, method in vars(Check).items()
             if callable(method)
         }
-        # The class of the module that holds each parameter.
+        # The module that holds each parameter, and its class.
+        self._holders: dict[int, weakref.ref[nn.Module]] = {}
         self.kinds: dict[int, str] = {}
         self._modal = weakref.WeakSet[nn.Module]()
         self._root = weakref.ref(model)
@@ -221,6 +234,7 @@ class Checks:
         if self._running:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
+            self._holders = {numbers[slot.name]: weakref.ref(slot.owner) for slot in found}
             self.kinds = {numbers[slot.name]: type(slot.owner).__name__ for slot in found}
             self._modal.update(m for m in model.modules() if isinstance(m, _MODAL))
             self._mail = replica_mail(context)
@@ -286,6 +300,20 @@ class Checks:
             tensors = [tensor for tensor in stage.tensors if counters[tensor] in known]
             self._tensors[stage.rule.id, counter] = counters.version, tensors
         return tensors
+
+    @property
+    def evaluations(self) -> int | None:
+        return self._kept.evaluations
+
+    def is_resting(self, tensor: int) -> bool:
+        root, holder = self._root(), self._holders.get(tensor, lambda: None)()
+        return root is not None and holder is not None and root.training and not holder.training
+
+    def is_configured_apart(self) -> bool:
+        root = self._root()
+        configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
+        # Models of Hugging Face have one.
+        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
 
     def is_evaluated(self) -> bool | None:
         root = self._root()

@@ -51,7 +51,7 @@ class Controller:
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(lambda: context.paused)
         self.spikes = SpikeTraps(context)
-        self.checks = Checks(context, model)
+        self.checks = Checks(context, model, self._kept)
         self.traps = Traps(context, self._kept, self.spikes)
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)

@@ -24,10 +24,23 @@ GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
 CHECKS: dict[str, Any] = {
     "version": 1,
     "rules": [
-        {"id": action.removeprefix("check-"), "action": action, "params": "*"}
-        for action in ("check-update", "check-loop", "check-structure", "check-ranks")
+        # With a trap, as in the pack: it also sees evaluations.
+        {
+            "id": "nans",
+            "action": "nan-trap",
+            "params": "*",
+            "then": "warn",
+            "give_up_after": "never",
+        },
+        *(
+            {"id": action.removeprefix("check-"), "action": action, "params": "*"}
+            for action in ("check-update", "check-loop", "check-structure", "check-ranks")
+        ),
     ],
 }
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning")
 
 
 def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
@@ -119,6 +132,12 @@ def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training
     assert row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
 
 
+def test_change_of_mode_is_told_if_evaluations_cannot_be_seen() -> None:
+    training = healthy_loops.last_stage_in_evaluation_mode()
+    event = only(training, {"version": 1, "rules": CHECKS["rules"][1:]})
+    assert "has run in evaluation mode" in event.message
+
+
 def test_rule_that_freezes_is_named() -> None:
     model = perceptron()
     frozen = {"id": "cold", "action": "freeze", "params": "0.*"}
@@ -132,7 +151,7 @@ def test_rule_that_freezes_is_named() -> None:
 def test_updates_that_a_trap_skips_are_named() -> None:
     model = perceptron()
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    rules = {"version": 1, "rules": [*CHECKS["rules"], {**trap, "give_up_after": 1000}]}
+    rules = {"version": 1, "rules": [*CHECKS["rules"][1:], {**trap, "give_up_after": 1000}]}
     loss_at = fit(model)
     stray = nn.Parameter(torch.zeros(1))
     model.register_parameter("stray", stray)
@@ -182,7 +201,7 @@ def test_adapters_that_should_move() -> None:
 
 def test_steps_limit_a_check() -> None:
     model = perceptron()
-    rules = {"version": 1, "rules": [{**CHECKS["rules"][0], "steps": {"to": 5}}]}
+    rules = {"version": 1, "rules": [{**CHECKS["rules"][1], "steps": {"to": 5}}]}
     training = fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
     assert told(training, rules) == []
 
