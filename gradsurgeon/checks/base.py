@@ -65,6 +65,9 @@ class Pass(Moment, Protocol):
     def loss_made_by(self) -> str:
         """The operation that computed the loss, such as ``nll_loss``; empty if unknown."""
 
+    def divisors(self) -> Sequence[Tensor]:
+        """Return the numbers by which the loss was divided at last, before the pass; none after it."""
+
     @property
     def evaluated(self) -> bool | None:
         """Whether the model is in evaluation mode, as far as that matters to it; ``None`` if it does not."""

@@ -87,10 +87,13 @@ class LoopCheck(Check):
         # Whether the script changed the mode for training, not for an evaluation.
         self._is_meant = False
         self._modes: set[bool] = set()
+        # What the loss of the pass that runs was divided by.
+        self._divisors: Sequence[Tensor] = ()
         # Losses that were not finite, in passes that may feed the next update.
         self._lost: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
+        self._divisors = starting.divisors()
         for owner in self._owners.values():
             used, owner.used = owner.used, {}
             grads = starting.grads
@@ -110,8 +113,10 @@ class LoopCheck(Check):
         if done.evaluated is not None:
             self._modes.add(done.evaluated)
         if done.loss is not None:
-            lost = done.loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
+            loss, divisors = done.loss, self._divisors
+            lost = loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, loss.float()]), partial(self._judge_loss, done, divisors))
+        self._divisors = ()
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -147,13 +152,17 @@ class LoopCheck(Check):
                     owner.used[tensor] = at, sample(grad, at)
         return ()
 
-    def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
+    def _judge_loss(
+        self, done: Pass, divisors: Sequence[Tensor], seen: Tensor
+    ) -> Iterable[Finding]:
         lost, loss = seen.tolist()
         grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
         # A NaN that is in the gradients as well is the trap's to tell.
         if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
             is_nan = math.isnan(loss)
-            made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
+            by_nothing = not all(map(bool, divisors))
+            maker = "a division by 0" if by_nothing else done.loss_made_by
+            made = f": it came out of {maker}" if maker else ""
             text = _LOSS.format(
                 step=done.step,
                 value="NaN" if is_nan else f"{loss:g}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -118,6 +119,15 @@ class _Pass(_Moment):
     def loss_made_by(self) -> str:
         return "" if self.graph is None else _maker(self.graph)
 
+    def divisors(self) -> Sequence[Tensor]:
+        nodes = () if self.graph is None else _last_nodes(self.graph)
+        divisions = (node for node in nodes if node.name() == "DivBackward0")
+        # The pass releases what its nodes have saved.
+        with suppress(RuntimeError):
+            saved = [node._saved_other for node in divisions]  # noqa: SLF001 # the only way to it
+            return [other for other in saved if isinstance(other, Tensor) and other.numel() == 1]
+        return ()
+
     def strangers(self) -> Sequence[Tensor]:
         if self.graph is None:
             return ()
@@ -195,14 +205,19 @@ def _carries_scale(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return states[id(optimizer)]["stage"] is OptState.READY
 
 
+def _last_nodes(graph: BackwardGraph) -> Iterator[Any]:
+    """Yield the nodes from a loss back to the operation that made it."""
+    node: Any = graph.roots[0] if graph.roots else None
+    while node is not None and not isinstance(node, Tensor):
+        yield node
+        going_on = node.next_functions if node.name() in _PLAIN else ()
+        node = next((one for one, _ in going_on if one is not None), None)
+
+
 def _maker(graph: BackwardGraph) -> str:
     """Return the operation that made the loss of a pass, such as ``nll_loss``."""
-    node: Any = graph.roots[0] if graph.roots else None
-    while node is not None and not isinstance(node, Tensor) and node.name() in _PLAIN:
-        node = next((one for one, _ in node.next_functions if one is not None), None)
-    if node is None or isinstance(node, Tensor):
-        return ""
-    words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"Backward\d*$", "", node.name()))
+    *_, name = "", *(node.name() for node in _last_nodes(graph))
+    words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"Backward\d*$", "", name))
     return "_".join(words).lower()
 
 
