@@ -109,6 +109,9 @@ class Update(Moment, Protocol):
     def is_resting(self, tensor: int) -> bool:
         """Return whether the module of a parameter is in evaluation mode while the model is in training mode."""
 
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        """Return the norms of gradients on one device; in `before_edits` those that a trap has just measured."""
+
     @property
     def took_place(self) -> bool:
         """Whether the optimizer was allowed to update; known after the update."""
@@ -172,6 +175,11 @@ class Check:
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         """Look at gradients and weights right before an update, before rules at `step` act."""
+        del update
+        return ()
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:
+        """Look at gradients once the traps have judged them, before rules at `step` act."""
         del update
         return ()
 

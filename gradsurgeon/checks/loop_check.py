@@ -100,7 +100,7 @@ class LoopCheck(Check):
             owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
             owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
             # The script has cleared what came of a loss that it did not like.
-            if not _any_of(grads, owner.witnesses):
+            if self._lost and not _any_of(grads, owner.witnesses):
                 self._lost.clear()
         return ()
 

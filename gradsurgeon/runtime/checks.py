@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _live
+from gradsurgeon import _dist, _live, _numbers
 from gradsurgeon.actions import Examination
 from gradsurgeon.checks.base import Check, Finding, Mail
 from gradsurgeon.compiler import Stage
@@ -26,6 +26,7 @@ from gradsurgeon.planning import slots
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.replica_mail import replica_mail
 from gradsurgeon.runtime.training_events import BackwardPass, Step
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -65,6 +66,8 @@ class _Running:
     check: Check
     raises: bool
     members: frozenset[int]
+    # Whether it is due in each step; asked many times in a step.
+    always: bool
 
 
 @dataclass(eq=False)
@@ -76,9 +79,14 @@ class _Moment:
     def __post_init__(self) -> None:
         # The counter goes on before values have arrived on the host.
         self.step = self.counter.step
-        everything = self.running.stage.tensors
-        self.params: Mapping[int, Tensor] = _Looked(everything, self._param)
-        self.grads: Mapping[int, Tensor] = _Looked(everything, self._grad)
+
+    @cached_property
+    def params(self) -> Mapping[int, Tensor]:
+        return _Looked(self.running.stage.tensors, self._param)
+
+    @cached_property
+    def grads(self) -> Mapping[int, Tensor]:
+        return _Looked(self.running.stage.tensors, self._grad)
 
     def _param(self, tensor: int) -> Tensor | None:
         return self.checks.context.parameters.param(tensor)
@@ -88,7 +96,8 @@ class _Moment:
         return None if param is None else param.grad
 
     def tell(self, findings: Iterable[Finding]) -> None:
-        self.checks.tell(self.running, self.step, findings)
+        if findings != ():
+            self.checks.tell(self.running, self.step, findings)
 
     def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
         log = self.checks.context.event_log
@@ -148,6 +157,7 @@ class _Update(_Moment):
     optimizer: Optimizer | None
     took_place: bool = True
     scale: float | None = None
+    gradients: Gradients | None = None
 
     @property
     def owner(self) -> Hashable:
@@ -171,6 +181,12 @@ class _Update(_Moment):
 
     def is_resting(self, tensor: int) -> bool:
         return self.checks.is_resting(tensor)
+
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        known = None if self.gradients is None else self.gradients.known_norms(tensors)
+        return (
+            _numbers.norms([self.grads[tensor] for tensor in tensors]) if known is None else known
+        )
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
@@ -228,7 +244,13 @@ class Checks:
         self.context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
-            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
+            _Running(
+                stage,
+                effect.check,
+                effect.then == "raise",
+                frozenset(stage.tensors),
+                stage.rule.steps.always,
+            )
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
@@ -285,6 +307,11 @@ class Checks:
         for update, check in self._updates("before_update", step.counter, _optimizer_of(step)):
             update.tell(check.before_update(update))
 
+    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
+        for update, check in self._updates("before_edits", step.counter, _optimizer_of(step)):
+            update.gradients = gradients
+            update.tell(check.before_edits(update))
+
     def after_update(self, step: Step, *, took_place: bool) -> None:
         for update, check in self._updates("after_update", step.counter, _optimizer_of(step)):
             update.took_place = took_place
@@ -292,12 +319,17 @@ class Checks:
 
     def _due(
         self, method: str, counter: StepCounter | None = None
-    ) -> Iterator[tuple[_Running, StepCounter]]:
-        """Yield the due checks, of those that have a method; without a counter, each by that of its first parameter."""
-        for running in self._having[method] if not self.context.paused else ():
-            clock = counter or self.context.counters[running.stage.tensors[0]]
-            if running.stage.rule.steps.due(clock.step):
-                yield running, clock
+    ) -> list[tuple[_Running, StepCounter]]:
+        """Return the due checks, of those that have a method; without a counter, each by that of its first parameter."""
+        having, counters = self._having[method], self.context.counters
+        if not having or self.context.paused:
+            return []
+        clocks = [(one, counter or counters[one.stage.tensors[0]]) for one in having]
+        return [
+            (one, clock)
+            for one, clock in clocks
+            if one.always or one.stage.rule.steps.due(clock.step)
+        ]
 
     def _updates(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None
