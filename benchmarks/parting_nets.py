@@ -36,7 +36,11 @@ class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.rounded = self.detached = False
-        self.fc, self.act, self.out = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.fc, self.act, self.out = (
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
         self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:

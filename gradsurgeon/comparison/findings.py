@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,21 +15,15 @@ from gradsurgeon.comparison.alignment import (
     Pairs,
 )
 from gradsurgeon.comparison.order import parent_of
-from gradsurgeon.comparison.reading import Kind
-from gradsurgeon.report.spikes import Ints
 
-_LAST, _FIRST = 3, 8
-_ADDS = 3.0  # a module that passes on so many times what came in
-_MODULES = 8
-_GROWS = 2.0
+_LAST, _FIRST = 3, 5
+# A module adds to a difference if so many times as much goes out as came in.
+_ADDS, _MODULES, _GROWS = 3.0, 8, 2.0
 _WORDS = {
-    "input": "input of {}",
-    "output": "output of {}",
     "output.grad": "output gradient of {}",
     "input.grad": "input gradient of {}",
     "grad": "gradient of {}",
     "value": "weight {} after the update",
-    "update": "update of {}",
 }
 _STATES = {
     MISSING_IN_RUN: "missing in the run",
@@ -39,22 +32,10 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of one step, in both runs.
+class Tensor(NamedTuple):
+    """A tensor of one step in both runs.
 
-    Attributes:
-        name: its module or parameter.
-        tensor: which tensor of it, such as `input`, `output.grad`, `grad` or `value`.
-        step: the step.
-        phase: `forward`, `backward`, `gradient` or `update`.
-        micro_batch: the number of the micro-batch.
-        call: the number of the call within the micro-batch.
-        rank: the rank.
-        distance: how far the runs are apart, relative to the norm.
-        tolerance: the distance that is allowed.
-        why: why there is no distance, such as "missing in the run"; empty if there is one.
-        text: the tensor in words.
+    `distance` and `tolerance` are relative to the norm; `why` says why there is no distance.
     """
 
     name: str
@@ -70,32 +51,16 @@ class Tensor:
     text: str
 
 
-@dataclass(frozen=True)
-class Module:
-    """What a module adds to a difference.
-
-    Attributes:
-        name: the module.
-        came_in: the distance of its input.
-        went_out: the distance of its output.
-    """
+class Module(NamedTuple):
+    """A module that adds to a difference: the distances of its input and its output."""
 
     name: str
     came_in: float
     went_out: float
 
 
-@dataclass(frozen=True)
-class Step:
-    """How far the runs are apart in one step.
-
-    Attributes:
-        step: the step.
-        compared: the number of tensors whose distance says something.
-        apart: the number of tensors that are apart.
-        median: the median distance of the tensors that are apart.
-        largest: the largest distance of them.
-    """
+class Step(NamedTuple):
+    """How many tensors are apart in a step, and how far."""
 
     step: int
     compared: int
@@ -104,31 +69,25 @@ class Step:
     largest: float
 
 
-def tensor_of(pairs: Pairs, at: int) -> Tensor:
-    kind = pairs.kinds[pairs.kind[at]]
-    name = pairs.names[pairs.kind[at]][pairs.name[at]]
-    same = (pairs.kind == pairs.kind[at]) & (pairs.step == pairs.step[at])
-    call, part, rank = (int(one[at]) for one in (pairs.call, pairs.part, pairs.rank))
-    text = words(kind, name)
-    if pairs.call[same & (pairs.name == pairs.name[at])].any():
-        text += f", call {call}"
-    if pairs.part[same].any():
-        text += f", micro-batch {part}"
-    if pairs.rank[same].any():
-        text += f", rank {rank}"
-    why = _STATES.get(int(pairs.state[at]), "")
-    if not why and np.isinf(pairs.distance[at]):
-        why = "non-finite in the run" if not np.isfinite(pairs.norms[at, 0]) else ""
-        why = why or "non-finite in the reference"
-    return Tensor(
-        name, kind.tensor, int(pairs.step[at]), kind.phase, part, call, rank,
-        float(pairs.distance[at]), float(pairs.limit[at]), why, text,
-    )  # fmt: skip
-
-
-def words(kind: Kind, name: str) -> str:
-    text = _WORDS.get(kind.base, f"{kind.base} of {{}}").format(name)
+def words(pairs: Pairs, at: int) -> str:
+    kind = pairs.kind(at)
+    text = _WORDS.get(kind.base, f"{kind.base} of {{}}").format(pairs.name(at))
     return text if kind.tensor == kind.base else f"{text} ({kind.tensor})"
+
+
+def tensor_of(pairs: Pairs, at: int) -> Tensor:
+    cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
+    alike = pairs.cells[pairs.like(at, "kind", "name")]
+    for key, word in (("call", "call"), ("part", "micro-batch"), ("rank", "rank")):
+        text += f", {word} {cell[key]}" if alike[key].any() else ""
+    why = _STATES.get(int(cell["state"]), "")
+    if not why and np.isinf(cell["distance"]):
+        why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
+    place = (int(cell[key]) for key in ("part", "call", "rank"))
+    distances = float(cell["distance"]), float(cell["limit"])
+    return Tensor(
+        pairs.name(at), kind.tensor, int(cell["step"]), kind.phase, *place, *distances, why, text
+    )
 
 
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
@@ -137,90 +96,79 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
     if not len(apart):
         return [], []
     border = apart[0]
-    phases = np.array([kind.phase for kind in pairs.kinds])[pairs.kind]
-    here = apart[(pairs.step[apart] == pairs.step[border]) & (phases[apart] == phases[border])]
-    agree = np.flatnonzero(~pairs.undecided[:border] & (pairs.state[:border] == BOTH))
-    return agree[-_LAST:].tolist(), here[:_FIRST].tolist()
+    agree = np.flatnonzero(~pairs.cells["undecided"][:border])
+    phase, step = pairs.kind(border).phase, pairs.cells["step"][border]
+    here = [at for at in apart[: 20 * _FIRST].tolist() if pairs.kind(at).phase == phase]
+    return agree[-_LAST:].tolist(), [at for at in here if pairs.cells["step"][at] == step][:_FIRST]
 
 
 def inside_of(pairs: Pairs, border: int) -> str:
     """Return the innermost module around the border whose input agrees, empty if there is none."""
-    inputs = [number for number, kind in enumerate(pairs.kinds) if kind.base == "input"]
-    kind = pairs.kinds[pairs.kind[border]]
-    if kind.phase != "forward" or not inputs:
-        return ""
-    known = {name: place for place, name in enumerate(pairs.names[inputs[0]])}
-    name = pairs.names[pairs.kind[border]][pairs.name[border]]
-    same = (pairs.kind == inputs[0]) & ~pairs.undecided
-    for column in (pairs.step, pairs.rank, pairs.part):
-        same &= column == column[border]
-    if kind.base == "input" or name not in known:
-        name = parent_of(name, known)
-    while name:
-        calls = np.flatnonzero(same & (pairs.name == known[name]))
-        if len(calls) and not pairs.apart[calls].any():
-            return name
-        name = parent_of(name, known)
-    return ""
+    kind, name = pairs.kind(border), pairs.name(border)
+    inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
+    agree: dict[str, bool] = {}
+    for at in np.flatnonzero(inputs).tolist():
+        fine = not (pairs.apart[at] or pairs.cells["undecided"][at])
+        agree[pairs.name(at)] = agree.get(pairs.name(at), True) and fine
+    around = name if kind.base == "output" else parent_of(name, agree)
+    while around and not agree.get(around):
+        around = parent_of(around, agree)
+    return around if kind.phase == "forward" else ""
 
 
 def modules_of(pairs: Pairs, border: int) -> list[Module]:
-    """Return the modules that add to the difference in the forward pass of the border, in the order of execution."""
-    same = np.ones(len(pairs.step), bool)
-    for column in (pairs.step, pairs.rank, pairs.part):
-        same &= column == column[border]
-    came: dict[tuple[str, int], int] = {}
-    added: list[tuple[float, int, Module]] = []
-    for at in np.flatnonzero(same & ~pairs.undecided & (pairs.state == BOTH)).tolist():
-        kind = pairs.kinds[pairs.kind[at]]
-        key = pairs.names[pairs.kind[at]][pairs.name[at]], int(pairs.call[at])
-        if kind.base == "input":
-            came[key] = at
-        elif kind.base == "output" and key in came and pairs.apart[at]:
-            before, after = (float(pairs.distance[one]) for one in (came[key], at))
-            times = after / max(before, float(pairs.limit[at]), 1e-30)
-            if times >= _ADDS and before < np.inf:
-                added.append((times, at, Module(key[0], before, after)))
-    # The module around another one adds what the inner one adds.
-    found = {module.name for _, _, module in added}
-    inner = [one for one in added if not any(name.startswith(f"{one[2].name}.") for name in found)]
-    largest = sorted(inner, key=lambda one: -one[0])[:_MODULES]
-    return [module for _, _, module in sorted(largest, key=lambda one: one[1])]
+    """Return the modules that add most to the difference in a forward pass, in the order of execution."""
+    same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
+    came: dict[tuple[str, int], float] = {}
+    added: list[tuple[float, Module]] = []
+    apart = pairs.apart
+    for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
+        cell, base = pairs.cells[at], pairs.kind(at).base
+        key = pairs.name(at), int(cell["call"])
+        if base == "input":
+            came[key] = float(cell["distance"])
+        elif base == "output" and key in came and apart[at] and came[key] < np.inf:
+            times = float(cell["distance"]) / max(came[key], float(cell["limit"]), 1e-30)
+            added += [(times, Module(key[0], came[key], float(cell["distance"])))]
+    added = [one for one in added if one[0] >= _ADDS]
+    # A module adds what the modules inside it add.
+    names = [module.name for _, module in added]
+    inner = [one for one in added if not any(name.startswith(f"{one[1].name}.") for name in names)]
+    most = sorted(inner, key=lambda one: -one[0])[:_MODULES]
+    return [one[1] for one in inner if one in most]
 
 
 def steps_of(pairs: Pairs) -> Iterator[Step]:
-    for step in np.unique(pairs.step).tolist():
-        here = pairs.step == step
-        apart = here & pairs.apart
-        far = pairs.distance[apart & np.isfinite(pairs.distance)]
+    cells, apart = pairs.cells, pairs.apart
+    for step in np.unique(cells["step"]).tolist():
+        here = cells["step"] == step
+        far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
+        compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
         yield Step(
             step,
-            int((here & ~pairs.undecided).sum()),
-            int(apart.sum()),
+            compared,
+            number,
             float(np.median(far)) if len(far) else 0.0,
-            float(far.max(initial=0.0)),
+            far.max(initial=0.0).item(),
         )
 
 
-def growth_of(steps: list[Step]) -> Literal["", "grows", "stays", "shrinks"]:
-    """Return how the distance goes on, empty if the runs are apart in fewer than two steps."""
-    apart = [step.median for step in steps if step.apart and step.median]
-    if len(apart) < 2:  # noqa: PLR2004 # a beginning and an end
+def growth_of(pairs: Pairs, border: int) -> str:
+    """Return whether the distance of the tensors that part in the first step `grows`, `stays` or `shrinks` by the last."""
+    cells, apart = pairs.cells, pairs.apart & np.isfinite(pairs.cells["distance"])
+    ends = [
+        cells[apart & (cells["step"] == step)]
+        for step in (cells["step"][border], cells["step"].max())
+    ]
+    keys = [one["place"] * (1 + cells["rank"].max()) + one["rank"] for one in ends]
+    both, first, last = np.intersect1d(*keys, return_indices=True)
+    if not len(both) or ends[0]["step"][0] == ends[1]["step"][0]:
         return ""
-    if apart[-1] > _GROWS * apart[0]:
-        return "grows"
-    return "shrinks" if apart[-1] * _GROWS < apart[0] else "stays"
-
-
-def undecided_names(pairs: Pairs) -> list[str]:
-    found: dict[str, None] = {}
-    for at in np.flatnonzero(pairs.undecided).tolist():
-        kind = pairs.kinds[pairs.kind[at]]
-        found[words(kind, pairs.names[pairs.kind[at]][pairs.name[at]])] = None
-    return list(found)
+    times = np.median(ends[1]["distance"][last] / ends[0]["distance"][first])
+    return "grows" if times > _GROWS else "shrinks" if times * _GROWS < 1 else "stays"
 
 
 def largest_of(pairs: Pairs) -> int:
-    """Return the decided tensor with the largest ratio of distance and tolerance, -1 without any."""
-    decided: Ints = np.flatnonzero(~pairs.undecided)
+    """Return the tensor with the largest ratio of distance and tolerance, -1 if rounding decides all."""
+    decided = np.flatnonzero(~pairs.cells["undecided"])
     return int(decided[np.argmax(pairs.ratio[decided])]) if len(decided) else -1

@@ -100,7 +100,13 @@ def forward_order(
             found = _anchor(root, call, keys, numbers)
             start = max(found or _usual(root, call, order, keys), before)
             for place, (is_output, name) in enumerate(_walk(inside, known)):
-                keys[is_output, name, call] = (*start, 1.0, float(number), float(call), float(place))
+                keys[is_output, name, call] = (
+                    *start,
+                    1.0,
+                    float(number),
+                    float(call),
+                    float(place),
+                )
             before = keys[True, root, call]
     return {event: place for place, event in enumerate(sorted(keys, key=keys.__getitem__))}
 

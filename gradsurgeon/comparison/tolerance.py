@@ -6,35 +6,30 @@ its expected square is the squared norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsurgeon.comparison.reading import Reading, origin
-from gradsurgeon.planning.table import count
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.store.layout import section
 
-EPS = 2.0**-23  # of float32, in which records are written
-_TIMES, _FLOOR = 10.0, 8 * EPS
-# Noise that is as large as the rounding of half precision: ten times it would hide every fault.
+_TIMES, _FLOOR = 10.0, 8 * 2.0**-23  # records are float32
+# Noise that is as large as the rounding of half precision: ten times it would hide most faults.
 _GROSS, _GROSS_TIMES = 2.0**-10, 4.0
 DECIDED_BY_ROUNDING = 0.1
-_BOUND = 1e-3  # without noise runs, of runs that cannot be bit-identical
-_ENOUGH = 3  # noise runs
-# What decides whether two runs can be bit-identical, and that a run directory tells.
-_KNOWN = ("torch", "python", "ranks")
+_VANISHING = 1e-5  # times the median norm
+_BOUND = 1e-3  # of runs without noise that cannot be bit-identical
+_REMEDY = (
+    "record noise runs by `gradsurgeon run --perturb 1e-6 --seed N`, and pass them with --noise"
+)
 
 
 class Tolerance(NamedTuple):
-    """How tolerances came about.
+    """How tolerances came about: `times` the distance of noise runs, and `least` more.
 
-    Attributes:
-        kind: `noise`, `gross-noise`, `exact` or `bound`.
-        times: so many times the distance of noise runs are allowed.
-        least: and so much more.
-        text: a sentence for the reader.
+    The kind is `noise`, `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
     """
 
     kind: str
@@ -44,90 +39,91 @@ class Tolerance(NamedTuple):
 
 
 def distances(run: Floats, reference: Floats) -> Floats:
-    """Return the relative distance of tensors by their norms and projections, infinite if one alone is non-finite."""
-    a, b = run[:, :3], reference[:, :3]
-    bad = ~np.isfinite(a).all(axis=1), ~np.isfinite(b).all(axis=1)
+    """Return the relative distance of tensors by norms and projections, infinite if one alone is non-finite."""
+    bad = ~np.isfinite(run).all(axis=1), ~np.isfinite(reference).all(axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = np.abs(a - b).max(axis=1) / np.maximum(a[:, 0], b[:, 0])
-    found = np.where((a == b).all(axis=1) | (bad[0] & bad[1]), 0.0, found)
+        found = np.abs(run - reference).max(axis=1) / np.maximum(run[:, 0], reference[:, 0])
+    found = np.where((run == reference).all(axis=1) | (bad[0] & bad[1]), 0.0, found)
     return np.where(bad[0] != bad[1], np.inf, found)
 
 
-def noise_of(noise: Sequence[Floats], reference: Floats, step: Ints) -> Floats:
-    """Return how far noise takes each tensor: 0 without noise runs.
+def noise_of(noise: Floats, reference: Floats) -> Floats:
+    """Return how far noise takes each tensor, NaN where no noise run has it.
 
-    The root mean square over noise runs and projections, at least the shift of the norm, and at least the median of
-    this kind of tensor at this step.
+    It is the root mean square over noise runs and projections, and at least the shift of the norm.
+
+    Args:
+        noise: norms and projections, of shape `[noise runs, tensors, 3]`.
+        reference: the same of the reference.
     """
-    if not noise:
-        return np.zeros(len(reference))
     with np.errstate(invalid="ignore", divide="ignore"):
-        shifts = np.abs(np.stack(noise)[..., :3] - reference[:, :3]) / reference[:, :1]
-    shifts = np.where(np.isfinite(shifts), shifts, np.nan)
-    known = np.isfinite(shifts[..., 1:])
-    squares = np.where(known, shifts[..., 1:] ** 2, 0.0).sum(axis=(0, 2))
-    found = np.sqrt(squares / np.maximum(1, known.sum(axis=(0, 2))))
-    found = np.maximum(found, np.nan_to_num(shifts[..., 0]).max(axis=0))
-    there = known.any(axis=(0, 2))
-    for one in np.unique(step):
-        at = step == one
-        if (at & there).any():
-            found[at] = np.maximum(found[at], np.median(found[at & there]))
+        shifts = np.abs(noise - reference) / reference[:, :1]
+        known = np.isfinite(shifts).all(axis=2)
+        shifts[~known] = 0.0
+        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=0) / known.sum(axis=0)
+    return np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0))
+
+
+def vanishing(norms: Floats, groups: Ints) -> Floats:
+    """Return 1 for tensors that seem to be rounding alone, by the norms of their group, and 0 for others."""
+    found = np.zeros(len(norms))
+    for group in np.unique(groups):
+        here = groups == group
+        found[here] = norms[here] < _VANISHING * np.median(norms[here])
     return found
 
 
-def tolerance_of(run: Reading, reference: Reading, noises: Sequence[Floats]) -> Tolerance:
-    """Return the rule by which tensors count as apart.
+def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
+    """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
+
+    Adam divides a gradient by its size: an element that noise runs leave alone can still change its sign.
 
     Args:
-        run: the run.
-        reference: the reference.
-        noises: how far noise takes the tensors of each kind in the first step.
+        drift: how far noise takes each tensor.
+        groups: a number for each kind and step.
+        tensors: a number for each name and step.
+        gradient: which tensors are gradients of parameters.
+        update: which are weights after an update.
     """
-    if noises:
-        return _by_noise(float(np.median(np.concatenate(noises))))
-    differ = [key for key in _KNOWN if run.meta.get(key) != reference.meta.get(key)]
-    differ += ["model"] * (origin(run) != origin(reference))
-    if differ:
-        told = ", ".join(differ)
-        text = (
-            f"no tolerance was measured, and {told} differ: a distance above {_BOUND:g} counts; "
-            "record noise runs (`gradsurgeon run --perturb 1e-6 --seed N`) and pass them with --noise"
-        )
-        return Tolerance("bound", 0.0, _BOUND, text)
-    text = (
-        "bit for bit, because no noise runs were given and torch, Python, ranks and the class of the model are "
-        "the same; devices and threads are not known: if they differ, record noise runs "
-        "(`gradsurgeon run --perturb 1e-6 --seed N`) and pass them with --noise"
-    )
-    return Tolerance("exact", 0.0, 0.0, text)
+    found = drift.copy()
+    order = np.argsort(tensors[gradient])
+    sources = tensors[gradient][order]
+    if len(sources):
+        at = np.minimum(np.searchsorted(sources, tensors[update]), len(sources) - 1)
+        theirs = np.where(sources[at] == tensors[update], drift[gradient][order][at], 0.0)
+        found[update] = np.fmax(found[update], theirs)
+    for group in np.unique(groups):
+        here = groups == group
+        if np.isfinite(drift[here]).any():
+            found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
+    return np.nan_to_num(found)
 
 
-def _by_noise(median: float) -> Tolerance:
+def by_noise(drift: Floats) -> Tolerance:
+    """Return the rule for tensors that noise takes so far in the first step."""
+    median = float(np.median(drift))
+    measured = f"times the distance of noise runs, which is {median:.1g} in the first step"
     if median >= _GROSS:
-        text = (
-            f"{_GROSS_TIMES:g} times the distance of noise runs, which is {median:.1g} in the first step, as by half "
-            "precision: only gross faults can be told; to find others, compare runs of one precision"
-        )
-        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, text)
+        text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
+        remedy = "only gross faults can be told; compare runs of one precision to find others"
+        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
+    text = f"{_TIMES:g} {measured}"
     if median == 0:
-        text = (
-            "rounding of float32: the noise runs equal the reference bit for bit; record them with "
-            "`gradsurgeon run --perturb 1e-6 --seed N`"
-        )
-        return Tolerance("noise", _TIMES, _FLOOR, text)
-    text = f"{_TIMES:g} times the distance of noise runs, which is {median:.1g} in the first step"
+        text = f"the rounding of float32: the noise runs equal the reference bit for bit; {_REMEDY}"
     return Tolerance("noise", _TIMES, _FLOOR, text)
 
 
-def few(noise: Sequence[Reading]) -> str:
-    """Return a doubt about few noise runs, empty if there are enough."""
-    if not 0 < len(noise) < _ENOUGH:
-        return ""
-    runs = count(len(noise), "noise run")
-    return f"{runs} measured the tolerance: with {_ENOUGH} it is far more certain"
-
-
-def is_undecided(noise: Floats) -> Flags:
-    """Return which tensors rounding decides: such as the bias before a batch norm, whose gradient is rounding alone."""
-    return np.asarray(noise > DECIDED_BY_ROUNDING)
+def without_noise(run: Mapping[str, Any], reference: Mapping[str, Any]) -> Tolerance:
+    """Return the rule for runs without noise runs, by their descriptions."""
+    names = ("torch", "python", "ranks")
+    differ = [name for name in names if run.get(name) != reference.get(name)]
+    if section(run, "model").get("origin") != section(reference, "model").get("origin"):
+        differ.append("the class of the model")
+    if differ:
+        text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {_BOUND:g} counts; {_REMEDY}"
+        return Tolerance("bound", 0.0, _BOUND, text)
+    text = (
+        "bit for bit: there are no noise runs, and torch, Python, ranks and the class of the model are the same; "
+        f"devices and threads are not known: if they differ, {_REMEDY}"
+    )
+    return Tolerance("exact", 0.0, 0.0, text)
