@@ -75,6 +75,27 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def places(tensor: Tensor) -> list[Tensor]:
+    """Return, for each dimension of a sharded tensor, the indices that this rank holds; nothing for another tensor."""
+    if not is_sharded(tensor):
+        return []
+    sharded: Any = tensor
+    found = []
+    for dim, size in enumerate(tensor.shape):
+        shape = [size if dim == other else 1 for other in range(tensor.dim())]
+        index = torch.arange(size).view(shape)
+        for number, kind in enumerate(sharded.placements):
+            if kind.is_shard(dim):
+                mesh = sharded.device_mesh
+                # No public name; it knows the order in which FSDP2 divides what tensor parallelism has divided.
+                chunks, _ = kind._split_tensor(  # noqa: SLF001
+                    index, mesh.size(number), with_padding=False, contiguous=True
+                )
+                index = chunks[mesh.get_coordinate()[number]]
+        found.append(index.flatten())
+    return found
+
+
 def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `local` of each tensor."""
     return list(map(local, tensors)) if any_sharded(tensors) else list(tensors)

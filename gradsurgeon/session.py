@@ -190,40 +190,6 @@ class Session(RecordQueries):
         options = {"step": step, "call": call, "sample": sample or None}
         return pictures.draw(self, kind, name=name, rule=rule, **options)
 
-    def history(
-        self, name: str, stat: str = "l2", *, rule: str | None = None
-    ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` pairs of one tensor, oldest first; nothing if no gradient has arrived.
-
-        Waits for the device. For a parameter that ranks share (FSDP2, tensor parallel) the call is a collective while the
-        session is on: all ranks that share the parameter must call it. Afterwards the lowest of these ranks answers.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
-
-        Raises:
-            KeyError: there is no such name; the text gives the nearest names.
-            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
-        """
-        return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
-
-    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest value of `history`, under the same conditions.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
-
-        Raises:
-            KeyError: there is no such name; the text gives the nearest names.
-            RecordError: no rule, or several rules, record it; nothing is recorded yet, or nothing in the last three steps
-                in which the rule was due; or another rank did not call within 10 s.
-        """
-        return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
-
     def _asked(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
         # The lookup sends all measurements of this rank on their way before it asks.
         canonical = self._lookup().aliases.get(name, name)

@@ -32,7 +32,10 @@ class Statistic:
         part: maps the elements of a shard, possibly none, to the numbers that ``merge`` needs, as 0-dim tensors
             or plain numbers; without it the one number of ``measure``.
         segments: does the work of ``measure`` for many small gradients in one call, if that is faster;
-            returns one number per gradient.
+            returns one number per gradient, or one row of them per column.
+        columns: the names of its numbers in records, for a statistic of several numbers.
+        whole: maps a gradient of any layout, or this rank's part of a `DTensor`, to its numbers, in place of
+            ``measure`` and ``part``.
         real: whether the statistic exists for real gradients only, not for complex ones.
         of_update: whether it describes what an update changes. Then ``measure`` and ``part`` get the elements before
             and after the update, of shape ``[2, n]``.
@@ -45,6 +48,8 @@ class Statistic:
     segments: Callable[[Segments], Tensor] | None = None
     real: bool = False
     of_update: bool = False
+    columns: tuple[str, ...] = ()
+    whole: Callable[[Tensor], Tensor] | None = None
 
 
 def add_statistic(name: str, statistic: Statistic) -> None:
@@ -62,6 +67,18 @@ def add_statistic(name: str, statistic: Statistic) -> None:
     if STATISTICS.get(name, statistic) != statistic:
         raise ValueError(f"there is a statistic {name!r} already")
     STATISTICS[name] = statistic
+
+
+def columns_of(stat: str) -> tuple[str, ...]:
+    """Return the names of the numbers of a statistic in records."""
+    how = STATISTICS.get(stat)
+    return (how and how.columns) or (stat,)
+
+
+def of_column(column: str) -> Statistic:
+    """Return the statistic that has a number of this name in records."""
+    found = (how for how in STATISTICS.values() if column in how.columns)
+    return STATISTICS[column] if column in STATISTICS else next(found)
 
 
 def _l2(elements: Tensor, _missing: int) -> Tensor:
@@ -154,6 +171,24 @@ def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:
     return _moved(pair) if count else 0.0, count
 
 
+def _number(number: int, beside: Tensor) -> Tensor:
+    import torch  # noqa: PLC0415 # linting must not need torch
+
+    return torch.full((), float(number), device=beside.device)
+
+
+def _projections(tensor: Tensor) -> Tensor:
+    from gradsurgeon import _projection  # noqa: PLC0415 # needs torch
+
+    return _projection.projections(tensor)
+
+
+def _projections_of(segments: Segments) -> Tensor:
+    from gradsurgeon import _projection  # noqa: PLC0415 # needs torch
+
+    return _projection.of_segments(segments)
+
+
 STATISTICS: dict[str, Statistic] = {
     "l1": Statistic(
         lambda elements, _: elements.abs().sum(),
@@ -205,6 +240,20 @@ STATISTICS: dict[str, Statistic] = {
         merge="sum",
         empty=0.0,
         segments=lambda segments: segments.sum(segments.flat.isfinite().logical_not_()),
+    ),
+    "numel": Statistic(
+        lambda elements, missing: _number(elements.numel() + missing, elements),
+        merge="sum",
+        empty=0.0,
+        segments=lambda segments: segments.lengths,
+    ),
+    "projection": Statistic(
+        lambda elements, _: _projections(elements),
+        merge="sum",
+        empty=0.0,
+        segments=_projections_of,
+        columns=("projection_1", "projection_2"),
+        whole=_projections,
     ),
     "ratio": Statistic(
         lambda pair, _: _over_weight(*_change_and_weight(pair)),

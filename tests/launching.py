@@ -204,8 +204,8 @@ def trained(record: Path, *, merged: bool = False) -> list[Trained]:
 
 
 def _steps(run: Any, rank: int) -> list[int]:
-    rows = (row for series in run if series.rank == rank for row in series.rows())
-    return sorted({row.step for row in rows})
+    rows = (row for series in run if series.rank == rank for row in series.stored())
+    return sorted({step for step, *_ in rows})
 
 
 def states(record: Path) -> set[Literal["running", "finished", "stopped"]]:

@@ -219,19 +219,26 @@ class Rule(Options):
         elif isinstance(text, str | None) and isinstance(ref := parse_tensor(target, text), str):
             check = "missing-key" if text is None else "bad-value"
             yield Flaw("tensor", ref, cls.tensor_hints[target], missing=text is None, check=check)
+        keys = where if isinstance(where, Mapping) else getattr(where, "model_fields_set", ())
         if target == "params":
             yield from cls._flaws_of_weights(text, given.get("at"))
+            if "owns_params" in keys:
+                message = "`where: {owns_params: ...}` is a condition on modules"
+                yield Flaw("where", message, "remove it")
             if given.get("when") is not None:
                 yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
             return
         if given.get("expect") is not None:
             hint = "remove it, or name `params`"
             yield Flaw("expect", "`expect` counts parameters", hint, key=True)
-        known_keys = ["module_type"] if target == "modules" else []
-        keys = where if isinstance(where, Mapping) else getattr(where, "model_fields_set", ())
+        known_keys = ["module_type", "owns_params"] if target == "modules" else []
         if wrong := sorted(str(key) for key in keys if key not in known_keys):
             message = f"`where: {{{wrong[0]}: ...}}` is a condition on parameters, not on {target}"
-            yield Flaw("where", message, "use `module_type`" if known_keys else "remove it")
+            yield Flaw(
+                "where",
+                message,
+                "use `module_type` or `owns_params`" if known_keys else "remove it",
+            )
 
     @classmethod
     def _flaws_of_weights(cls, tensor: object, at: object) -> Iterator[Flaw]:

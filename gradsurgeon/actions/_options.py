@@ -291,6 +291,10 @@ class Where(Options):
         Glob | None,
         Field(description="Glob over the class names of the owning module, base classes included."),
     ] = None
+    owns_params: Annotated[
+        bool | None,
+        Field(description="Of modules: whether the module has parameters of its own."),
+    ] = None
     ndim: Annotated[int | None, Field(ge=0, description="Number of dimensions.")] = None
     dtype: Annotated[Dtype | None, Field(description="Such as float32 or bfloat16.")] = None
     numel: Annotated[Numel | None, Field(description="Bounds on the number of elements.")] = None

@@ -102,12 +102,15 @@ class NormLog(ObserverRule):
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        stats = given.get("stats")
-        named = stats if isinstance(stats, list | tuple) and given.get("tensor") != "update" else ()
-        for stat in named:
-            if isinstance(stat, str) and stat in STATISTICS and STATISTICS[stat].of_update:
+        stats, is_update = given.get("stats"), given.get("tensor") == "update"
+        for stat in stats if isinstance(stats, list | tuple) else ():
+            how = STATISTICS.get(stat) if isinstance(stat, str) else None
+            if how is not None and how.of_update and not is_update:
                 message = f"`{stat}` says what an update changes in a weight"
                 yield Flaw("stats", message, "write `params` and `tensor: update`, or remove it")
+            elif how is not None and how.whole is not None and is_update:
+                message = f"`{stat}` needs all elements, and an update is measured on a sample"
+                yield Flaw("stats", message, "record it of `tensor: value`, or remove it")
 
     def complex_problem(self) -> str:
         real = [stat for stat in self.stats if STATISTICS[stat].real]

@@ -8,6 +8,7 @@ import csv
 import io
 import math
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.store.files import check_replaceable, replacing, replacing_bytes
+from gradsurgeon.store.files import check_replaceable, replacing
 from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
+from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.selection import COLUMNS, Chosen, Selection, nothing_fits
 
@@ -74,7 +76,7 @@ def _parquet(output: str | None, chosen: Chosen) -> None:
 
     tables.parquet_library()  # before a file is begun
     check_replaceable(Path(output), tables.is_export, "export")
-    with replacing_bytes(Path(output)) as file:
+    with replacing(Path(output), binary=True) as file:
         tables.write_parquet(file, chosen)
 
 
@@ -106,7 +108,8 @@ def _values(
         rule, stat, point, names = series.key
         fields = {"rank": series.rank, "rule": rule, "point": point, "stat": stat}
         same = [(column, written({**fields, "name": names[column]})) for column in columns]
-        for step, values, absent in series.rows():
+        for step, stored, bits in series.stored():
+            values, absent = array("f", stored), unpack_absent(bits)
             for column, text in same:
                 if column not in absent:
                     yield step, text, values[column]

@@ -11,7 +11,7 @@ from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks.sink import patterns_of
 from gradsurgeon.sinks.summary import Measured, Parts, summary
-from gradsurgeon.store.layout import is_absent
+from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.memory import Series
 
 if TYPE_CHECKING:
@@ -128,7 +128,5 @@ def _last(series: Series, over: int) -> Measured | None:
     """Return the last row of a finished step; with accumulation, a later row may be incomplete."""
     for step, values, bits in reversed(series.rows):
         if step < over:
-            columns = range(len(series.key.names)) if bits is not None else ()
-            absent = frozenset(column for column in columns if is_absent(bits or b"", column))
-            return Measured(series.key, step, values, absent)
+            return Measured(series.key, step, values, unpack_absent(bits))
     return None

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from gradsurgeon import packs
@@ -23,7 +24,15 @@ from gradsurgeon.store.layout import RUN_FILE, state_name
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
 DEFAULT_RULES = "gradsurgeon:debug@1"
-_WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink")
+_WITH_VALUE = (
+    "--rules",
+    "--record",
+    "--resume",
+    "--start-step",
+    "--sink",
+    "--perturb",
+    "--seed",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,6 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     observe = "arm every rule, edit nothing, count what it would do"
     dry_run = "print the plan at the first step, write params.json, and stop"
+    perturb = (
+        "multiply what modules with parameters take, and the output gradients they get, by 1 + EPS * noise, such as 1e-6: "
+        "a run that shows `gradsurgeon compare` how far rounding goes"
+    )
     quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add = parser.add_argument
     add("--rules", metavar="FILE", default=DEFAULT_RULES, help=rules)
@@ -149,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sink", metavar="KIND:PLACE", action="append", dest="sinks", default=[], help=sinks)
     add("--resume", metavar="RUN", default="", help=resume)
     add("--start-step", metavar="N", type=_step, help=start_step)
+    add("--perturb", metavar="EPS", type=_eps, default=0.0, help=perturb)
+    add("--seed", metavar="N", type=_step, default=0, help="the seed of that noise")
     add("--observe", action="store_true", help=observe)
     add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
     add("--pdb", action="store_true", help="open the debugger at the update that a trap stops")
@@ -156,7 +171,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _eps(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < (eps := float(text)) < 1.0:
+            return eps
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a size of noise: write a number such as 1e-6"
+    )
+
+
 def _step(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
     return int(text)

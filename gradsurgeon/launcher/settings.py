@@ -22,6 +22,8 @@ class Settings:
     start_step: int | None = None  # number of the first update; without it a resumed run decides
     resume: str = ""  # the run directory to resume from
     sinks: tuple[str, ...] = ()  # in the form that `sinks.at_place` accepts
+    perturb: float = 0.0  # the size of the noise of a run for `gradsurgeon compare --noise`
+    seed: int = 0  # of that noise
     observe: bool = False
     pdb: bool = False
     quiet: bool = False

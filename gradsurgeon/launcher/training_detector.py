@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parameter import is_lazy
@@ -23,12 +24,13 @@ from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.runtime import registry
+from gradsurgeon.schema import RuleSet
 
 
 def activate(settings: Settings) -> None:
     """Put the rules on the models that this process will train; end the process if the rules are invalid."""
     try:
-        rules = api.load(settings.rules)
+        rules = _perturbed(api.load(settings.rules), settings)
     except RuleFileError as error:
         launch_status.explain()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
@@ -38,6 +40,23 @@ def activate(settings: Settings) -> None:
     models = Models(settings, rules)
     end = ScriptEnd(models)
     TrainingDetector(models, end.prepare, end.first_step).install()
+
+
+def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
+    """Return rules behind those that make the noise of `--perturb`."""
+    if not settings.perturb:
+        return rules
+    noise = {
+        "action": "perturb",
+        "modules": "*",
+        "where": {"owns_params": True},
+        "eps": settings.perturb,
+        "seed": settings.seed,
+    }
+    names = {"noise-of-inputs": "input", "noise-of-output-gradients": "output.grad"}
+    added = [{"id": id_, "tensor": tensor, **noise} for id_, tensor in names.items()]
+    first = api.load({"version": 1, "rules": added}).rules
+    return replace(rules, rules=(*first, *rules.rules))
 
 
 class _LogLines(logging.Handler):

@@ -116,7 +116,9 @@ def failed(where: Where, thing: Thing) -> str:
         pattern = compile_pattern(where.module_type)
         if not any(pattern.matches(name) for name in thing.module_type):
             return "module_type"
-    return _failed_param(where, thing) if isinstance(thing, Param) else ""
+    if isinstance(thing, Param):
+        return _failed_param(where, thing)
+    return "" if where.owns_params in (None, thing.owns_params) else "owns_params"
 
 
 def _failed_param(where: Where, param: Param) -> str:

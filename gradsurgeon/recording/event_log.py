@@ -241,14 +241,10 @@ class EventLog:
     def is_noticed(self, topic: str, rule: str = "") -> bool:
         return (topic, rule) in self._noticed
 
-    def has_fired(self, rule: str) -> bool:
-        return bool(self._tallies[rule].fired)
-
     def count_fired(self, rule: str, step: int, count: int = 1) -> None:
         tally = self._tallies[rule]
         with self._lock:
-            if not tally.fired:
-                self.silent.discard(rule)
+            self.silent.discard(rule)
             tally.fired += count
             # Each optimizer counts its own steps. The largest count stays.
             tally.last_step = max(step, tally.last_step or 0)

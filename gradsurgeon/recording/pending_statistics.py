@@ -18,6 +18,7 @@ from torch import Tensor
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.recording.rows import Row
+from gradsurgeon.statistics import columns_of
 from gradsurgeon.store import Key
 from gradsurgeon.tensors import measure
 
@@ -57,7 +58,7 @@ class PendingStatistics:
         else:
             if not tensor.is_cpu:
                 self._streams[device].follow(device)
-            kept = tuple([measure.statistic(stat, tensor) for stat in rule.stats])
+            kept = measure.numbers(rule.stats, tensor)
         self._seen.append((rule, name, step, device, kept))
 
     def take(self) -> Iterator[tuple[Row, Tensor]]:
@@ -95,7 +96,7 @@ def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
 
 
 def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
-    """Return statistics of tensors of one device. Shape ``[len(stats), len(kept)]``, float32."""
+    """Return statistics of tensors of one device, a row for each of their columns; float32."""
     kinds: dict[torch.dtype | None, list[int]] = {}
     for position, one in enumerate(kept):
         kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
@@ -106,7 +107,7 @@ def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
             parts.append(measure.of_small(stats, copies))
         else:
             whole = torch.stack(list(chain.from_iterable(kept[p] for p in positions)))
-            parts.append(whole.view(len(positions), len(stats)).t())
+            parts.append(whole.view(len(positions), -1).t())
     if len(parts) == 1:
         return parts[0]
     order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
@@ -142,7 +143,8 @@ class _Layout:
                 by_calls.setdefault(calls, []).append(name)
         for group in by_calls.values():
             rule, together = self._rule, tuple(group)
-            series = [Key(rule.id, stat, self._point, together) for stat in rule.stats]
+            stats = chain.from_iterable(map(columns_of, rule.stats))
+            series = [Key(rule.id, stat, self._point, together) for stat in stats]
             self._columns.update((name, (series, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}

@@ -1,4 +1,4 @@
-"""The recorder of a session: rows on their way from the device to the store, and copies of tensors."""
+"""The recorder of a session: rows on their way from the device to the store."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import ObserverRule, Rule
+from gradsurgeon.actions import ObserverRule
 from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.events import Event, is_trip
+from gradsurgeon.recording.captured import CapturedTensors
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
-from gradsurgeon.recording.previews import CaptureKey, previews
 from gradsurgeon.recording.quiet_writing import QuietWriting
 from gradsurgeon.recording.rows import Row, shares
 from gradsurgeon.recording.shared_rows import SharedRows
 from gradsurgeon.store import Key, Records
-from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.layout import captures_name, state_name
 
 if TYPE_CHECKING:
@@ -127,6 +126,22 @@ class Recorder:
         # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())
+
+    def add_all(
+        self,
+        keys: Sequence[Key],
+        step: int,
+        columns: Sequence[int],
+        values: Tensor,
+        *,
+        replace: bool,
+        grads: Sequence[Tensor] = (),
+    ) -> None:
+        """Add one row for each key: several keys stand for the columns of ``values``."""
+        parts = [values] if len(keys) == 1 else torch.split(values, 1, dim=1)
+        for key, part in zip(keys, parts, strict=True):
+            numbers = part if grads or len(keys) == 1 else part.squeeze(1)
+            self.add(key, step, columns, numbers, replace=replace, grads=grads)
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
@@ -231,7 +246,7 @@ class Recorder:
             if self._outlets:
                 self._commit(wait=True)
                 self._write_state()
-            begin = time.monotonic()
+            # They end at once, so that several sinks do not wait one after the other.
             for sink in self._sinks:
                 sink.end()
             if self.captures.rules:
@@ -239,7 +254,7 @@ class Recorder:
                 self._write(what, captures_name, self.captures.previews)
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
-                sink.close(begin)
+                sink.close()
             self._tell_failures()
 
     def _close_writer(self, error: BaseException | None) -> None:
@@ -352,45 +367,3 @@ def _close(reference: weakref.ref[Recorder]) -> None:
     if (recorder := reference()) is not None:
         # The interpreter is shutting down, and knows the exception that nobody has caught.
         recorder.close(getattr(sys, "last_value", None))
-
-
-class CapturedTensors:
-    """Copies of tensors per rule, by name, step and call; new copies replace the oldest."""
-
-    def __init__(self, event_log: EventLog) -> None:
-        # The rules that have kept a tensor.
-        self.rules: dict[str, Rule] = {}
-        self._event_log = event_log
-        self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
-        self._bytes: dict[str, int] = {}
-        self._calls: dict[tuple[str, str], tuple[int, int]] = {}
-
-    def keep(self, rule: Rule, name: str, step: int, tensor: Tensor) -> None:
-        """Keep a copy: the script or the next layer may later write into the tensor."""
-        last, call = self._calls.get((rule.id, name), (-1, -1))
-        call = call + 1 if last == step else 0
-        self._calls[rule.id, name] = (step, call)
-        self.rules[rule.id] = rule
-        kept = self._kept.setdefault(rule.id, {})
-        kept[name, step, call] = copied = tensor.detach().clone()
-        limit: int = getattr(rule, "max_bytes", 0)
-        self._bytes[rule.id] = self._bytes.get(rule.id, 0) + _size(copied)
-        while self._bytes[rule.id] > limit and kept:
-            oldest = next(iter(kept))
-            self._bytes[rule.id] -= _size(kept.pop(oldest))
-            text = f"the copies exceed {limit:,} bytes: new copies replace the oldest (`max_bytes`)"
-            self._event_log.notice_once("captures", text, rule=rule.id, step=step)
-        self._event_log.count_fired(rule.id, step)
-
-    def of(self, rule: str) -> dict[CaptureKey, Tensor]:
-        return dict(self._kept.get(rule, {}))
-
-    def previews(self) -> bytes:
-        """Return small pictures of the copies for the run directory. Waits for the device."""
-        return json_text(previews(self.rules, self.of)).encode()
-
-
-def _size(tensor: Tensor) -> int:
-    if tensor.is_sparse:
-        return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # uncoalesced
-    return tensor.numel() * tensor.element_size()

@@ -199,7 +199,9 @@ class History:
             if known is None or rank < known[0]:
                 best[source.kind, name] = rank, source
         place = {name: number for number, name in enumerate(names)}
-        kinds = list(dict.fromkeys((*self._kinds.values(), *(kind for kind, _ in best))))
+        planned = self._kinds.values()
+        of_kind = [(kind, *(OF_UPDATES.values() if kind == UPDATES else ())) for kind in planned]
+        kinds = list(dict.fromkeys((*chain.from_iterable(of_kind), *(kind for kind, _ in best))))
         ordered = sorted(best, key=lambda pair: (kinds.index(pair[0]), place[pair[1]]))
         return {pair: best[pair][1] for pair in ordered}
 

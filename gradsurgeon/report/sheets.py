@@ -60,12 +60,7 @@ def blocks(
 ) -> Iterator[tuple[Ints, Floats, Flags]]:
     """Yield steps, values and which values are there, of successive rows; the number of rows divides by `every`."""
     width = len(series.key.names)
-    end = len(series) if stop is None else stop
-    rows = (
-        cast("StoredSeries", series).stored(start, end)
-        if is_stored(series)
-        else islice(series.stored(), start, end)
-    )
+    rows = series.stored(start, stop)
     most = max(1, _BLOCK // max(1, width) // every) * every
     while block := list(islice(rows, most)):
         yield arrays(block, width)

@@ -48,7 +48,6 @@ LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
-_MOST_VALUES = 20 * 2**20
 _LARGEST, _MOST_MARKS, _MOST_LOSSES = 10, 600, 8
 # A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
 _LOSS = re.compile(
@@ -263,11 +262,9 @@ def _losses(run: Run) -> Iterator[dict[str, Any]]:
                 found.setdefault((series.rank, name), series)
     several = len({rank for rank, _ in found}) > 1
     for (rank, name), series in sorted(found.items(), key=lambda one: one[0][0])[:_MOST_LOSSES]:
-        every, column = max(1, -(-len(series) // _MOST_VALUES)), series.columns[name]
-        sample = ((row.step, row.values[column]) for row in series.sample(every))
-        rows = series.of(name) if every == 1 else list(sample)
+        rows = series.of(name)
         steps, values = zip(*rows, strict=True) if rows else ((), ())
-        yield line(f"{name}, rank {rank}" if several else name, steps, values, every)
+        yield line(f"{name}, rank {rank}" if several else name, steps, values)
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gradsurgeon.actions import (
     TrapRule,
 )
 from gradsurgeon.compiler import Program, Stage
+from gradsurgeon.statistics import columns_of
 from gradsurgeon.store import Key
 
 
@@ -108,12 +109,12 @@ NONFINITE = "nonfinite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRule:
-    """The tensors of one rule that share one counter, its record keys, and the statistic that it decides by."""
+    """The tensors of one rule that share one counter, its record keys by statistic, and the statistic that it decides by."""
 
     rule: Rule
     counter: StepCounter
     tensors: tuple[int, ...]
-    keys: dict[str, Key]
+    keys: dict[str, tuple[Key, ...]]
     decides_by: str
     # Properties of the rule, copied because every step reads them.
     edits: bool
@@ -230,7 +231,10 @@ class RulesByCounter:
                 rule = stage.rule
                 names = tuple(self._program.names[tensor] for tensor in tensors)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
-                keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
+                keys = {
+                    stat: tuple(Key(rule.id, one, rule.point, names) for one in columns_of(stat))
+                    for stat in stats
+                }
                 decides_by = self._decides_by.get(rule.id, "")
                 asked = rule.edits, rule.keeps_zero, rule.may_overflow
                 yield BoundRule(rule, counter, tensors, keys, decides_by, *asked)

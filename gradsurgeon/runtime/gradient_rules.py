@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -50,13 +51,13 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
     elif tensors:
         columns = bound_rule.columns(tensors)
         shared = _dist.any_sharded(gradients.of(tensors))
-        for stat, key in bound_rule.keys.items():
+        for stat, keys in bound_rule.keys.items():
+            grads: Sequence[Tensor] = ()
             if shared:
-                grads, parts = gradients.parts(stat, tensors)
-                context.recorder.add(key, step, columns, parts, replace=True, grads=grads)
+                grads, values = gradients.parts(stat, tensors)
             else:
                 values = gradients.statistics(stat, tensors)
-                context.recorder.add(key, step, columns, values, replace=True)
+            context.recorder.add_all(keys, step, columns, values, replace=True, grads=grads)
         context.event_log.count_fired(rule.id, step, len(tensors))
 
 
@@ -103,12 +104,13 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
             tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
             columns, stats = bound_rule.columns(tensors), list(bound_rule.keys)
             values = _measured(stats, [rows[tensor] for tensor in tensors])
-            for key, row in zip(bound_rule.keys.values(), values, strict=True):
+            keys = chain.from_iterable(bound_rule.keys.values())
+            for key, row in zip(keys, values, strict=True):
                 context.recorder.add(key, counter.step, columns, row, replace=False)
 
 
 def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
-    """Return the statistics of small gradients and of measured ones, ``[len(stats), len(kept)]``.
+    """Return the statistics of small gradients and of measured ones, a row for each of their columns.
 
     They are on the host if the gradients come from several devices.
     """
@@ -116,13 +118,13 @@ def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]])
     numbers = [number for one in measured for number in one]
     if len({number.device for number in numbers}) > 1:
         numbers = [number.cpu() for number in numbers]
-    large = torch.stack(numbers).view(-1, len(stats)).T if numbers else torch.empty(0)
+    large = torch.stack(numbers).view(len(measured), -1).T if numbers else torch.empty(0)
     if len(measured) == len(kept):
         return large
     small = measure.of_small(stats, [one for one in kept if isinstance(one, Tensor)])
     if not measured:
         return small
-    values = small.new_empty(len(stats), len(kept))
+    values = small.new_empty(len(small), len(kept))
     is_small = torch.tensor([isinstance(one, Tensor) for one in kept])
     values[:, is_small], values[:, ~is_small] = small, large.to(small.device)
     return values

@@ -151,7 +151,7 @@ class Notices:
             news = [t for t in stage.tensors if t in settled and t not in self._told[rule]]
             cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer. One notice per rule is enough.
-            if news and (cause or self._log.has_fired(rule)):
+            if news and (cause or rule not in self._log.silent):
                 self._told[rule].update(news)
                 if cause != _UNOWNED:
                     names = shorten_names([program.names[tensor] for tensor in news])

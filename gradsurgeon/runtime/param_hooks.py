@@ -99,7 +99,7 @@ def _kept(rule: Rule, grad: Tensor) -> Tensor | tuple[Tensor, ...]:
     with torch.no_grad():
         if _numbers.is_small(grad):
             return grad.detach().clone()
-        return tuple([measure.statistic(stat, grad) for stat in getattr(rule, "stats", ())])
+        return measure.numbers(getattr(rule, "stats", ()), grad)
 
 
 def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) -> Tensor:

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from gradsurgeon import _bounded_load, _dist
 from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
 from gradsurgeon.runtime.running_norms import CheckedLearntByRule
-from gradsurgeon.store.files import replacing_bytes
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def write(folder: Path, controller: Controller) -> None:
     """
     file = io.BytesIO()
     torch.save(state_dict(controller), file)
-    with replacing_bytes(folder / state_name(_dist.rank())) as target:
+    with replacing(folder / state_name(_dist.rank()), binary=True) as target:
         target.write(file.getvalue())
     # An earlier training with more ranks has left files that must not pass for files of this training.
     for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():

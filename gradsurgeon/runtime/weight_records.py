@@ -68,7 +68,7 @@ class WeightRecords:
             return
         columns, shared = bound.columns(tensors), _dist.any_sharded(params)
         with torch.no_grad():
-            for stat, key in bound.keys.items():
+            for stat, keys in bound.keys.items():
                 if before is None:
                     values = (
                         measure.parts(stat, params) if shared else measure.statistics(stat, params)
@@ -76,7 +76,7 @@ class WeightRecords:
                 else:
                     values = _of_change(stat, params, [before[t] for t in tensors], parts=shared)
                 grads = params if shared else ()
-                context.recorder.add(key, step, columns, values, replace=False, grads=grads)
+                context.recorder.add_all(keys, step, columns, values, replace=False, grads=grads)
         context.event_log.count_fired(bound.rule.id, step, len(tensors))
 
 

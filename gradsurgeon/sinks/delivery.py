@@ -56,6 +56,7 @@ class Delivery(Outlet):
         self._lock = threading.Condition()
         self._queue: deque[Measured | Event] = deque()
         self._bytes = 0
+        self._until = 0.0  # the longest wait at the end
         # What the thread has taken and not sent yet.
         self._sending = 0
         self._thread = threading.Thread(
@@ -122,21 +123,15 @@ class Delivery(Outlet):
         """Take nothing more. The thread sends the rest."""
         if not self._inherited:
             with self._lock:
-                self._ended = True
+                self._ended, self._until = True, time.monotonic() + _PATIENCE
                 self._lock.notify()
 
-    def close(self, begin: float | None = None) -> None:
-        """Wait a while for the thread to send the rest. A sink that takes longer is left alone.
-
-        Args:
-            begin: when the wait for several sinks together began, on the clock of `time.monotonic`.
-        """
+    def close(self) -> None:
+        """Wait a while after `end` for the thread to send the rest. A sink that takes longer is left alone."""
         if self._inherited:
             return
-        self.end()
-        waited = 0.0 if begin is None else time.monotonic() - begin
         if self._thread.ident is not None:
-            self._thread.join(max(0.0, _PATIENCE - waited))
+            self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive() and not self.failed:
             self.failed = (
                 f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "

@@ -5,7 +5,7 @@ keeps its records in memory works on a Python without SQLite.
 """
 
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.memory import Key, Records, WholeSeries, merged
+from gradsurgeon.store.memory import Key, Records, WholeSeries
 
 __all__ = [
     "Key",
@@ -14,5 +14,4 @@ __all__ = [
     "RecordQueries",
     "Records",
     "WholeSeries",
-    "merged",
 ]

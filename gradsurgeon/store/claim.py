@@ -37,7 +37,7 @@ class Claim:
                 os.close(os.open(self.database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
                 undo.callback(self._remove_database)
                 self._lock = _locked(self.database)
-                self.connection = create(self.database, rank)
+                self.connection = create(self.database)
             except (sqlite3.Error, OSError) as error:
                 raise unwritable(self.folder, error) from None
             self._undo = undo.pop_all()

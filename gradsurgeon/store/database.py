@@ -1,7 +1,6 @@
 """Opening the SQLite file of one rank, and making it with its tables."""
 
 import os
-import platform
 import re
 import sqlite3
 from contextlib import ExitStack, suppress
@@ -23,19 +22,19 @@ _PATIENCE = 0.05
 _CHECKPOINT = 1000
 
 
-def create(path: Path, rank: int) -> sqlite3.Connection:
+def create(path: Path) -> sqlite3.Connection:
     """Open an empty file for writing and create its tables, with WAL if that is safe."""
     if not _on_network(path):
         # Some file systems refuse WAL, and others accept it and fail at the first write.
         with suppress(sqlite3.Error):
-            return _laid_out(path, rank, "wal")
+            return _laid_out(path, "wal")
         for log in logs(path):
             log.unlink(missing_ok=True)
         os.truncate(path, 0)
-    return _laid_out(path, rank, "truncate")
+    return _laid_out(path, "truncate")
 
 
-def _laid_out(path: Path, rank: int, mode: str) -> sqlite3.Connection:
+def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
     with ExitStack() as undo:
         connection = connect(path, _PATIENCE)
         undo.callback(connection.close)
@@ -50,8 +49,6 @@ def _laid_out(path: Path, rank: int, mode: str) -> sqlite3.Connection:
         connection.execute(f"PRAGMA user_version={layout.FORMAT}")
         for table in layout.TABLES.values():
             connection.execute(table)
-        noted = {"pid": str(os.getpid()), "host": layout.clean(platform.node()), "rank": str(rank)}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", noted.items())
         connection.execute("COMMIT")
         undo.pop_all()
     return connection

@@ -11,38 +11,18 @@ from gradsurgeon.errors import RecordError, printable
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-    """Open a text file that replaces another file once it is complete.
+def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Open a file of text, or of bytes, that replaces another file once it is complete.
 
     No reader ever sees a part of it. If writing fails, the old file stays.
     """
-    with _opened(path, "", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        yield file
-
-
-@contextmanager
-def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of bytes that replaces another file once it is complete."""
-    with _opened(path, "b") as file:
-        yield file
-
-
-def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """Raise `RecordError` if a file must not be written over. An empty file may be."""
-    if path.is_file() and path.stat().st_size and not is_ours(path):
-        raise RecordError(
-            f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
-        )
-
-
-@contextmanager
-def _opened(path: Path, kind: str, **options: Any) -> Iterator[IO[Any]]:
     # A pipe or a device such as /dev/stdout cannot be replaced. A directory raises by itself.
     at_once = path.exists() and not path.is_file()
     target = Path(os.path.realpath(path))  # through links
     part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
     mode = "w" if at_once else "x"
-    with part.open(mode + kind, **options) as file:
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+    with part.open(mode + "b" * binary, **({} if binary else text)) as file:
         if at_once:
             yield file
             return
@@ -56,3 +36,11 @@ def _opened(path: Path, kind: str, **options: Any) -> Iterator[IO[Any]]:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+
+def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
+    """Raise `RecordError` if a file must not be written over. An empty file may be."""
+    if path.is_file() and path.stat().st_size and not is_ours(path):
+        raise RecordError(
+            f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
+        )

@@ -4,26 +4,22 @@
 `captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
 little-endian float32 over all tensors of its series. The id of a row is ``series << 32 | number``, so
 rows are clustered by series: reading one series does not touch the others, and needs no index.
-Every `CHUNK` rows have a summary, from which a report draws a million steps without reading them.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 if sys.byteorder != "little":
     raise ImportError(
         "files hold records in little-endian order, and this machine is not little-endian"
     )
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
 RUN_FILE = "run.json"
-CHUNK = 256
 SERIES_BITS = 32
 # A row of 500 parameters fills the default pages of 4 kB badly, and a row of 600 wastes half of them.
 PAGE = 16384
@@ -38,10 +34,6 @@ TABLES = {
         "CREATE TABLE rows (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, floats BLOB NOT NULL, "
         "absent BLOB)"
     ),
-    "chunks": (
-        "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
-        "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
-    ),
     "events": (
         "CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
         "rule TEXT NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, name TEXT NOT NULL, "
@@ -49,6 +41,12 @@ TABLES = {
     ),
     "statuses": "CREATE TABLE statuses (rule TEXT PRIMARY KEY, state TEXT NOT NULL)",
 }
+# Format 1 had summaries of the rows as well, which are not read.
+_CHUNKS = (
+    "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
+    "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
+)
+FORMATS = {1: {**TABLES, "chunks": _CHUNKS}, FORMAT: TABLES}
 
 
 def database_name(rank: int) -> str:
@@ -64,7 +62,7 @@ def state_name(rank: int | str) -> str:
 
 
 def row_id(series: int, number: int) -> int:
-    """Return the id of a row, or of a chunk, in one series."""
+    """Return the id of a row in one series."""
     return series << SERIES_BITS | number
 
 
@@ -87,39 +85,7 @@ def absent_size(width: int) -> int:
     return (width + 7) // 8
 
 
-class Summary(NamedTuple):
-    """A summary of successive rows as the file has it: two steps, and numbers of each column."""
-
-    first: int
-    last: int
-    maxima: array[float]  # of finite values, NaN if there is none; the same for the minima
-    minima: array[float]
-    nonfinite: array[int]
-    present: array[int]
-
-
 Stored = tuple[int, bytes, bytes | None]  # step, values, absent columns
-
-
-def summarise(rows: Sequence[Stored], width: int) -> Summary:
-    """Return the summary of at least one and at most 65,535 rows."""
-    values = array("f", b"".join(row[1] for row in rows))
-    holes: dict[int, set[int]] = {}
-    for number, row in enumerate(rows):
-        for column in unpack_absent(row[2]):
-            holes.setdefault(column, set()).add(number)
-    summary = Summary(rows[0][0], rows[-1][0], array("f"), array("f"), array("H"), array("H"))
-    for column in range(width):
-        present = values[column::width].tolist()
-        if missing := holes.get(column):
-            present = [value for number, value in enumerate(present) if number not in missing]
-        summary.present.append(len(present))
-        # A finite sum shows that all are finite: in double precision it cannot overflow.
-        finite = present if math.isfinite(sum(present)) else list(filter(math.isfinite, present))
-        summary.nonfinite.append(len(present) - len(finite))
-        summary.maxima.append(max(finite, default=math.nan))
-        summary.minima.append(min(finite, default=math.nan))
-    return summary
 
 
 def clean(text: str) -> str:

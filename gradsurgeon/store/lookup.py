@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import WholeSeries, merged
+
+Answer = TypeVar("Answer")
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons. A value from before three such steps is out of date.
@@ -34,36 +36,41 @@ class RecordQueries(ABC):
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first, or nothing if no gradient has arrived.
+        """Return ``(step, value)`` pairs of one tensor, oldest first; nothing if no gradient has arrived.
 
-        In a run of several ranks these are the records of the lowest rank that has some. A session waits for
-        the device.
+        In a run of several ranks these are the records of the lowest rank that has some. A session waits for the device.
+        For a parameter that ranks share (FSDP2, tensor parallel) the call is a collective while the session is on: all
+        ranks that share the parameter must call it. Afterwards the lowest of these ranks answers.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule, needed if several rules recorded the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
 
         Raises:
-            KeyError: no such name; the nearest names are given.
-            RecordError: no rule, or several rules, recorded it.
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
-        return self._lookup().history(name, stat, rule)
+        return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest value of `history`, without reading the rest.
+        """Return the newest value of `history`, under the same conditions and without reading the rest.
 
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule, needed if several rules recorded the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
 
         Raises:
-            KeyError: no such name; the nearest names are given.
-            RecordError: nothing was recorded, or several rules recorded it, or a session recorded nothing in the
-                last three steps in which the rule was due.
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; nothing is recorded yet, or in a session nothing in the
+                last three steps in which the rule was due; or another rank did not call within 10 s.
         """
-        return self._lookup().latest(name, stat, rule)
+        return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
+
+    def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
+        """Return an answer of this process, or of the rank that has the records of a tensor."""
+        return answer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ not the same as a value of NaN.
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
@@ -45,8 +46,8 @@ class WholeSeries(Protocol):
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield of every row: step, values as bytes of float32, and bits of the absent columns."""
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        """Yield of each row: step, values as bytes of float32, and bits of the absent columns."""
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
@@ -73,9 +74,9 @@ class Series:
     def ends(self) -> tuple[int, ...]:
         return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         # A copy: another thread may be training.
-        return iter(list(self.rows))
+        return islice(list(self.rows), start, stop)
 
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.cells(name) if value is not None]

@@ -11,9 +11,9 @@ import sqlite3
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import is_live
 from gradsurgeon.store.database import connect
-from gradsurgeon.store.layout import CHUNK, Stored, Summary, row_id
+from gradsurgeon.store.layout import Stored, row_id
 from gradsurgeon.store.memory import Key
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
 _BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _BATCH_EVENTS = 1024  # a message of a trap has some kB
-_FLOAT, _COUNT = 4, 2
+_FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
 _MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
@@ -44,27 +44,6 @@ class RankFileError(RecordError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-
-
-class Row(NamedTuple):
-    """The values of one step. ``absent`` holds the columns that have no value."""
-
-    step: int
-    values: array[float]
-    absent: frozenset[int]
-
-    @classmethod
-    def unpack(cls, stored: Stored) -> Row:
-        return cls(stored[0], array("f", stored[1]), layout.unpack_absent(stored[2]))
-
-
-class StoredEvent(NamedTuple):
-    """An event, its rank, its number in the file of that rank, and its time in seconds since 1970."""
-
-    rank: int
-    number: int
-    time: float
-    event: Event
 
 
 class RankFile:
@@ -84,11 +63,10 @@ class RankFile:
         for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
             self.query(f"PRAGMA {pragma}")
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        marks = [self.query(f"PRAGMA {mark}")[0][0] for mark in ("application_id", "user_version")]
-        if dict(tables) != layout.TABLES or marks != [layout.APPLICATION, layout.FORMAT]:
-            raise self.damaged(
-                f"its tables are not those of a run of format {layout.FORMAT}, or have yet to be written"
-            )
+        ((application,),) = self.query("PRAGMA application_id")
+        ((form,),) = self.query("PRAGMA user_version")
+        if application != layout.APPLICATION or dict(tables) != layout.FORMATS.get(form):
+            raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(
         self, sql: str, *arguments: int, kinds: tuple[type | int, ...] = ()
@@ -127,12 +105,6 @@ class RankFile:
     def _meta(self) -> dict[str, str]:
         return dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
 
-    @property
-    def closed(self) -> float | None:
-        """When the run was closed, in seconds since 1970, ``None`` if it was not."""
-        text = self._meta().get("closed")
-        return None if text is None else self._parsed(text, _TIME)
-
     def written(self, key: str) -> dict[str, Any]:
         """Return a mapping that the writer left at the end of the run, empty if there is none."""
         return self._parsed(self._meta().get(key, "{}"), _MAPPING)
@@ -140,7 +112,8 @@ class RankFile:
     @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if self.closed is not None:
+        if (closed := self._meta().get("closed")) is not None:
+            self._parsed(closed, _TIME)
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
@@ -157,8 +130,9 @@ class RankFile:
             self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
         return list(self._series.values())
 
-    def events(self, after: int = 0) -> Iterator[StoredEvent]:
-        """Yield the events whose number is higher than ``after``, in the order of writing."""
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Yield the events in the order of writing, each with its time in seconds since 1970."""
+        after = 0
         while rows := self.query(
             "SELECT id, time, kind, rule, step, rank, name, message FROM events "
             "WHERE id > ? ORDER BY id LIMIT ?",
@@ -166,10 +140,10 @@ class RankFile:
             _BATCH_EVENTS,
             kinds=(int, float, str, str, int, int, str, str),
         ):
-            for number, time, kind, *rest in rows:
+            for _, time, kind, *rest in rows:
                 if kind not in _KINDS:
                     raise self.damaged()
-                yield StoredEvent(self.rank, number, time, Event(kind, *rest))
+                yield time, Event(kind, *rest)
             after = rows[-1][0]
 
     def statuses(self) -> dict[str, RuleStatus]:
@@ -206,22 +180,15 @@ class StoredSeries:
 
     def damaged(self) -> RecordError:
         """Return an error: what the file says of this series does not fit together."""
-        return self._file.damaged("its summaries do not fit its rows")
+        return self._file.damaged("it lacks rows")
 
     def ends(self) -> tuple[int, ...]:
         last = max(0, len(self) - 1)
         return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
 
-    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        return map(Row.unpack, self.stored(start, stop))
-
-    def sample(self, every: int) -> Iterator[Row]:
-        return map(Row.unpack, self.one_in(every))
-
-    def one_in(self, every: int, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        """Yield one row in so many."""
+    def one_in(self, every: int) -> Iterator[Stored]:
         # A look-up per row jumps from one to the next. `id % every` would read them all.
-        for number in range(start, len(self) if stop is None else stop, every):
+        for number in range(0, len(self), every):
             yield from self.stored(number, number + 1)
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
@@ -275,25 +242,3 @@ class StoredSeries:
         values = array("f", b"".join(row[1] for row in rows))
         pairs = zip(rows, values, strict=True)
         return [(row[0], value) for row, value in pairs if not layout.is_absent(row[2], column % 8)]
-
-    def summaries(self) -> Iterator[Summary]:
-        """Yield a summary of every `CHUNK` rows, and one of the remaining rows."""
-        done = 0
-        floats, counts = _FLOAT * self._width, _COUNT * self._width
-        while rows := self._file.query(
-            "SELECT id, first, last, maxima, minima, nonfinite, present FROM chunks "
-            "WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-            self._low + done,
-            self._high,
-            self._batch,
-            kinds=(int, int, int, floats, floats, counts, counts),
-        ):
-            for number, first, last, *blobs in rows:
-                if number != self._low + done:
-                    raise self._file.damaged()
-                numbers = [array(kind, blob) for kind, blob in zip("ffHH", blobs, strict=True)]
-                yield Summary(first, last, *numbers)
-                done += 1
-        stored = self.stored(done * CHUNK)
-        while rest := list(islice(stored, CHUNK)):
-            yield layout.summarise(rest, self._width)

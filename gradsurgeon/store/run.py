@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -18,7 +19,7 @@ from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.memory import matching
-from gradsurgeon.store.rank_file import RankFile, RankFileError, StoredEvent, StoredSeries
+from gradsurgeon.store.rank_file import RankFile, RankFileError, StoredSeries
 from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ class Run(RecordQueries):
     def events(self) -> list[Event]:
         """The events so far of all ranks, oldest first."""
         # The sort is stable: of events at one time, the lower rank comes first.
-        stored = sorted(events_after(self, {}), key=lambda one: one.time)
-        return [one.event for one in stored]
+        stored = [pair for file in self._files for pair in file.events()]
+        return [event for _, event in sorted(stored, key=itemgetter(0))]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done. The firings of all ranks are added up."""
@@ -235,17 +236,6 @@ def set_aside(run: Run, error: RankFileError) -> None:
         raise error
     run._files = [file for file in run._files if file.rank != error.rank]  # noqa: SLF001 # users have `broken`
     run.broken[error.rank] = str(error)
-
-
-def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
-    """Yield the events of each rank in turn, without those that were read before.
-
-    Args:
-        run: the run.
-        read: the number of the last event that was read, by rank.
-    """
-    for file in run._files:  # noqa: SLF001 # users have `events`
-        yield from file.events(read.get(file.rank, 0))
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:

@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import Claim, unwritable
 from gradsurgeon.store.database import is_busy
-from gradsurgeon.store.files import replacing_bytes
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
@@ -34,17 +34,11 @@ _MOST_WAITING = 128 * 2**20
 
 @dataclass(slots=True)
 class _Written:
-    """One series in the file: its id, the number and last step of its rows, and the number of summarised chunks."""
+    """One series in the file: its id, and the number and last step of its rows."""
 
     id: int
     rows: int = 0
     step: int | None = None
-    chunks: int = 0
-
-    @property
-    def complete(self) -> int:
-        """The number of chunks that a row follows: the last row can still be replaced."""
-        return max(0, self.rows - 1) // layout.CHUNK
 
 
 class RunWriter(Outlet):
@@ -66,7 +60,7 @@ class RunWriter(Outlet):
             # An earlier run may have left it, and its other files be gone.
             (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
             if rank == 0:
-                with replacing_bytes(self.path / layout.RUN_FILE) as file:
+                with replacing(self.path / layout.RUN_FILE, binary=True) as file:
                     file.write(run_json.encode())
         except OSError as error:
             self._claim.undo()
@@ -128,7 +122,7 @@ class RunWriter(Outlet):
         """
         with self._lock:
             if not self.closed:
-                with replacing_bytes(self.path / name) as file:
+                with replacing(self.path / name, binary=True) as file:
                     file.write(content)
 
     def commit(self) -> None:
@@ -148,27 +142,12 @@ class RunWriter(Outlet):
                 self._failed(error)
 
     def _write(self) -> None:
-        execute = self._connection.execute
-        execute("BEGIN IMMEDIATE")
+        self._connection.execute("BEGIN IMMEDIATE")
         for table, rows in self._batch.items():
             marks = ", ".join("?" * len(next(iter(rows.values()))))
             insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
             self._connection.executemany(insert, rows.values())
-        for key, series in self._series.items():
-            for number in range(series.chunks, series.complete):
-                first = layout.row_id(series.id, number * layout.CHUNK)
-                # Read back instead of kept: a chunk of 10,000 tensors is 10 MB per statistic.
-                stored = execute(
-                    "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ?",
-                    (first, first + layout.CHUNK - 1),
-                ).fetchall()
-                execute(
-                    "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (layout.row_id(series.id, number), *layout.summarise(stored, len(key.names))),
-                )
-        execute("COMMIT")
-        for series in self._series.values():
-            series.chunks = series.complete
+        self._connection.execute("COMMIT")
         self._batch.clear()
 
     def close(

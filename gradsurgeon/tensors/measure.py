@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon._numbers import Segments
-from gradsurgeon.statistics import STATISTICS
+from gradsurgeon.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
 # One tensor per device, with the indices of the parameters whose norms it holds.
@@ -90,7 +90,7 @@ def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
-    """Return one statistic of each gradient. Shape ``[len(grads)]``, float32.
+    """Return one statistic of each gradient. Shape ``[len(grads)]``, or ``[len(grads), k]`` if it has k columns; float32.
 
     The result is on the host if the gradients come from several devices, because one record needs one place.
     """
@@ -99,14 +99,23 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         if _dist.any_sharded(grads):
             settled = [_dist.settled(grad) for grad in grads]
-            merged = _dist.over_ranks(settled, parts(stat, settled), merge_of(stat))
+            merged = _over_ranks(stat, settled)
             if any(empty := [not grad.numel() for grad in settled]):
                 merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
             return merged.float()
         # A reduction of no elements would not give the `empty` number of a statistic.
         if stat != "l2" and STATISTICS[stat].segments and all(map(Tensor.numel, grads)):
-            return of_small([stat], grads)[0]
+            rows = of_small([stat], grads)
+            return rows.t() if STATISTICS[stat].columns else rows[0]
         return _each(stat, grads)
+
+
+def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
+    merge, own = merge_of(stat), parts(stat, settled)
+    if not STATISTICS[stat].columns:
+        return _dist.over_ranks(settled, own, merge)
+    columns = torch.split(own, 1, dim=1)
+    return torch.stack([_dist.over_ranks(settled, one, merge) for one in columns], dim=1)
 
 
 def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -118,21 +127,30 @@ def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
 def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
     """Return statistics of plain tensors of one dtype and device, in few calls if the tensors are small.
 
-    The shape is ``[len(stats), len(tensors)]``.
+    The shape is ``[n, len(tensors)]``, a row for each column of each statistic.
     """
     with torch.no_grad():
         joined, rows = _numbers.small(tensors), []
         for stat in stats:
             segments = STATISTICS[stat].segments
             if joined is None or segments is None:
-                rows.append(_each(stat, tensors))
+                rows.append(_each(stat, tensors).view(len(tensors), -1).t())
             else:
-                rows.append(segments(Segments(*joined)).float())
-        return torch.stack(rows)
+                rows.append(segments(Segments(*joined)).float().view(-1, len(tensors)))
+        return torch.cat(rows)
+
+
+def numbers(stats: Sequence[str], tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the numbers of all columns of some statistics of a plain gradient, as 0-dim float32 tensors."""
+    found: list[Tensor] = []
+    for stat in stats:
+        number = statistic(stat, tensor)
+        found += number.unbind() if number.dim() else (number,)
+    return tuple(found)
 
 
 def statistic(stat: str, grad: Tensor) -> Tensor:
-    """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device.
+    """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device, or a tensor of its columns.
 
     Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
     has norm 0, and NaN for statistics that need an element.
@@ -140,6 +158,8 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     if stat == "l2":
         return _numbers.norm(grad)
     how = STATISTICS[stat]
+    if how.whole is not None:
+        return how.whole(grad).float()
     if grad.numel() == 0:
         return torch.full((), how.empty, device=grad.device)
     elements = _numbers.values(grad)
@@ -150,14 +170,18 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
 
 
 def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
-    """Return the function that maps the numbers of shards, ``[ranks, n, k]`` in float64, to ``[n]``."""
-    merge = STATISTICS[stat].merge
+    """Return the function that maps the numbers of shards, ``[ranks, n, k]`` in float64, to ``[n]``.
+
+    ``stat`` is a statistic, or one of its columns.
+    """
+    merge = of_column(stat).merge
     return _MERGES[merge][1] if isinstance(merge, str) else merge
 
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
-    found = [_part(stat, _dist.local(grad)) for grad in grads]
+    whole = STATISTICS[stat].whole
+    found = [_part(stat, _dist.local(grad)) if whole is None else whole(grad) for grad in grads]
     if len({one.device for one in found}) > 1:
         found = [one.cpu() for one in found]
     return torch.stack(found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from worker import work
 
 import gradsurgeon
 from gradsurgeon.recording import shared_rows
+from gradsurgeon.statistics import columns_of
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 LOG = {"id": "log", "action": "norm-log", "params": "*", "stats": STATS}
@@ -75,13 +77,18 @@ def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.o
     return optimizer
 
 
-def told(session: gradsurgeon.Session) -> dict[str, Any]:
+def columns(stats: Sequence[str]) -> list[str]:
+    """Return the numbers of statistics in records."""
+    return list(chain.from_iterable(map(columns_of, stats)))
+
+
+def told(session: gradsurgeon.Session, stats: Sequence[str] = tuple(STATS)) -> dict[str, Any]:
     """Return the statistics of all parameters."""
     names = [param.name for param in session.plan.manifest.params]
     return {
         f"{name} {stat}": [value for _, value in session.history(name, stat)]
         for name in names
-        for stat in STATS
+        for stat in stats
     }
 
 
@@ -98,16 +105,24 @@ def error(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def statistics() -> dict[str, Any]:
-    """Record every statistic of a whole and of a sharded model, at two points."""
+    """Record every statistic of a whole and of a sharded model: gradients at two points, weights and updates."""
     found: dict[str, Any] = {}
-    for point in ("accumulated", "step"):
-        log = {**LOG, "at": point}
+    of_update = [*STATS, "ratio", "moved"]
+    cases: dict[str, dict[str, Any]] = {
+        "accumulated": {"at": "accumulated"},
+        "step": {"at": "step"},
+        "value": {"tensor": "value"},
+        "update": {"tensor": "update", "stats": of_update},
+        "projection": {"tensor": "value", "stats": ["projection", "numel"]},
+    }
+    for case, options in cases.items():
+        log = LOG | options
         with gradsurgeon.apply(model := make(), rules(log)) as session:
             steps(model, data)
-            found[f"whole {point}"] = told(session)
+            found[f"whole {case}"] = told(session, columns(log["stats"]))
         with gradsurgeon.apply(model := shard(make()), rules(log)) as session:
             steps(model, mine)
-            found[f"sharded {point}"] = told(session)
+            found[f"sharded {case}"] = told(session, columns(log["stats"]))
     return found
 
 
@@ -278,7 +293,7 @@ def tensor_parallel() -> dict[str, Any]:
     }
     given = {
         "step": rules(
-            {**LOG, "stats": STATS},
+            {**LOG, "stats": [*STATS, "projection"]},
             {"id": "clamp", "action": "clamp", "at": "step", "params": "*", "max": 0.002},
             {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 0.01, "per": "rule"},
             {"id": "trap", "action": "nan-trap", "params": "*"},
@@ -300,6 +315,7 @@ def tensor_parallel() -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, text in given.items():
+        stats = {"step": [*STATS, "projection"], "nothing": STATS}.get(name, [])
         for kind in ("whole", "divided"):
             torch.manual_seed(0)
             model: Any = Block()
@@ -317,7 +333,7 @@ def tensor_parallel() -> dict[str, Any]:
                     optimizer.step()
                 found[f"{name} {kind}"] = {
                     "weights": [whole(param) for param in model.parameters()],
-                    "told": told(session) if name in ("step", "nothing") else {},
+                    "told": told(session, columns(stats)) if stats else {},
                 }
     model = parallelize_module(Block(), mesh, plan)
     clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}

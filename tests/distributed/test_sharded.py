@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.cell("FSDP2 (`fully_shard`)", "accumulated", "step")
 @pytest.mark.parametrize("stat", STATS)
-@pytest.mark.parametrize("point", ["accumulated", "step"])
+@pytest.mark.parametrize("point", ["accumulated", "step", "value", "update"])
 def test_fsdp2_records_are_of_the_whole_gradient(
     ranks: list[dict[str, Any]], point: str, stat: str
 ) -> None:
@@ -33,6 +33,26 @@ def test_fsdp2_records_are_of_the_whole_gradient(
             sharded = found[f"sharded {point}"][f"{name} {stat}"]
             assert len(whole) == 3
             assert sharded == pytest.approx(whole, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("stat", ["projection_1", "projection_2", "numel"])
+def test_fsdp2_projections_are_those_of_whole_weights(
+    ranks: list[dict[str, Any]], stat: str
+) -> None:
+    for rank in ranks:
+        whole, sharded = (rank["statistics"][f"{kind} projection"] for kind in ("whole", "sharded"))
+        for name in NAMES:
+            assert len(whole[f"{name} {stat}"]) == 3
+            assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stat", ["ratio", "moved"])
+def test_fsdp2_updates_are_those_of_whole_weights(ranks: list[dict[str, Any]], stat: str) -> None:
+    for rank in ranks:
+        whole, sharded = (rank["statistics"][f"{kind} update"] for kind in ("whole", "sharded"))
+        for name in NAMES:
+            assert len(whole[f"{name} {stat}"]) == 3
+            assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
 
 
 def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(

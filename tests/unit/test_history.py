@@ -315,7 +315,7 @@ def with_some(history: Sequence[float | None], **at: float | None) -> list[float
 def long_histories() -> dict[str, list[float | None]]:
     return {
         "calm": calm(1),
-        "spike in a chunk": with_some(calm(2), s1000=1e3),
+        "spike in a cell": with_some(calm(2), s1000=1e3),
         "spike at an edge": with_some(calm(3), s1024=1e3),
         "spike before an edge": with_some(calm(4), s1023=1e3),
         "spike at the end": with_some(calm(5), s3999=1e3),
@@ -335,7 +335,7 @@ def long_histories() -> dict[str, list[float | None]]:
         "died": calm(13)[:2600] + [0.0] * (STEPS - 2600),
         "died late": calm(14)[: STEPS - 40] + [0.0] * 40,
         "asleep": calm(15)[: STEPS - 3] + [0.0] * 3,
-        # As an expert that is rarely chosen, within a chunk and over several of them.
+        # As an expert that is rarely chosen, within a cell and over several of them.
         "often at rest": [
             *(1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)),
             *[0.0] * 50,
@@ -411,5 +411,5 @@ def test_a_long_run_has_the_numbers_of_every_row(
             if any(map(math.isnan, inside)):
                 assert math.isnan(value)
             else:
-                # What is known of a chunk is a lower bound, and no norm of a tensor lies above it.
+                # What is known of a cell is a lower bound, and no norm of a tensor lies above it.
                 assert value <= max(inside) * (1 + 1e-6)

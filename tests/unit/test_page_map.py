@@ -85,7 +85,7 @@ def test_a_short_run_has_a_column_per_step(tmp_path: Path) -> None:
     assert total["values"] == [pytest.approx(math.hypot(1, 3), rel=1e-5), 4.0, 5.0, "NaN"]
 
 
-@pytest.mark.parametrize("most_values", [20 * 2**20, 100], ids=["rows", "summaries"])
+@pytest.mark.parametrize("most_values", [20 * 2**20, 100], ids=["rows", "cells"])
 def test_a_spike_of_one_step_survives_however_long_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_values: int
 ) -> None:

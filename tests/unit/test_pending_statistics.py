@@ -66,7 +66,10 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     taken = list(pending.take())
     assert [row.key.stat for row, _ in taken] == list(stats)
     for row, values in taken:
-        expected = [measure.statistic(row.key.stat, tensor) for tensor in TENSORS]
+        stat, _, number = row.key.stat.partition("_")
+        expected = [measure.statistic(stat, tensor) for tensor in TENSORS]
+        if number:
+            expected = [one[int(number) - 1] for one in expected]
         torch.testing.assert_close(values, torch.stack(expected), equal_nan=True)
 
 

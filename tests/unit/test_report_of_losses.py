@@ -26,6 +26,7 @@ from gradsurgeon.report.tables import means
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
+from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.writer import RunWriter
 
 NAN = math.nan
@@ -103,8 +104,8 @@ def in_memory_of(path: pathlib.Path) -> dict[str, Any]:
     records = Records()
     with open_run(path) as opened:
         for series in opened:
-            for row in series.rows():
-                records.add(series.key, row.step, row.values.tobytes(), row.absent)
+            for step, floats, bits in series.stored():
+                records.add(series.key, step, floats, unpack_absent(bits))
     return to_dict(Report("t", (), rules_of("tasks"), {}, records))
 
 

@@ -1,4 +1,4 @@
-"""Reports of run directories: short ones to the last value, long ones by their summaries."""
+"""Reports of run directories: short ones to the last value, long ones by cells of several rows."""
 
 from __future__ import annotations
 

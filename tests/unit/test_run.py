@@ -130,7 +130,7 @@ def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -
         (series,) = run
         with pytest.raises(RecordError, match=r"a.weight has not been recorded yet"):
             run.latest("a.weight")
-        assert sum(one.present[1] for one in series.summaries()) >= lengths[-1]
+        assert len(series.of("a.bias")) >= lengths[-1]
 
 
 def test_rows_by_part(run_path: pathlib.Path) -> None:
@@ -138,10 +138,24 @@ def test_rows_by_part(run_path: pathlib.Path) -> None:
         (series,) = run
         assert len(series) == 300
         assert series.ends() == (0, 299)
-        assert [row.step for row in series.rows(290)] == list(range(290, 300))
-        assert [row.step for row in series.rows(0, 3)] == [0, 1, 2]
-        assert [row.step for row in series.sample(100)] == [0, 100, 200]
+        assert [step for step, *_ in series.stored(290)] == list(range(290, 300))
+        assert [step for step, *_ in series.stored(0, 3)] == [0, 1, 2]
+        assert [step for step, *_ in series.one_in(100)] == [0, 100, 200]
         assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
+
+
+def test_a_run_of_format_1_is_read_whose_files_have_one_more_table(run_path: pathlib.Path) -> None:
+    about = json.loads((run_path / "run.json").read_text())
+    (run_path / "run.json").write_text(json.dumps({**about, "format": 1}))
+    chunks = (
+        "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
+        "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
+    )
+    summary = "INSERT INTO chunks VALUES (1 << 32, 0, 255, x'00', x'00', x'00', x'00')"
+    sql(run_path, chunks, summary, "PRAGMA user_version=1")
+    read_everything(run_path)
+    with open_run(run_path) as run:
+        assert run.history("a.bias") == [(step, float(step)) for step in range(300)]
 
 
 def test_a_run_that_cannot_be_written_any_more_can_be_read(
@@ -198,11 +212,9 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
         (lambda p: (p / "rank-0.db").write_bytes(b"x" * 9999), r"rank-0.db: cannot be read: .*not"),
         (lambda p: os.truncate(p / "rank-0.db", 40000), r"rank-0.db: cannot be read: .*malformed"),
         (lambda p: sql(p, "PRAGMA application_id=7"), r"its tables are not those of a run"),
-        (
-            lambda p: sql(p, "PRAGMA user_version=2"),
-            r"its tables are not those of a run of format 1",
-        ),
-        (lambda p: sql(p, "DROP TABLE chunks"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "PRAGMA user_version=1"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "PRAGMA user_version=3"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "DROP TABLE statuses"), r"its tables are not those of a run"),
         (lambda p: sql(p, "CREATE VIEW v AS SELECT 1"), r"its tables are not those of a run"),
         (
             lambda p: sql(
@@ -217,8 +229,6 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
         (lambda p: sql(p, "UPDATE rows SET floats = 5"), r"values of wrong types or sizes"),
         (lambda p: sql(p, "UPDATE rows SET step = 'x'"), r"values of wrong types or sizes"),
         (lambda p: sql(p, "UPDATE rows SET absent = 'y'"), r"values of wrong types or sizes"),
-        (lambda p: sql(p, "UPDATE chunks SET maxima = x'00'"), r"values of wrong types or sizes"),
-        (lambda p: sql(p, "UPDATE chunks SET present = 1"), r"values of wrong types or sizes"),
         (lambda p: sql(p, "UPDATE series SET names = '{}'"), r"values of wrong types or sizes"),
         (
             lambda p: sql(p, """UPDATE series SET names = '["a", "a"]'"""),
@@ -261,8 +271,7 @@ def read_everything(path: pathlib.Path) -> None:
         run.status()
         _ = run.events
         for series in run:
-            list(series.summaries())
-            list(series.rows())
+            list(series.stored())
             for name in series.key.names:
                 series.of(name)
                 series.last(name)

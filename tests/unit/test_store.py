@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import gradsurgeon
-from gradsurgeon.store import Key, Records, merged
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.memory import merged
 
 KEY = Key("norms", "l2", "accumulated", ("a", "b"))
 

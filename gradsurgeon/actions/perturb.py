@@ -1,0 +1,69 @@
+"""The action `perturb`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._fields import TargetKind
+from gradsurgeon.actions._kinds import EditRule
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor, device
+
+
+class Perturb(EditRule):
+    """Multiply a tensor by 1 plus a little noise, to see how far rounding alone carries.
+
+    ## What it does
+    Multiplies every element by `1 + eps * noise`, with independent noise of a normal distribution. The numbers come
+    from a generator of its own, seeded with `seed`: the random state of the script stays as it is. Zeros stay zeros.
+
+    ## Why use it
+    Two runs that differ in rounding part, and later by much more than rounding. A run with a `perturb` of the size of
+    rounding shows by how much: `gradsurgeon compare` takes such runs as `--noise`, and `gradsurgeon run --perturb EPS`
+    makes one, with noise on the inputs and output gradients of all modules that own parameters.
+    Leave out modules that check their input: a probability of 1 must not become larger.
+
+    ## Cost
+    One draw and two passes over the tensor; never waits for the device.
+    """
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ("modules", "tensors")
+    linear: ClassVar[bool] = False
+    EXAMPLES: ClassVar = (Example({"eps": 1e-6}, [0.0, 0.0], expect=[0.0, 0.0]),)
+
+    action: Literal["perturb"] = "perturb"
+    eps: Annotated[float, Field(gt=0, lt=1, description="The size of the noise, such as 1e-6.")]
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="The seed of the noise.")] = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (
+            f"adds noise of {self.eps:g} of each element: the run is for comparing, not for use",
+        )
+
+    def compile(self) -> Edit:
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
+
+        generators: dict[device, Generator] = {}
+
+        def apply(tensor: Tensor) -> Tensor:
+            if tensor.device not in generators:
+                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self.seed)
+            wide = _numbers.in_float32(tensor)
+            noise = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
+            noise.normal_(1.0, self.eps, generator=generators[tensor.device])
+            return (wide * noise).to(tensor.dtype)
+
+        def apply_(tensors: Sequence[Tensor]) -> None:
+            for tensor in tensors:
+                tensor.copy_(apply(tensor))
+
+        return Edit(apply, apply_, lambda tensor: tensor.ne(0).any())

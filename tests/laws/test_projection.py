@@ -1,0 +1,202 @@
+"""Projections: two signed sums, alike however a tensor is laid out and cut."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import gradsurgeon
+from gradsurgeon import _numbers, _projection
+from gradsurgeon._projection import PERIOD, projections
+from gradsurgeon.tensors import measure
+
+MASK = 2**64 - 1
+
+
+def sign(pattern: int, index: int) -> int:
+    """Return one sign, by SplitMix64 in Python's whole numbers."""
+    state = ((index + 1) * 0x9E3779B97F4A7C15 + 1000 + pattern) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return -1 if state >> 63 else 1
+
+
+def signs(numel: int) -> Tensor:
+    """Return the signs of a tensor with so many elements, for both projections, as the definition says."""
+    places = range(numel)
+    if numel < 64 * PERIOD:
+        return torch.tensor([[sign(3 + k, i) for i in places] for k in range(2)]).double()
+    rows = torch.tensor([[sign(1 + k, i) for i in range(numel // PERIOD + 1)] for k in range(2)])
+    columns = torch.tensor([sign(0, i) for i in range(PERIOD)])
+    index = torch.arange(numel)
+    return (rows[:, index // PERIOD] * columns[index % PERIOD]).double()
+
+
+def check(tensor: Tensor, *, rel: float = 2e-6) -> None:
+    flat = tensor.detach()
+    flat = flat.to_dense() if flat.layout is not torch.strided else flat
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    flat = flat.reshape(-1).double()
+    difference = (projections(tensor) - signs(len(flat)) @ flat).abs().max().item()
+    assert difference <= rel * flat.norm().item()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    if dtype.is_complex:
+        return torch.complex(random(*shape), random(*shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64],
+)
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (40, 500), (300, 901), (2, 3, 50, 901)])
+def test_both_are_the_signed_sums_of_the_definition(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    check(random(*shape, dtype=dtype))
+
+
+def test_the_first_signs_are_fixed() -> None:
+    # Committed numbers: records of two versions of the package can be compared.
+    cpu = torch.device("cpu")
+    ones = [int((_projection._signs(pattern, 4096, cpu) > 0).sum()) for pattern in range(5)]
+    assert ones == ONES
+    first = ["".join("+-"[sign(pattern, i) < 0] for i in range(16)) for pattern in range(5)]
+    assert first == FIRST
+
+
+ONES = [2044, 2042, 2098, 2077, 2069]
+FIRST = [
+    "+--+--+--+--+-++",
+    "++++--++-----+-+",
+    "-++---+++-----+-",
+    "-+-+---++---+--+",
+    "-+-+---+-+-----+",
+]
+
+
+def test_layouts_are_alike() -> None:
+    image = random(8, 16, 12, 12)
+    assert torch.equal(projections(image), projections(image.to(memory_format=torch.channels_last)))
+    table = random(500, 700)
+    assert torch.equal(projections(table), projections(table.t().contiguous().t()))
+    assert not torch.allclose(projections(table), projections(table.t()))
+
+
+@pytest.mark.parametrize("width", [3, 200])
+def test_sparse_tensors_are_those_of_their_dense_form(width: int) -> None:
+    places = torch.tensor([[4, 1999, 4]])
+    found = torch.sparse_coo_tensor(places, random(3, width), (2000, width), check_invariants=True)
+    check(found)
+
+
+def test_empty_tensors_and_scalars() -> None:
+    assert projections(torch.empty(0, 4)).tolist() == [0.0, 0.0]
+    assert projections(torch.tensor(2.0)).abs().tolist() == [2.0, 2.0]
+
+
+def test_many_small_tensors_at_once_are_those_of_each() -> None:
+    tensors = [random(size) for size in (1, 7, 300, 1024)]
+    found = measure.of_small(["projection", "numel"], tensors)
+    each = torch.stack([projections(tensor) for tensor in tensors], 1).float()
+    torch.testing.assert_close(found[:2], each, rtol=1e-6, atol=1e-5)
+    assert found[2].tolist() == [1, 7, 300, 1024]
+
+
+def test_a_difference_shows_as_large_as_it_is() -> None:
+    """The mean over differences of the squared projection is the squared norm, for exchanges of parts, too."""
+    base = random(600, 512)
+    others = [
+        base + 1e-3,
+        base.roll(1, 0),
+        base[torch.randperm(600, generator=torch.Generator().manual_seed(0))],
+        base.view(600, 8, 64).flip(1).reshape(600, 512),
+        base * torch.cat([-torch.ones(64), torch.ones(448)]),
+        base.roll(PERIOD % 512, 1),
+        *(base + random(600, 512) * scale for scale in (1e-3, 1e-1)),
+    ]
+    shares = []
+    for other in others:
+        moved = projections(other) - projections(base)
+        shares.append((moved.square().mean().sqrt() / (other - base).double().norm()).item())
+    assert min(shares) > 0.02
+    assert 0.4 < (sum(share**2 for share in shares) / len(shares)) ** 0.5 < 2.5
+
+
+@pytest.fixture
+def mesh(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(60, 70), (700, 600)])
+@pytest.mark.parametrize("cuts", [(0,), (1,), (0, 1)])
+def test_parts_add_up_to_the_whole(shape: tuple[int, int], cuts: tuple[int, ...]) -> None:
+    """Cut as ranks cut: every part is given its indices, and uneven parts and empty ones occur."""
+    tensor = random(*shape)
+    pieces = [torch.tensor_split(torch.arange(size), 3) if d in cuts else (torch.arange(size),)
+              for d, size in enumerate(shape)]  # fmt: skip
+    found = torch.zeros(2, dtype=torch.float64)
+    for rows, columns in itertools.product(*pieces):
+        part = tensor[rows][:, columns]
+        found += _projection._of_block(part, [rows, columns], list(shape), tensor.numel())
+    torch.testing.assert_close(found, projections(tensor), rtol=0, atol=1e-3)
+
+
+def test_a_sharded_tensor_of_one_rank_is_the_tensor(mesh: Any) -> None:
+    tensor = random(30, 40)
+    for dim in (0, 1):
+        sharded = DTensor.from_local(tensor, mesh, [Shard(dim)])
+        torch.testing.assert_close(projections(sharded), projections(tensor))
+
+
+@pytest.mark.parametrize("numel", [2**17, 3_000_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_large_tensors_have_six_digits(numel: int, dtype: torch.dtype) -> None:
+    tensor = random(numel, dtype=dtype).abs()
+    exact = tensor.double().norm().item()
+    assert measure.statistic("l2", tensor).item() == pytest.approx(exact, rel=1e-6)
+    assert _numbers.norms([tensor]).item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_records_have_two_columns() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "grads", "action": "norm-log", "params": "*", "stats": ["l2", "projection"]},
+            {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward", "stats": ["projection", "numel"]},
+            {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output", "stats": ["projection"]},
+            {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": ["projection"]},
+        ],
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        inputs = torch.randn(2, 4)
+        output = model(inputs)
+        output.sum().backward()
+        grad = model[0].weight.grad.clone()
+        optimizer.step()
+
+    def recorded(name: str, rule: str) -> Tensor:
+        return torch.tensor(
+            [session.latest(name, f"projection_{k}", rule=rule) for k in (1, 2)]
+        ).double()
+
+    torch.testing.assert_close(recorded("0.weight", "grads"), projections(grad))
+    torch.testing.assert_close(recorded("0.weight", "contributions"), projections(grad))
+    torch.testing.assert_close(recorded("1", "outputs"), projections(output))
+    torch.testing.assert_close(recorded("0.weight", "weights"), projections(model[0].weight))
+    assert session.latest("0.weight", "numel", rule="contributions") == 12

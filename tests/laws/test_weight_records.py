@@ -1,0 +1,357 @@
+"""Records of weights and updates: what copies taken by hand around `step()` say."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
+
+import gradsurgeon
+from gradsurgeon.cli import main
+from gradsurgeon.report import summary
+from gradsurgeon.runtime.weight_records import SAMPLE
+from gradsurgeon.statistics import STATISTICS
+
+STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
+OF_UPDATE = [*STATS, "ratio", "moved"]
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
+        {
+            "id": "updates",
+            "action": "norm-log",
+            "params": "*",
+            "tensor": "update",
+            "stats": OF_UPDATE,
+        },
+    ],
+}
+
+
+def with_rule(**rule: Any) -> dict[str, Any]:
+    return {**RULES, "rules": [*RULES["rules"], rule]}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
+
+
+def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
+    old, new = before.double(), after.double()
+    change = new - old
+    return {
+        "l1": change.abs().sum().item(),
+        "l2": change.norm().item(),
+        "linf": change.abs().max().item(),
+        "mean": change.mean().item(),
+        "std": change.std(correction=0).item(),
+        "min": change.min().item(),
+        "max": change.max().item(),
+        "zeros": (change == 0).sum().item(),
+        "nonfinite": (~change.isfinite()).sum().item(),
+        "ratio": (change.norm() / new.norm()).item(),
+        # A weight that stays NaN does not move.
+        "moved": ((change != 0) & ~(old.isnan() & new.isnan())).double().mean().item(),
+    }
+
+
+Seen = dict[int, dict[str, tuple[Tensor, Tensor]]]
+
+
+def trained(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rules: dict[str, Any] = RULES,
+    *,
+    steps: int = 4,
+    bad: int | None = None,
+    **options: Any,
+) -> tuple[gradsurgeon.Session, Seen]:
+    """Train; return the session, and the weights before and after each update."""
+    seen: Seen = {}
+    session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
+    for step in range(steps):
+        inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+
+        def closure(inputs: Tensor = inputs, step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(inputs).square().mean() * (torch.nan if step == bad else 1.0)
+            loss.backward()
+            return loss
+
+        old = {name: param.detach().clone() for name, param in model.named_parameters()}
+        if isinstance(optimizer, LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        seen[step] = {
+            name: (old[name], param.detach().clone()) for name, param in model.named_parameters()
+        }
+    return session, seen
+
+
+def check(session: gradsurgeon.Session, seen: Seen) -> None:
+    """Hold all records against copies by hand."""
+    names = list(next(iter(seen.values())))
+    for name in names:
+        for stat in OF_UPDATE:
+            expected = [(step, by_hand(*seen[step][name])[stat]) for step in sorted(seen)]
+            found = session.history(name, stat, rule="updates")
+            assert [step for step, _ in found] == [step for step, _ in expected]
+            torch.testing.assert_close(
+                torch.tensor([value for _, value in found], dtype=torch.float64),
+                torch.tensor([value for _, value in expected], dtype=torch.float64),
+                rtol=1e-5,
+                atol=1e-7,
+                equal_nan=True,
+            )
+        norms = [seen[step][name][1].double().norm().item() for step in sorted(seen)]
+        found = [value for _, value in session.history(name, "l2", rule="weights")]
+        assert found == pytest.approx(norms, rel=1e-5, nan_ok=True)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: SGD(model.parameters(), lr=0.1),
+    "for-loop": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False),
+    "fused": lambda model: AdamW(model.parameters(), lr=0.1, fused=True),
+    "no-update": lambda model: SGD(model.parameters(), lr=0.0),
+    # Evaluates the closure many times in one update.
+    "lbfgs": lambda model: LBFGS(model.parameters(), lr=0.1, max_iter=5),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_records_are_those_of_copies_by_hand(kind: str) -> None:
+    model = net()
+    session, seen = trained(model, OPTIMIZERS[kind](model))
+    check(session, seen)
+    session.remove()
+
+
+@pytest.mark.parametrize("then", ["skip-step", "warn"])
+def test_a_skipped_update_has_no_record(then: str) -> None:
+    model, trap = net(), {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+    with warnings.catch_warnings(action="ignore"):
+        session, seen = trained(model, SGD(model.parameters(), lr=0.1), with_rule(**trap), bad=2)
+        if then == "skip-step":
+            del seen[2]
+        check(session, seen)
+        session.remove()
+
+
+def test_a_scaler_that_skips_leaves_no_record() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    session = gradsurgeon.apply(model, RULES, optimizer=optimizer, scaler=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean() * (torch.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [step for step, _ in session.history("0.weight", "moved")] == [0, 2, 3]
+    session.remove()
+
+
+def test_frozen_weights_have_updates_of_zero() -> None:
+    model = net()
+    rules = with_rule(id="still", action="freeze", params="0.*")
+    session, seen = trained(model, AdamW(model.parameters(), lr=0.1), rules)
+    check(session, seen)
+    assert {value for _, value in session.history("0.weight", "moved")} == {0.0}
+    assert {value for _, value in session.history("0.weight", "ratio")} == {0.0}
+    assert session.latest("2.weight", "moved") == 1.0
+    session.remove()
+
+
+def test_a_weight_that_leaves_zero_has_a_ratio_of_one() -> None:
+    model = net()
+    nn.init.zeros_(model[2].weight)
+    session, _ = trained(model, SGD(model.parameters(), lr=0.1), steps=1)
+    assert session.latest("2.weight", "ratio") == pytest.approx(1.0)
+    session.remove()
+
+
+def test_rules_act_in_their_steps_only() -> None:
+    model = net()
+    rules = {**RULES, "rules": [rule | {"steps": {"every": 3}} for rule in RULES["rules"]]}
+    session, seen = trained(model, SGD(model.parameters(), lr=0.1), rules, steps=7)
+    check(session, {step: seen[step] for step in (0, 3, 6)})
+    session.remove()
+
+
+def test_nothing_changes_for_the_training() -> None:
+    def weights(rules: dict[str, Any]) -> list[Tensor]:
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        session, _ = trained(model, optimizer, rules)
+        session.remove()
+        return [param.detach() for param in model.parameters()]
+
+    one_norm = {"id": "norm", "action": "norm-log", "params": "0.bias"}
+    plain_rules = {"version": 1, "rules": [one_norm]}
+    for plain, observed in zip(weights(plain_rules), weights(RULES), strict=True):
+        assert torch.equal(plain, observed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_moves_as_far_as_rounding_lets_it(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    optimizer = SGD(model.parameters(), lr=2e-2)
+    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
+    old = model[0].weight.detach().clone()
+    model(torch.randn(16, 6, dtype=dtype)).float().square().mean().backward()
+    optimizer.step()
+    expected = by_hand(old, model[0].weight.detach())
+    # Rounding has swallowed the update of some elements, and the others are those of the weight itself.
+    assert 0.0 < expected["moved"] < 1.0
+    for stat in ("moved", "l2", "ratio", "zeros"):
+        assert session.latest("0.weight", stat, rule="updates") == pytest.approx(
+            expected[stat], rel=1e-5
+        )
+    session.remove()
+
+
+class Rows(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 64, sparse=sparse)
+
+    def forward(self, places: Tensor) -> Tensor:
+        found: Tensor = self.table(places)
+        return found
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_large_parameter_is_sampled(sparse: bool) -> None:
+    torch.manual_seed(0)
+    model = Rows(sparse=sparse)
+    optimizer: Optimizer = (
+        SparseAdam(model.parameters(), lr=0.1) if sparse else Adam(model.parameters(), lr=0.1)
+    )
+    weight = model.table.weight
+    assert weight.numel() > 10 * SAMPLE
+    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
+    for _ in range(2):
+        old = weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.arange(0, 5000, 4)).square().sum().backward()
+        optimizer.step()
+    expected = by_hand(old, weight.detach())
+    found = {stat: session.latest("table.weight", stat, rule="updates") for stat in OF_UPDATE}
+    assert expected["moved"] == 0.25
+    for stat in ("l1", "l2", "zeros", "ratio", "moved", "std"):
+        assert found[stat] == pytest.approx(expected[stat], rel=0.05)
+    # The weight itself is measured whole.
+    exact = weight.detach().double().norm().item()
+    assert session.latest("table.weight", "l2", rule="weights") == pytest.approx(exact, rel=1e-5)
+    session.remove()
+
+
+def test_each_optimizer_has_records_of_its_own_updates() -> None:
+    model = net()
+    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, RULES, optimizer=[first, second])
+    for step in range(4):
+        model.zero_grad()
+        model(torch.ones(2, 6)).square().mean().backward()
+        first.step()
+        if step % 2:
+            second.step()
+    assert len(session.history("0.weight", "moved")) == 4
+    assert len(session.history("2.weight", "moved")) == 2
+    session.remove()
+
+
+def test_updates_inside_backward_have_records() -> None:
+    model = net()
+    optimizers = {param: SGD([param], lr=0.1) for param in model.parameters()}
+    session = gradsurgeon.apply(model, RULES, optimizer=[*optimizers.values()])
+
+    def update(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    old = model[0].weight.detach().clone()
+    model(torch.ones(2, 6)).square().mean().backward()
+    moved = (model[0].weight.detach() - old).norm().item()
+    assert session.latest("0.weight", "l2", rule="updates") == pytest.approx(moved, rel=1e-5)
+    session.remove()
+
+
+def test_updates_by_hand_have_no_record_and_the_session_says_why() -> None:
+    model = net()
+    with warnings.catch_warnings(action="ignore"):
+        session = gradsurgeon.apply(model, RULES, optimizer=[])
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            session.tick()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(0.1 * param.grad)
+        session.remove()
+    texts = [event.message for event in session.events if event.rule == "updates"]
+    assert any("no torch optimizer updated a parameter the rule matched" in text for text in texts)
+
+
+def test_the_report_shows_weights_and_updates_and_does_not_cry_wolf(tmp_path: Path) -> None:
+    model = net()
+    nn.init.zeros_(model[2].weight)  # grows by any factor
+    rules = with_rule(id="grads", action="norm-log", params="*")
+    session, _ = trained(
+        model, SGD(model.parameters(), lr=0.1), rules, steps=30, record=tmp_path / "run"
+    )
+    session.remove()
+    report = summary(session)
+    titles = [table.title for table in report.tables]
+    assert titles[:5] == [
+        "norms (l2) of 4 weights, recorded by weights (at updated)",
+        "norms (l2) of 4 updates, recorded by updates (at updated)",
+        "update over weight, of 4 parameters, recorded by updates (at updated)",
+        "share of elements moved, of 4 parameters, recorded by updates (at updated)",
+        "norms (l2) of 4 parameters, recorded by grads (at accumulated)",
+    ]
+    assert not [remark for remark in report.remarks if "weight)" in remark or "update)" in remark]
+
+
+def test_a_parameter_without_gradients_is_named_although_its_weight_is_recorded() -> None:
+    model = net()
+    model[0].spare = nn.Linear(2, 2)
+    rules = with_rule(id="grads", action="norm-log", params="*")
+    session, _ = trained(model, SGD(model.parameters(), lr=0.1), rules)
+    session.remove()
+    assert "never got a gradient: 0.spare.weight, 0.spare.bias" in summary(session).remarks
+
+
+def test_thresholds_are_not_suggested_from_norms_of_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net()
+    rules = with_rule(id="grads", action="norm-log", params="*")
+    session, _ = trained(
+        model, SGD(model.parameters(), lr=0.001), rules, steps=200, record=tmp_path / "run"
+    )
+    norms = [value for _, value in session.history("0.weight", rule="grads")]
+    session.remove()
+    main(["suggest", str(tmp_path / "run")])
+    text = capsys.readouterr().out
+    assert "by `grads` at accumulated" in text
+    threshold = float(text.rpartition("max_norm: ")[2])
+    assert min(norms) < threshold < 2 * max(norms)
+
+
+def test_only_statistics_of_updates_get_pairs() -> None:
+    assert {stat for stat, how in STATISTICS.items() if how.of_update} == {"ratio", "moved"}
