@@ -23,7 +23,7 @@ from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon.planning.table import grid
 
 STEPS, EPS, NOISE = 3, 1e-6, 3
-RULES: Any = "gradsurgeon:fingerprint@1"
+PACK = "gradsurgeon:fingerprint@1"
 _SAMPLES, _TOKENS = 8, 32
 
 
@@ -201,9 +201,8 @@ def train(
     optimizer = torch.optim.AdamW(
         training.groups(), training.lr, betas=training.betas, **training.options
     )
-    if noise:
-        _perturb(model, noise)
-    with gradsurgeon.apply(model, RULES, optimizer=optimizer, record=path, start_step=start):
+    rules = _noisy(noise) if noise else PACK
+    with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path, start_step=start):
         for step, batch in enumerate(_batches(kind, seed)):
             torch.manual_seed(step)
             for x, y in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):
@@ -214,6 +213,14 @@ def train(
             optimizer.zero_grad()
     torch.set_num_threads(1)
     return path
+
+
+def _noisy(seed: int) -> dict[str, Any]:
+    """Return the rules of a noise run, as `gradsurgeon run --perturb` makes them."""
+    noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": EPS}
+    tensors = {"noise-in": "input", "noise-back": "output.grad"}
+    rules = [{"id": id_, "tensor": one, "seed": seed, **noise} for id_, one in tensors.items()]
+    return {"version": 1, "include": [PACK], "rules": rules}
 
 
 def compared(
@@ -284,24 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(grid(quiet)))
     print(f"{time.perf_counter() - start:.0f} s")
     return int(wrong > 0)
-
-
-def _perturb(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def noisy(x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
-            return x
-        return x * (1 + EPS * torch.randn(x.shape, generator=generator))
-
-    def watched(_: nn.Module, given: Any, output: Any) -> None:
-        del given
-        output.register_hook(noisy)
-
-    for module in model.modules():
-        if list(module.parameters(recurse=False)):
-            module.register_forward_pre_hook(lambda _, given: tuple(map(noisy, given)))
-            module.register_forward_hook(watched)
 
 
 if __name__ == "__main__":
