@@ -44,8 +44,8 @@ class Training:
         params = [p for name, p in self.model.named_parameters() if name != self.skipped]
         flat = [p for p in params if p.dim() < 2]
         return [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-            {"params": flat, "weight_decay": 0.1 * self.decay_all},
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.5},
+            {"params": flat, "weight_decay": 0.5 * self.decay_all},
         ]
 
 

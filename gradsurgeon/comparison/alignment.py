@@ -32,6 +32,9 @@ _PAIR = np.dtype(
 )
 # Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
 _LATE = 2**40
+_OTHER_BATCHES = "other batches or micro-batches"
+_DIVIDED = "divide the samples differently; where a statistic of the batch counts, as in batch norm, such runs truly differ"
+_FEW = "fewer than three noise runs measured the tolerance: false alarms are likelier"
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,19 @@ class Pairs:
             return np.where(distance == 0, 0.0, distance / self.cells["limit"])
 
     def kind(self, at: int) -> Kind:
-        return self.kinds[self.cells["kind"][at]]
+        return self.kinds[int(self.cells["kind"][at])]
 
     def name(self, at: int) -> str:
-        return self.names[self.cells["name"][at]]
+        return self.names[int(self.cells["name"][at])]
 
     def like(self, at: int, *keys: str) -> Flags:
         """Return which tensors are like one of them in some fields."""
-        return np.all([self.cells[key] == self.cells[key][at] for key in keys], axis=0)
+        alike = [self.cells[key] == self.cells[key][at] for key in keys]
+        return np.asarray(np.all(alike, axis=0))
 
     def of_base(self, base: str) -> Flags:
         """Return which tensors are of a kind such as `input`."""
-        return np.array([kind.base == base for kind in self.kinds])[self.cells["kind"]]
+        return np.asarray([self.kinds[kind].base == base for kind in self.cells["kind"]], bool)
 
 
 def align(
@@ -77,37 +81,42 @@ def align(
         RecordError: the runs have no kind of tensor, no tensor or no step in common.
     """
     kinds, names = list(words.kinds), list(words.names)
+    common = run.bound.keys() & reference.bound.keys()
+
+    def told_kinds(one: Reading) -> str:
+        return "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
+
+    def told_names(one: Reading) -> str:
+        return f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
+
+    _need(
+        common, run, reference, told_kinds, "record both by the rules `gradsurgeon:fingerprint@1`"
+    )
     steps = run.steps
-    _refuse_unless(run.bound.keys() & reference.bound.keys(), run, reference, _KINDS, _kinds(kinds))
     for one in (reference, *noise):
         steps = np.intersect1d(steps, one.steps)
-        _refuse_unless(steps, run, one, _STEPS, _steps)
+        _need(steps, run, one, _told_steps, "record the same steps, by `steps` or `start_step`")
     both = np.zeros((len(kinds), len(names)), bool)
-    for kind in run.bound.keys() & reference.bound.keys():
+    for kind in common:
         both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
-    readings = (run, reference, *noise)
-    cells, values = _joined(readings, steps, both)
-    _refuse_unless(cells, run, reference, _NAMES, _names(names))
-    notes = []
+    cells, values = _joined((run, reference, *noise), steps, both)
     of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
-    sizes = values[:2, :, 3]
-    other = of_modules & (sizes[0] != sizes[1]) & ~np.isnan(sizes[:2]).any(axis=0)
+    other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
+    other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
     cells["state"][other & (cells["state"] == BOTH)] = RESIZED
+    notes = []
     ranks = [one.meta.get("ranks") for one in (run, reference)]
-    if ranks[0] != ranks[1] or 2 * (cells["state"][of_modules] != BOTH).sum() > of_modules.sum():
+    unlike = (cells["state"] != BOTH) & of_modules
+    if ranks[0] != ranks[1] or 2 * unlike.sum() > of_modules.sum():
         cells, values = cells[~of_modules], values[:, ~of_modules]
-        why = (
-            f"{ranks[0]} and {ranks[1]} ranks"
-            if ranks[0] != ranks[1]
-            else "other batches or micro-batches"
-        )
-        notes.append(
-            f"only gradients and weights are compared: {why} divide the samples differently; where a statistic of the "
-            "batch counts, as in batch norm, such runs truly differ"
-        )
-        _refuse_unless(cells, run, reference, _NAMES, _names(names))
+        counts = f"{ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else _OTHER_BATCHES
+        notes.append(f"only gradients and weights are compared: {counts} {_DIVIDED}")
+    _need(
+        cells, run, reference, told_names, "name what was renamed by lines `old: new` in --map FILE"
+    )
     groups = cells["step"] * len(kinds) + cells["kind"]
-    drift, rule = np.zeros(len(cells)), tolerance.without_noise(run.meta, reference.meta)
+    drift: Floats = np.zeros(len(cells))
+    rule = tolerance.without_noise(run.meta, reference.meta)
     if noise:
         drift = tolerance.noise_of(values[2:, :, :3], values[1, :, :3])
     elif rule.kind == "bound":
@@ -118,9 +127,7 @@ def align(
     if noise:
         rule = tolerance.by_noise(drift[cells["step"] == steps[0]])
         if len(noise) < 3:  # noqa: PLR2004 # with three the trials had no false alarm
-            notes.append(
-                "fewer than three noise runs measured the tolerance: false alarms are likelier"
-            )
+            notes.append(_FEW)
     cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
     cells["distance"][cells["state"] != BOTH] = np.inf
     cells["limit"] = rule.times * drift + rule.least
@@ -129,6 +136,10 @@ def align(
     _place(cells, values[1], kinds, names, reference.chains)
     cells = cells[np.lexsort([cells["rank"], cells["place"], cells["step"]])]
     return Pairs(kinds, names, cells), rule, notes
+
+
+def _told_steps(one: Reading) -> str:
+    return f"the steps {one.steps[0]} to {one.steps[-1]}"
 
 
 def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats]:
@@ -178,7 +189,8 @@ def _place(
         event = kinds[kind_of[at]].base == "output", names[cells["name"][at]], int(turn[at])
         numbers.setdefault(event, tuple(values[at, :3].tolist()))
     inside = [[name for name in chain if name in most] for chain in chains]
-    events = order.forward_order(inside, [name for name in names if name in most], most, numbers)
+    modules = order.merged(inside, [name for name in names if name in most])
+    events = order.forward_order(modules, most, numbers)
     owners = [events.get((True, order.parent_of(name, most), 0), -1) for name in names]
 
     def place_of(kind: int, name: int, turn: int, part: int) -> int:
@@ -194,31 +206,10 @@ def _place(
     cells["place"] = places[which.reshape(-1)]
 
 
-_KINDS = "record both with the same rules, such as `gradsurgeon:fingerprint@1`"
-_STEPS = "record the same steps of both, by `steps` of the rules or `start_step` of `apply`"
-_NAMES = "name what was renamed in a file with lines `old: new`, and pass it with --map"
-
-
-def _kinds(kinds: Sequence[Kind]) -> Callable[[Reading], str]:
-    return lambda one: "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
-
-
-def _steps(one: Reading) -> str:
-    return f"the steps {one.steps[0]} to {one.steps[-1]}"
-
-
-def _names(names: Sequence[str]) -> Callable[[Reading], str]:
-    return lambda one: (
-        f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
-    )
-
-
-def _refuse_unless(
-    common: Any, run: Reading, other: Reading, remedy: str, told: Callable[[Reading], str]
+def _need(
+    common: Any, run: Reading, other: Reading, told: Callable[[Reading], str], do: str
 ) -> None:
     if len(common) == 0:
-        paths = [printable(one.path) for one in (run, other)]
-        raise RecordError(
-            f"{paths[0]} and {paths[1]} have nothing in common to compare: the first has {told(run)}, the second "
-            f"{told(other)}; {remedy}"
-        )
+        paths = f"{printable(run.path)} and {printable(other.path)}"
+        found = f"the first has {told(run)}, the second {told(other)}"
+        raise RecordError(f"{paths} have nothing in common to compare: {found}; {do}")

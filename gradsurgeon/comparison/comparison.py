@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,8 @@ import numpy as np
 from gradsurgeon._libraries import library
 from gradsurgeon.comparison import findings, names, text
 from gradsurgeon.comparison.alignment import Pairs, align
-from gradsurgeon.comparison.findings import Module, Step, Tensor
+from gradsurgeon.comparison.findings import Answer
 from gradsurgeon.comparison.reading import Reading, Words, read
-from gradsurgeon.comparison.tolerance import Tolerance
 from gradsurgeon.report.run import open_run
 from gradsurgeon.store.run import Run
 
@@ -27,48 +26,8 @@ VERSION = 1
 Source = str | os.PathLike[str] | Run
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Where a run parts from a reference. ``print`` shows it in words.
-
-    Attributes:
-        alike: whether the runs agree.
-        run: the directory of the run.
-        reference: the directory of the reference.
-        step: the first step in which they part, `None` if they do not.
-        phase: where in the step: ``"forward"``, ``"backward"``, ``"gradient"`` or ``"update"``.
-        inside: the innermost module around the first difference whose input agrees.
-        last: the last tensors that agree, each with name, distance and tolerance.
-        first: the first tensors that do not, in the order of execution.
-        modules: the modules that add to the difference in that forward pass.
-        steps: how many tensors are apart in each step, and how far.
-        growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
-        largest: the tensor whose distance is the most times its tolerance.
-        only_run: names that only the run has. Parameters among them make the runs differ.
-        only_reference: names that only the reference has.
-        undecided: tensors that rounding decides in some step, so that they say nothing there.
-        tolerance: how tolerances came about.
-        notes: what else a reader has to know.
-    """
-
-    alike: bool
-    run: str
-    reference: str
-    step: int | None
-    phase: str
-    inside: str
-    last: tuple[Tensor, ...]
-    first: tuple[Tensor, ...]
-    modules: tuple[Module, ...]
-    steps: tuple[Step, ...]
-    growth: str
-    largest: Tensor | None
-    only_run: tuple[str, ...]
-    only_reference: tuple[str, ...]
-    undecided: tuple[str, ...]
-    tolerance: Tolerance
-    notes: tuple[str, ...]
-    pairs: Pairs = field(repr=False, compare=False)
+class Comparison(Answer):
+    __doc__ = Answer.__doc__
 
     def __str__(self) -> str:
         return "\n".join(text.lines(self))
@@ -134,15 +93,14 @@ def compare(
             source if isinstance(source, Run) else stack.enter_context(open_run(source))
             for source in (run, reference, *sources)
         )
-        words, rename = Words(), str
+        words, rename = Words(), names.renaming({})
         if renamed is not None:
-            known = [Words(), Words()]
-            for one, of in zip((b, a), known, strict=True):
-                read(one, of)
-            rename = names.renaming(names.read(renamed, *(of.names for of in known)))
+            old, new = Words(), Words()
+            read(b, old, rename), read(a, new, rename)
+            rename = names.renaming(names.read(renamed, old.names, new.names))
         # The reference comes first: its names make the order.
         of_reference = read(b, words, rename)
-        of_run = read(a, words)
+        of_run = read(a, words, str)
         return _compared(of_run, of_reference, [read(one, words, rename) for one in more], words)
 
 

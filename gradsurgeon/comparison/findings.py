@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,13 @@ from gradsurgeon.comparison.alignment import (
     RESIZED,
     Pairs,
 )
-from gradsurgeon.comparison.order import parent_of
+from gradsurgeon.comparison.order import is_inside, parent_of
+from gradsurgeon.comparison.tolerance import Tolerance
 
 _LAST, _FIRST = 3, 5
-# A module adds to a difference if so many times as much goes out as came in.
-_ADDS, _MODULES, _GROWS = 3.0, 8, 2.0
+# A module adds to a difference if so many times as much goes out as came in. A projection is a sample: it can be
+# several times too small.
+_ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
 _WORDS = {
     "output.grad": "output gradient of {}",
     "input.grad": "input gradient of {}",
@@ -69,6 +72,50 @@ class Step(NamedTuple):
     largest: float
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Where a run parts from a reference. ``print`` shows it in words.
+
+    Attributes:
+        alike: whether the runs agree.
+        run: the directory of the run.
+        reference: the directory of the reference.
+        step: the first step in which they part, `None` if they do not.
+        phase: where in the step: ``"forward"``, ``"backward"``, ``"gradient"`` or ``"update"``.
+        inside: the innermost module around the first difference whose input agrees.
+        last: the last tensors that agree, each with name, distance and tolerance.
+        first: the first tensors that do not, in the order of execution.
+        modules: the modules that add to the difference in that forward pass.
+        steps: how many tensors are apart in each step, and how far.
+        growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
+        largest: the tensor whose distance is the most times its tolerance.
+        only_run: names that only the run has. Parameters among them make the runs differ.
+        only_reference: names that only the reference has.
+        undecided: tensors that rounding decides in some step, so that they say nothing there.
+        tolerance: how tolerances came about.
+        notes: what else a reader has to know.
+    """
+
+    alike: bool
+    run: str
+    reference: str
+    step: int | None
+    phase: str
+    inside: str
+    last: tuple[Tensor, ...]
+    first: tuple[Tensor, ...]
+    modules: tuple[Module, ...]
+    steps: tuple[Step, ...]
+    growth: str
+    largest: Tensor | None
+    only_run: tuple[str, ...]
+    only_reference: tuple[str, ...]
+    undecided: tuple[str, ...]
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+    pairs: Pairs = field(repr=False, compare=False)
+
+
 def words(pairs: Pairs, at: int) -> str:
     kind = pairs.kind(at)
     text = _WORDS.get(kind.base, f"{kind.base} of {{}}").format(pairs.name(at))
@@ -83,11 +130,10 @@ def tensor_of(pairs: Pairs, at: int) -> Tensor:
     why = _STATES.get(int(cell["state"]), "")
     if not why and np.isinf(cell["distance"]):
         why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
-    place = (int(cell[key]) for key in ("part", "call", "rank"))
-    distances = float(cell["distance"]), float(cell["limit"])
-    return Tensor(
-        pairs.name(at), kind.tensor, int(cell["step"]), kind.phase, *place, *distances, why, text
-    )
+    step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
+    far, limit = float(cell["distance"]), float(cell["limit"])
+    name = pairs.name(at)
+    return Tensor(name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text)
 
 
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
@@ -107,8 +153,9 @@ def inside_of(pairs: Pairs, border: int) -> str:
     kind, name = pairs.kind(border), pairs.name(border)
     inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
     agree: dict[str, bool] = {}
+    unlike = pairs.apart | pairs.cells["undecided"]
     for at in np.flatnonzero(inputs).tolist():
-        fine = not (pairs.apart[at] or pairs.cells["undecided"][at])
+        fine = not unlike[at]
         agree[pairs.name(at)] = agree.get(pairs.name(at), True) and fine
     around = name if kind.base == "output" else parent_of(name, agree)
     while around and not agree.get(around):
@@ -133,7 +180,11 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
     added = [one for one in added if one[0] >= _ADDS]
     # A module adds what the modules inside it add.
     names = [module.name for _, module in added]
-    inner = [one for one in added if not any(name.startswith(f"{one[1].name}.") for name in names)]
+    inner = [
+        one
+        for one in added
+        if not any(name != one[1].name and is_inside(name, one[1].name) for name in names)
+    ]
     most = sorted(inner, key=lambda one: -one[0])[:_MODULES]
     return [one[1] for one in inner if one in most]
 

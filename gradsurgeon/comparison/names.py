@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from typing import NoReturn
 
 from gradsurgeon import source
+from gradsurgeon.comparison.order import is_inside
 from gradsurgeon.errors import Place, Problem, RuleFileError, did_you_mean
 
 Renamed = str | os.PathLike[str] | Mapping[str, str]
@@ -25,37 +27,35 @@ def read(renamed: Renamed, old: Collection[str], new: Collection[str]) -> Mappin
     Raises:
         RuleFileError: the file is no such mapping, or has names that the runs lack.
     """
-    given = isinstance(renamed, Mapping)
-    document = source.parse("", "<names>") if isinstance(renamed, Mapping) else source.read(renamed)
-    data: object = renamed if given else document.data
-    if document.problems and not given:
-        raise RuleFileError(document.problems)
-    if not isinstance(data, Mapping):
+    if isinstance(renamed, Mapping):
+        document, data = source.parse("", "<names>"), renamed
+    else:
+        document = source.read(renamed)
+        data = document.data if isinstance(document.data, dict) else {}
+        if document.problems:
+            raise RuleFileError(document.problems)
+    if not data:
         _refuse(document.place(()), "the file has no names", _HINT)
-    for name, value in data.items():
+    for name, value in dict[str, object](data).items():
         if not isinstance(value, str) or not value:
             _refuse(document.place((name,)), f"the new name of `{name}` is no text", _HINT)
         for where, known, one in (("reference", old, name), ("run", new, value)):
-            if not any(_begins(each, one) for each in known):
+            if not any(is_inside(each, one) for each in known):
                 hint = did_you_mean(one, {*known, *(each.rpartition(".")[0] for each in known)})
                 message = f"the {where} has no name that is `{one}`, or begins with `{one}.`"
                 _refuse(document.key_place((name,)), message, hint)
     return data
 
 
-def _refuse(place: Place, message: str, hint: str) -> None:
+def _refuse(place: Place, message: str, hint: str) -> NoReturn:
     raise RuleFileError([Problem(place, "bad-map", message, hint)])
-
-
-def _begins(name: str, prefix: str) -> bool:
-    return f"{name}.".startswith(f"{prefix}.")
 
 
 def renaming(names: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function that replaces the longest known prefix of a name."""
 
     def rename(name: str) -> str:
-        old = max((old for old in names if _begins(name, old)), key=len, default="")
+        old = max((old for old in names if is_inside(name, old)), key=len, default="")
         return f"{names[old]}{name[len(old) :]}" if old else name
 
     return rename

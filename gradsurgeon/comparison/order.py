@@ -19,6 +19,11 @@ _Key = tuple[float, ...]
 Numbers = tuple[float, ...]
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Return whether a name is a module, or lies in it."""
+    return f"{name}.".startswith(f"{module}.")
+
+
 def parent_of(name: str, known: Mapping[str, object]) -> str:
     """Return the innermost known module around a tensor or module, empty if there is none."""
     while "." in name:
@@ -53,7 +58,7 @@ def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _walk(names: Sequence[str], known: Mapping[str, object]) -> Iterator[tuple[bool, str]]:
+def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
     """Yield inputs and outputs of modules in pre-order: an output comes after everything inside the module."""
     stack: list[str] = []
     for name in names:
@@ -65,49 +70,30 @@ def _walk(names: Sequence[str], known: Mapping[str, object]) -> Iterator[tuple[b
 
 
 def forward_order(
-    chains: Sequence[Sequence[str]],
-    names: Sequence[str],
-    calls: Mapping[str, int],
-    numbers: Mapping[Event, Numbers],
+    order: Sequence[str], calls: Mapping[str, int], numbers: Mapping[Event, Numbers]
 ) -> dict[Event, int]:
     """Return the place of each input and output in a forward pass.
 
     Args:
-        chains: names of modules in the order in which they first ran.
-        names: the names of all modules, in the order of the model.
+        order: names of modules, in the order of their first call.
         calls: how often each module runs in a pass.
         numbers: the numbers of each input and output.
     """
-    order = merged(chains, names)
-    known = dict.fromkeys(order)
     keys: dict[Event, _Key] = {}
-    once = [name for name in order if calls[name] == 1]
-    for place, (is_output, name) in enumerate(_walk(once, known)):
-        keys[is_output, name, 0] = (float(place),)
-    units = [
-        name
-        for name in order
-        if calls[name] > 1 and calls.get(parent_of(name, known)) != calls[name]
-    ]
-    for number, root in enumerate(units):
-        inside = [
-            name
-            for name in order
-            if calls[name] == calls[root] and f"{name}.".startswith(f"{root}.")
-        ]
-        before: _Key = (-1.0,)
-        for call in range(calls[root]):
-            found = _anchor(root, call, keys, numbers)
-            start = max(found or _usual(root, call, order, keys), before)
-            for place, (is_output, name) in enumerate(_walk(inside, known)):
-                keys[is_output, name, call] = (
-                    *start,
-                    1.0,
-                    float(number),
-                    float(call),
-                    float(place),
-                )
-            before = keys[True, root, call]
+    for place, (is_output, name) in enumerate(_walk([name for name in order if calls[name] == 1])):
+        keys[is_output, name, 0] = (place,)
+    for number, root in enumerate(order):
+        count = calls[root]
+        if count == 1 or calls.get(parent_of(root, calls)) == count:
+            continue  # it has its place, or goes with the module around it
+        inside = [name for name in order if calls[name] == count and is_inside(name, root)]
+        last: _Key = (-1,)
+        for call in range(count):
+            start = _anchor(root, call, keys, numbers) or _usual(root, call, order, keys)
+            last = max(start, last)
+            for place, (is_output, name) in enumerate(_walk(inside)):
+                keys[is_output, name, call] = (*last, 1, number, call, place)
+            last = keys[True, root, call]
     return {event: place for place, event in enumerate(sorted(keys, key=keys.__getitem__))}
 
 
@@ -115,21 +101,23 @@ def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key
     """Return a likely place: after the module before it, or for a later call at the end of the module around it."""
     if call == 0:
         place = order.index(root)
-        last = order[place - 1] if place else ""
-        return keys.get((not root.startswith(f"{last}."), last, 0), (-1.0,))
+        before = order[place - 1] if place else ""
+        return keys.get((not is_inside(root, before), before, 0), (-1,))
     end = keys.get((True, parent_of(root, dict.fromkeys(order)), 0), (float("inf"),))
-    return max((key for key in keys.values() if key < end), default=(-1.0,))
+    return _before(end, keys)
 
 
 def _anchor(
     root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
 ) -> _Key | None:
     """Return the key after which a call has its place, by its numbers; `None` if they equal no others."""
-    came, went = numbers.get((False, root, call)), numbers.get((True, root, call))
+    came, went = (numbers.get((is_output, root, call), (0.0,)) for is_output in (False, True))
     after = [key for event, key in keys.items() if event[0] and numbers.get(event) == came]
-    if came is not None and came[0] and after:
+    if came[0] and after:
         return max(after)
     until = [key for event, key in keys.items() if event[1] != root and numbers.get(event) == went]
-    if went is not None and went[0] and until:
-        return max((key for key in keys.values() if key < min(until)), default=(-1.0,))
-    return None
+    return _before(min(until), keys) if went[0] and until else None
+
+
+def _before(end: _Key, keys: Mapping[Event, _Key]) -> _Key:
+    return max((key for key in keys.values() if key < end), default=(-1,))

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
-from gradsurgeon.comparison.findings import tensor_of
+from gradsurgeon.comparison.findings import Answer, tensor_of
 from gradsurgeon.report.plots import NONFINITE, ZERO, Picture, plain
-
-if TYPE_CHECKING:
-    from gradsurgeon.comparison.comparison import Comparison
 
 _NAMED = 60  # rows that have room for a name
 
 
-def draw(comparison: Comparison) -> Picture:
+def draw(answer: Answer) -> Picture:
     """Draw one row per tensor of a step and one column per step, coloured by distance over tolerance."""
-    pairs, cells = comparison.pairs, comparison.pairs.cells
+    pairs, cells = answer.pairs, answer.pairs.cells
     keys = np.stack([cells["place"], cells["rank"]], axis=1)
     _, first, row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     row, (steps, column) = row.reshape(-1), np.unique(cells["step"], return_inverse=True)
     values = np.full((len(first), len(steps)), np.nan)
-    exact = comparison.tolerance.kind == "exact"
+    exact = answer.tolerance.kind == "exact"
     with np.errstate(divide="ignore"):
         logs = np.log10(cells["distance"] if exact else pairs.ratio)
     ends = (-8.0, 1.0) if exact else (-3.0, 3.0)
     values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, *ends))
     names = [plain(tensor_of(pairs, at).text) for at in first.tolist()]
-    height = max(3.6, min(20.0, 1.4 + 0.18 * len(names)))
+    height = max(3.6, min(12.0, 1.4 + 0.18 * len(names)))
     figure = Picture(9 + 0.06 * max(map(len, names)), height)
     axes = figure.subplots()
     image = axes.imshow(
@@ -49,13 +46,13 @@ def draw(comparison: Comparison) -> Picture:
     axes.set_xticks(shown, [str(steps[one]) for one in shown.tolist()])
     axes.set_xlabel("step")
     axes.set_title(
-        plain(f"{comparison.run} against {comparison.reference}"), loc="left", fontsize=10, pad=10
+        plain(f"{answer.run} against {answer.reference}"), loc="left", fontsize=10, pad=10
     )
     marks = [Patch(color=ZERO, label="missing, or decided by rounding")]
-    if comparison.first:
+    if answer.first:
         border = int(np.flatnonzero(pairs.apart)[0])
         left, top, name = column[border] - 0.5, row[border] - 0.5, names[row[border]]
-        mark = {"fill": False, "edgecolor": NONFINITE, "linewidth": 2}
+        mark: dict[str, Any] = {"fill": False, "edgecolor": NONFINITE, "linewidth": 2}
         axes.add_patch(Rectangle((left, top), 1, 1, zorder=5, **mark))
         marks.append(Patch(label=f"the border: {name}", **mark))
     figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)

@@ -17,7 +17,8 @@ from gradsurgeon.store.run import Run, of_lowest_ranks
 from gradsurgeon.store.tables import arrays
 
 # What makes a fingerprint; the number of elements is welcome, not needed.
-STATS, _NEEDED = ("l2", "projection_1", "projection_2", "numel"), 3
+STATS = ("l2", "projection_1", "projection_2", "numel")
+_NEEDED = frozenset(STATS[:3])
 # Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
 KEYS = ("step", "kind", "rank", "name", "row")
 _CELL = np.dtype([*((key, np.int64) for key in KEYS), ("values", np.float64, len(STATS))])
@@ -70,7 +71,7 @@ class Reading:
     path: str
     meta: Mapping[str, Any]
     cells: Any
-    bound: Mapping[int, Iterable[int]]
+    bound: Mapping[int, list[int]]
     chains: list[list[str]]
 
     @property
@@ -87,55 +88,44 @@ def stripped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def read(run: Run, words: Words, rename: Callable[[str], str] = str) -> Reading:
-    """Return the fingerprints of a run.
-
-    Args:
-        run: the run.
-        words: the kinds and names of the runs before it, which get those of this run.
-        rename: returns the name under which a tensor is compared.
+def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
+    """Return the fingerprints of a run, by other names; `words` gets its kinds and names.
 
     Raises:
         RecordError: the run has no fingerprints.
     """
-    bound: dict[int, dict[str, str]] = {}
-    parts, chains = [np.empty(0, _CELL)], []
     groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
     for series in run:
-        rule, stat, point, names = series.key
-        groups.setdefault((rule, series.rank, point, names), {})[stat] = series
+        key = series.key
+        groups.setdefault((key.rule, series.rank, key.point, key.names), {})[key.stat] = series
     lowest = dict(of_lowest_ranks(run))
+    bound: dict[int, list[int]] = {}
+    parts, chains = [np.empty(0, _CELL)], []
     for rule in run.rules:
         kind = Kind(str(rule.get("tensor") or "grad"), str(rule.get("point") or ""))
         number = words.kinds.setdefault(kind, len(words.kinds))
-        mine = [one for key, one in groups.items() if key[0] == rule["id"]]
-        mine = [one for one in mine if one.keys() >= set(STATS[:_NEEDED])]
+        mine = [one for of, one in groups.items() if of[0] == rule["id"] and one.keys() >= _NEEDED]
         if not mine or number in bound:
             continue
-        bound[number] = _compared(run.names_of(rule["id"]), rename)
-        for name in bound[number].values():  # the order of the model
-            _number(name, words)
+        names = _compared(run.names_of(rule["id"]), rename)
+        bound[number] = [words.names.setdefault(new, len(words.names)) for new in names.values()]
         for group in mine:
-            key, rank = group["l2"].key, group["l2"].rank
-            names = [bound[number].get(name, "") for name in key.names]
+            first = group["l2"]
+            columns = [words.names.get(names.get(name, ""), -1) for name in first.key.names]
             if kind.base == "input":
-                chains.append([name for name in names if name])
+                chains.append([names[name] for name in first.key.names if name in names])
             if not kind.of_modules:  # each rank has the same gradient, or a part of it
-                lost, rank = lowest.get(group["l2"], frozenset(range(len(names)))), 0
-                names = ["" if place in lost else one for place, one in enumerate(names)]
-            parts.append(
-                _cells(group, np.array([_number(one, words) for one in names]), number, rank)
-            )
+                for lost in lowest.get(first, range(len(columns))):
+                    columns[lost] = -1
+            rank = first.rank if kind.of_modules else 0
+            parts.append(_cells(group, np.array(columns), number, rank))
     cells = np.concatenate(parts)
     if not len(cells):
         raise RecordError(_nothing(run))
     cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
     here, begins = np.arange(len(cells)), starts(cells)
     cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
-    numbers = {
-        one: [_number(name, words) for name in names.values()] for one, names in bound.items()
-    }
-    return Reading(str(run.path), run.meta, cells, numbers, chains)
+    return Reading(str(run.path), run.meta, cells, bound, chains)
 
 
 def starts(cells: Any) -> Flags:
@@ -143,10 +133,6 @@ def starts(cells: Any) -> Flags:
     first = np.ones(len(cells), bool)
     first[1:] = np.any([np.diff(cells[key]) != 0 for key in KEYS[:-1]], axis=0)
     return first
-
-
-def _number(name: str, words: Words) -> int:
-    return words.names.setdefault(name, len(words.names)) if name else -1
 
 
 def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
@@ -160,7 +146,7 @@ def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, s
 
 def _cells(group: Mapping[str, StoredSeries], names: Ints, kind: int, rank: int) -> Any:
     # A run that is still being written may have one more row of one statistic.
-    rows = min(len(group[stat]) for stat in STATS[:_NEEDED])
+    rows = min(len(group[stat]) for stat in _NEEDED)
     if not rows:
         return np.empty(0, _CELL)
     read = {stat: arrays(list(one.stored(0, rows)), len(names)) for stat, one in group.items()}

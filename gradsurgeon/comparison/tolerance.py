@@ -48,20 +48,16 @@ def distances(run: Floats, reference: Floats) -> Floats:
 
 
 def noise_of(noise: Floats, reference: Floats) -> Floats:
-    """Return how far noise takes each tensor, NaN where no noise run has it.
+    """Return how far noise of shape `[noise runs, tensors, 3]` takes each tensor, NaN where no noise run has it.
 
     It is the root mean square over noise runs and projections, and at least the shift of the norm.
-
-    Args:
-        noise: norms and projections, of shape `[noise runs, tensors, 3]`.
-        reference: the same of the reference.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifts = np.abs(noise - reference) / reference[:, :1]
         known = np.isfinite(shifts).all(axis=2)
         shifts[~known] = 0.0
         squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=0) / known.sum(axis=0)
-    return np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0))
+    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0)))
 
 
 def vanishing(norms: Floats, groups: Ints) -> Floats:
@@ -76,14 +72,8 @@ def vanishing(norms: Floats, groups: Ints) -> Floats:
 def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
     """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
 
-    Adam divides a gradient by its size: an element that noise runs leave alone can still change its sign.
-
-    Args:
-        drift: how far noise takes each tensor.
-        groups: a number for each kind and step.
-        tensors: a number for each name and step.
-        gradient: which tensors are gradients of parameters.
-        update: which are weights after an update.
+    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so an element
+    that noise runs leave alone can still change its sign.
     """
     found = drift.copy()
     order = np.argsort(tensors[gradient])

@@ -20,7 +20,7 @@ from gradsurgeon.store.writer import RunWriter
 def shown(chains: Any, names: Any, calls: Any = None, numbers: Any = None) -> list[str]:
     """Return the events of a pass in order, such as `+a` for the input and `-a` for the output of a module."""
     counts = dict.fromkeys(names, 1) | (calls or {})
-    events = order.forward_order(chains, names, counts, numbers or {})
+    events = order.forward_order(order.merged(chains, names), counts, numbers or {})
     assert sorted(events.values()) == list(range(len(events)))
     texts = {
         event: f"{'-' if event[0] else '+'}{event[1]}{event[2] if counts[event[1]] > 1 else ''}"
