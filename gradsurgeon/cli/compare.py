@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_run
+from gradsurgeon.comparison import compare
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    library("numpy", "report", "compare")
-    from gradsurgeon.comparison.comparison import compare  # noqa: PLC0415 # needs numpy
-
     found = compare(arguments.run, arguments.reference, arguments.noise, arguments.map)
     if arguments.format == "json":
         # GitHub reads `##[` anywhere in a line of a job's log as a command.

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison import findings, names, text
+from gradsurgeon.comparison import findings, text
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.findings import Answer
-from gradsurgeon.comparison.reading import Reading, Words, read
-from gradsurgeon.report.run import open_run
-from gradsurgeon.store.run import Run
+from gradsurgeon.comparison.reading import Reading, Words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1
-Source = str | os.PathLike[str] | Run
 
 
 class Comparison(Answer):
@@ -66,47 +61,10 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def compare(
-    run: Source,
-    reference: Source,
-    noise: Source | Sequence[Source] = (),
-    renamed: names.Renamed | None = None,
-) -> Comparison:
-    """Return where a run parts from a reference. Needs numpy, but no torch.
-
-    Args:
-        run: a run directory, recorded with the rules ``gradsurgeon:fingerprint@1``.
-        reference: the run that it should equal.
-        noise: repetitions of the reference under ``gradsurgeon run --perturb 1e-6 --seed N``, which measure how far
-            rounding alone goes: best three.
-        renamed: the names that changed, from the reference to the run: a mapping, or a file with lines ``old: new``.
-            A name stands for all names that begin with it.
-
-    Raises:
-        RecordError: a run cannot be read, has no fingerprints, or has no tensor or step in common with the reference.
-        RuleFileError: the changed names are not those of the runs.
-    """
-    library("numpy", "report", "compare")
-    sources = [noise] if isinstance(noise, str | os.PathLike | Run) else list(noise)
-    with ExitStack() as stack:
-        a, b, *more = (
-            source if isinstance(source, Run) else stack.enter_context(open_run(source))
-            for source in (run, reference, *sources)
-        )
-        words, rename = Words(), names.renaming({})
-        if renamed is not None:
-            old, new = Words(), Words()
-            read(b, old, rename), read(a, new, rename)
-            rename = names.renaming(names.read(renamed, old.names, new.names))
-        # The reference comes first: its names make the order.
-        of_reference = read(b, words, rename)
-        of_run = read(a, words, str)
-        return _compared(of_run, of_reference, [read(one, words, rename) for one in more], words)
-
-
-def _compared(
+def compared(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> Comparison:
+    """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
     last, first = findings.border_of(pairs)
     only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)

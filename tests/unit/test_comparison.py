@@ -331,7 +331,8 @@ class TestRefused:
 
     def test_other_names(self, made: Any, reference: Any) -> None:
         with pytest.raises(
-            RecordError, match=r"the first has names such as stem, .*by lines `old: new` in --map FILE"
+            RecordError,
+            match=r"the first has names such as stem, .*by lines `old: new` in --map FILE",
         ):
             gradsurgeon.compare(made("images", kind=Convolutions), reference)
 
