@@ -124,7 +124,7 @@ FAULTS = (
     Fault("weight decay on biases", Transformer, _fields(decay_all=True), "weight h.0.ln1.weight after the update"),
     Fault("batch norm in eval mode", Convolutions, lambda t: t.model.get_submodule("blocks.1.bn1").eval(), "output of blocks.1.bn1"),
     Fault("circular padding", Convolutions, _circular, "output of blocks.1.conv2"),
-    Fault("residual scaled", Convolutions, _attribute("blocks.1", kept=0.9), "input of blocks.1.relu, call 1"),
+    Fault("residual scaled", Convolutions, _attribute("blocks.1", kept=0.9), "input of blocks.1.relu (call 2 of 2)"),
     Fault("samples in another order", Convolutions, _fields(data=_swapped), "input of stem"),
     Fault("head not tied", Transformer, _untie, "gradient of emb.weight"),
 )  # fmt: skip

@@ -117,16 +117,19 @@ class Answer:
 
 
 def words(pairs: Pairs, at: int) -> str:
-    kind = pairs.kind(at)
-    text = _WORDS.get(kind.base, f"{kind.base} of {{}}").format(pairs.name(at))
-    return text if kind.tensor == kind.base else f"{text} ({kind.tensor})"
+    base = pairs.kind(at).base
+    return _WORDS.get(base, f"{base} of {{}}").format(pairs.name(at))
 
 
 def tensor_of(pairs: Pairs, at: int) -> Tensor:
     cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
     alike = pairs.cells[pairs.like(at, "kind", "name")]
-    for key, word in (("call", "call"), ("part", "micro-batch"), ("rank", "rank")):
-        text += f", {word} {cell[key]}" if alike[key].any() else ""
+    more = [] if kind.tensor == kind.base else [kind.tensor]
+    for key, word in (("call", "call"), ("part", "micro-batch")):
+        if number := int(alike[key].max()):
+            more.append(f"{word} {cell[key] + 1} of {number + 1}")
+    more += [f"rank {cell['rank']}"] if alike["rank"].any() else []
+    text += f" ({', '.join(more)})" if more else ""
     why = _STATES.get(int(cell["state"]), "")
     if not why and np.isinf(cell["distance"]):
         why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
@@ -143,9 +146,12 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
         return [], []
     border = apart[0]
     agree = np.flatnonzero(~pairs.cells["undecided"][:border])
-    phase, step = pairs.kind(border).phase, pairs.cells["step"][border]
-    here = [at for at in apart[: 20 * _FIRST].tolist() if pairs.kind(at).phase == phase]
-    return agree[-_LAST:].tolist(), [at for at in here if pairs.cells["step"][at] == step][:_FIRST]
+    here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
+    here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
+    if not any(kind.of_modules for kind in pairs.present):
+        # The gradients all part, whatever module is wrong: those of its own weights part most.
+        here.sort(key=lambda at: -pairs.ratio[at])
+    return agree[-_LAST:].tolist(), here[:_FIRST]
 
 
 def inside_of(pairs: Pairs, border: int) -> str:

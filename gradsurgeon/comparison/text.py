@@ -65,7 +65,8 @@ def _border(answer: Answer, first: Tensor) -> str:
         before = f"the input of {printable(answer.inside)} agrees"
         other = "its output" if answer.inside == first.name else other
     elif not answer.last:
-        before = "nothing comes before it"
+        remedy = "; look at the data and at the first weights" if first.phase == "forward" else ""
+        return f"{where}: {other} does not agree: {far}{remedy}"
     elif answer.last[-1].step < first.step:
         before = f"all of step {answer.last[-1].step} agrees"
     else:

@@ -97,7 +97,7 @@ class TestBorder:
         noise = [made(f"grain{seed}", kind=Convolutions, noise=seed) for seed in (1, 2)]
         changed = made("residual", fault("residual scaled"), Convolutions)
         found = gradsurgeon.compare(changed, reference, noise)
-        assert found.first[0].text == "input of blocks.1.relu, call 1"
+        assert found.first[0].text == "input of blocks.1.relu (call 2 of 2)"
         assert found.last[-1].text == "output of blocks.1.bn2"
         assert "fewer than three noise runs" in str(found)
 
@@ -229,7 +229,7 @@ class TestAlignment:
             )
 
         found = gradsurgeon.compare(made("late", late, parts=2), made("halves", parts=2))
-        assert (found.step, found.first[0].text) == (1, "output of h.1.ln1, micro-batch 1")
+        assert (found.step, found.first[0].text) == (1, "output of h.1.ln1 (micro-batch 2 of 2)")
         assert "the input of h.1.ln1 agrees" in first_lines(found)
 
     def test_names_that_changed(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:

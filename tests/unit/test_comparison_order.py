@@ -104,7 +104,9 @@ class TestNoise:
         assert tolerance.distances(run, other).tolist() == [0.5, 0, 0, inf, 1]
 
 
-def write(path: pathlib.Path, ranks: dict[int, tuple[float, float]], of: int) -> pathlib.Path:
+def write(
+    path: pathlib.Path, ranks: dict[int, tuple[float, float]], of: int, first: float = 1.0
+) -> pathlib.Path:
     """Write a run of some ranks: one value for outputs, another for gradients, of two layers."""
     rules = [
         {
@@ -132,7 +134,7 @@ def write(path: pathlib.Path, ranks: dict[int, tuple[float, float]], of: int) ->
                 key = Key("outputs", stat, "forward", ("a", "b"))
                 writer.add(key, 0, values(size or 1.0, size or output), frozenset())
                 key = Key("grads", stat, "accumulated", ("a.w", "b.w"))
-                writer.add(key, 0, values(size or 1.0, size or gradient), frozenset())
+                writer.add(key, 0, values(size or first, size or gradient), frozenset())
     return path
 
 
@@ -141,7 +143,7 @@ class TestRanks:
         reference = write(tmp_path / "a", {0: (1.0, 2.0), 1: (1.0, 2.0)}, 2)
         run = write(tmp_path / "b", {0: (1.0, 2.0), 1: (4.0, 2.0)}, 2)
         found = gradsurgeon.compare(run, reference)
-        assert found.first[0].text == "output of b, rank 1"
+        assert found.first[0].text == "output of b (rank 1)"
         assert (len(found.first), found.steps[0].compared) == (1, 6)
 
     def test_other_numbers_of_ranks(self, tmp_path: pathlib.Path) -> None:
@@ -152,4 +154,17 @@ class TestRanks:
         assert "only gradients and weights are compared: 2 and 1 ranks divide" in found.notes[0]
         assert found.tolerance.kind == "bound"
         two = write(tmp_path / "c", {0: (1.0, 3.0), 1: (1.0, 3.0)}, 2)
-        assert gradsurgeon.compare(two, one).first[0].text == "gradient of b.w"
+        found = gradsurgeon.compare(two, one)
+        assert found.first[0].text == "gradient of b.w"
+        assert (
+            "step 0, gradient: the gradient of a.w agrees, the gradient of b.w does not: "
+            in str(found)
+        )
+
+
+def test_without_modules_the_furthest_gradient_comes_first(tmp_path: pathlib.Path) -> None:
+    one = write(tmp_path / "a", {0: (1.0, 1.0)}, 1, first=1.0)
+    two = write(tmp_path / "b", {0: (1.0, 9.0), 1: (1.0, 9.0)}, 2, first=2.0)
+    found = gradsurgeon.compare(two, one)
+    assert [tensor.text for tensor in found.first] == ["gradient of b.w", "gradient of a.w"]
+    assert "step 0, gradient: the gradient of b.w does not agree: distance" in str(found)
