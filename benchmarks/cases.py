@@ -44,6 +44,7 @@ class Case:
         package: the distribution that it needs, none beside torch where empty.
         alone: a single action, measured on the workloads that ask for it.
         heavy: it does very much per tensor, which nobody would on many of them.
+        rest: so many steps are taken before the clock starts, at a learning rate at which weights move.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     package: str = ""
     alone: bool = False
     heavy: bool = False
+    rest: int = 0
 
     def suits(self, workload: Workload) -> bool:
         """Tell whether the case is measured on a workload."""

@@ -8,7 +8,7 @@ from typing import Any
 import gradsurgeon
 from benchmarks.cases import Attached, Case
 from benchmarks.workloads import Task
-from gradsurgeon.actions import ACTIONS, LossRule
+from gradsurgeon.actions import ACTIONS, CheckRule, LossRule
 
 RuleDict = dict[str, Any]
 
@@ -17,6 +17,10 @@ CLIP_IDLE = "observe everything, global clip-norm that does not bite"
 CLIP_BITES = "observe everything, global clip-norm that bites"
 EVERYTHING = "every action at every point"
 IDLE = "one rule, out of schedule"
+PACK = "the pack debug@1, once its checks rest"
+CHECKS = "the four checks, once they rest"
+# Then all checks have settled: the last one looks in each of its first fifty updates.
+_REST = 56
 ALL_IDLE = "every action at every point, out of schedule"
 
 # What an action cannot do without, and the variants of it that do other work. A new action has to be
@@ -137,10 +141,25 @@ def case(
     return Case(title, "rules", attach, forward=forward, alone=single, heavy=heavy)
 
 
+def resting() -> Iterator[Case]:
+    """Yield the checks, and the pack that has them, after the updates in which they look most."""
+    checks = [rule for rule in ACTIONS.values() if issubclass(rule, CheckRule)]
+    alone = numbered([{"action": rule.model_fields["action"].default} for rule in checks])
+    found = {PACK: "gradsurgeon:debug@1", CHECKS: {"version": 1, "rules": alone}}
+    for title, rules in found.items():
+
+        def attach(task: Task, rules: Any = rules) -> Attached:
+            session = gradsurgeon.apply(task.model, rules, optimizer=task.optimizer)
+            return Attached(detach=session.remove)
+
+        yield Case(title, "rules", attach, rest=_REST)
+
+
 def cases() -> list[Case]:
     """Return all cases of rules."""
     return [
         *(case(title, rules) for title, rules in together().items()),
+        *resting(),
         *(case(title, rules, forward=True) for title, rules in on_modules().items()),
         *(case(title, [rule], single=True) for title, rule in alone()),
     ]

@@ -254,6 +254,11 @@ TARGETS = (
     Target("rule outside its `steps`, 200 tiny tensors", STEP, 1.0, _idle("tiny")),
     Target("rule outside its `steps`, small MLP", STEP, 1.0, _idle("mlp")),
     Target("rule outside its `steps`, GPT-2 124M", STEP, 1.0, _idle("gpt2")),
+    Target(rule_sets.CHECKS, READS, 0.1, _overhead("wide", rule_sets.CHECKS, "reads_ratio"), only="cpu"),
+    *(
+        Target(f"{rule_sets.PACK}, {name}", STEP, limit, _overhead(name, rule_sets.PACK, "step_ratio"))
+        for name, limit in (("mlp", 1.25), ("gpt2", 1.05), ("resnet", 1.05), ("embedding", 1.05))
+    ),
     Target("forensics armed, never tripped", STEP, 1.01, _armed),
     Target("like for like: the dearest job of all", "x its cheapest peer", 1.0, _dearest),
     Target("growth: the steepest curve of all", "exponent", 1.1, _steepest),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.freeze import Freeze as Freeze
     from gradsurgeon.actions.nan_trap import NanTrap as NanTrap
     from gradsurgeon.actions.norm_log import NormLog as NormLog
+    from gradsurgeon.actions.perturb import Perturb as Perturb
     from gradsurgeon.actions.sanitize import Sanitize as Sanitize
     from gradsurgeon.actions.scale import Scale as Scale
     from gradsurgeon.actions.spike_trap import SpikeTrap as SpikeTrap
@@ -91,6 +92,7 @@ _NAMES = {
     "actions.freeze": "Freeze",
     "actions.nan_trap": "NanTrap",
     "actions.norm_log": "NormLog",
+    "actions.perturb": "Perturb",
     "actions.sanitize": "Sanitize",
     "actions.scale": "Scale",
     "actions.spike_trap": "SpikeTrap",

@@ -18,7 +18,9 @@ class CheckLoop(CheckRule):
     All but the loss are told from the third update in a row on.
 
     ## What stays quiet
-    A model that trains in evaluation mode from the start; attacks and evaluations between steps; gradients that the
+    A model that trains in evaluation mode from the start, or from a stage on that no evaluation began; a script that
+    has returned to training mode after an evaluation before. Evaluations are seen as calls of the model without
+    gradients, by the diagnosis of a `nan-trap`; without one, every such change of mode is told. Attacks and evaluations between steps; gradients that the
     script decays instead of clearing; accumulation over several optimizers; passes of a GAN through the other player;
     gradients divided by a constant while they are scaled.
 

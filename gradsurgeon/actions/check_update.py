@@ -56,7 +56,8 @@ class CheckUpdate(CheckRule):
     within 20 updates, and passes as soon as they once did. `moved: {max: 0}` asserts that no bit changes.
 
     ## What stays quiet
-    A gradient that is 0 by mathematics, as of a bias before a batch norm. A learning rate of 0 under a schedule, and
+    A gradient that is 0 by mathematics, as of a bias before a batch norm. A part without an optimizer that is in
+    evaluation mode while the model trains, such as a network inside the loss. A learning rate of 0 under a schedule, and
     a half-precision weight with a float32 copy in its optimizer, are given 100 updates. Rows of a
     table that no batch meets: before it reports, the check looks at the elements with the largest gradients.
 

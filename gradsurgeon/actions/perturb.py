@@ -9,11 +9,13 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import TargetKind
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, device
+
+
+_ODD = 0x2545F4914F6CDD1D
 
 
 class Perturb(EditRule):
@@ -21,7 +23,8 @@ class Perturb(EditRule):
 
     ## What it does
     Multiplies every element by `1 + eps * noise`, with independent noise of a normal distribution. The numbers come
-    from a generator of its own, seeded with `seed`: the random state of the script stays as it is. Zeros stay zeros.
+    from a generator of its own, seeded with `seed`: the random state of the script stays as it is. Zeros stay zeros, and
+    equal tensors get equal noise, so a recomputed forward pass is that of the first time.
 
     ## Why use it
     Two runs that differ in rounding part, and later by much more than rounding. A run with a `perturb` of the size of
@@ -33,7 +36,6 @@ class Perturb(EditRule):
     One draw and two passes over the tensor; never waits for the device.
     """
 
-    targets: ClassVar[tuple[TargetKind, ...]] = ("modules", "tensors")
     linear: ClassVar[bool] = False
     EXAMPLES: ClassVar = (Example({"eps": 1e-6}, [0.0, 0.0], expect=[0.0, 0.0]),)
 
@@ -52,18 +54,33 @@ class Perturb(EditRule):
 
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same
 
-        generators: dict[device, Generator] = {}
+        def noise(wide: Tensor) -> Tensor:
+            # Drawn anew in each call, so that a recomputed forward pass gets the noise of the original.
+            drawn = torch.empty(wide.numel(), dtype=torch.float32, device=wide.device)
+            drawn.normal_(0.0, self.eps, generator=_seeded(wide.device, self.seed))
+            # Tensors of one shape must not get one noise. Their sum is read on the device alone.
+            bits = wide.sum(dtype=torch.float64).view(torch.int64)
+            places = torch.arange(wide.numel(), device=wide.device) + bits.mul(_ODD).abs()
+            return drawn[places.remainder(max(1, wide.numel()))].view(wide.shape)
 
         def apply(tensor: Tensor) -> Tensor:
-            if tensor.device not in generators:
-                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self.seed)
             wide = _numbers.in_float32(tensor)
-            noise = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
-            noise.normal_(1.0, self.eps, generator=generators[tensor.device])
-            return (wide * noise).to(tensor.dtype)
+            real = torch.view_as_real(wide).sum(-1) if wide.is_complex() else wide
+            # In two steps: 1 + noise would lose the digits of little noise.
+            return (wide + wide * noise(real.detach()).to(real.dtype)).to(tensor.dtype)
 
         def apply_(tensors: Sequence[Tensor]) -> None:
             for tensor in tensors:
                 tensor.copy_(apply(tensor))
 
-        return Edit(apply, apply_, lambda tensor: tensor.ne(0).any())
+        def alters(tensor: Tensor) -> Tensor:
+            edited = apply(tensor)
+            return (edited.ne(tensor) & ~(edited.isnan() & tensor.isnan())).any()
+
+        return Edit(apply, apply_, alters)
+
+
+def _seeded(device: device, seed: int) -> Generator:
+    import torch  # noqa: PLC0415 # reading rules must not need torch
+
+    return torch.Generator(device).manual_seed(seed)

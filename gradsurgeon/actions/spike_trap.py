@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # ZClip adds this to a standard deviation, which may be 0.
 _EPSILON = 1e-6
+# A statistic of fewer updates does not know yet how far healthy norms scatter.
+_YOUNG = 100
 _PATIENCE = 10
 
 _Then = Annotated[
@@ -122,6 +124,12 @@ class SpikeTrap(TrapRule):
     nothing. On a CPU the norm of a finite gradient is finite up to 3.4e38, the largest float32; an accelerator sums
     squares in float32, so there the limit is 1.8e19.
     If an optimizer gets more parameters, the norm over all of them restarts, because it is another quantity.
+
+    ## What a young statistic cannot know
+    The warm-up of 25 updates is the paper's. While training begins, norms fall and scatter, and so few updates do not
+    show how far. `sigmas: 2.5` bit before update 100 in 17 of 99 healthy trainings, in 1.3 % of the updates that it
+    judged there; with `warmup: 100` in none. So an event says from how many updates the statistic is known, below 100.
+    A clip does little harm then. Before `skip-step` or `raise`, write `above: {sigmas: 2.5, warmup: 100}`.
 
     ## Where it cannot follow
     The statistic learns only from clipped norms. After equal norms `sigmas` has a deviation of 0
@@ -231,7 +239,7 @@ def _zclip_bound(
     if number < warmup:
         return None
     std = max(variance, 0.0) ** 0.5
-    words = f"running mean {mean:.3g}, standard deviation {std:.3g}"
+    words = f"running mean {mean:.3g}, standard deviation {std:.3g}{_age(number)}"
     return mean + sigmas * (
         std + _EPSILON
     ), f"{words}; bound: {sigmas:g} standard deviations above the mean"
@@ -241,6 +249,9 @@ def _adagc_bound(
     times: float, _beta: float, warmup: int, kept: Sequence[float]
 ) -> tuple[float, str] | None:
     number, mean = kept
-    return (
-        None if number < warmup else (times * mean, f"{times:g} times the running mean {mean:.3g}")
-    )
+    words = f"{times:g} times the running mean {mean:.3g}{_age(number)}"
+    return None if number < warmup else (times * mean, words)
+
+
+def _age(number: float) -> str:
+    return f", known from {number:.0f} updates so far" if number < _YOUNG else ""

@@ -65,6 +65,9 @@ class Pass(Moment, Protocol):
     def loss_made_by(self) -> str:
         """The operation that computed the loss, such as ``nll_loss``; empty if unknown."""
 
+    def divisors(self) -> Sequence[Tensor]:
+        """Return the numbers by which the loss was divided at last, before the pass; none after it."""
+
     @property
     def evaluated(self) -> bool | None:
         """Whether the model is in evaluation mode, as far as that matters to it; ``None`` if it does not."""
@@ -94,6 +97,20 @@ class Update(Moment, Protocol):
     @property
     def kinds(self) -> Mapping[int, str]:
         """By parameter, the class name of the module that holds it."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the configuration of a model in it says that its embedding and its head are not tied."""
+
+    @property
+    def evaluations(self) -> int | None:
+        """How often the model has been called in evaluation mode without gradients; ``None`` if unknown."""
+
+    def is_resting(self, tensor: int) -> bool:
+        """Return whether the module of a parameter is in evaluation mode while the model is in training mode."""
+
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        """Return the norms of gradients on one device; in `before_edits` those that a trap has just measured."""
 
     @property
     def took_place(self) -> bool:
@@ -158,6 +175,11 @@ class Check:
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         """Look at gradients and weights right before an update, before rules at `step` act."""
+        del update
+        return ()
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:
+        """Look at gradients once the traps have judged them, before rules at `step` act."""
         del update
         return ()
 

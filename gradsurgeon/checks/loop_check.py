@@ -80,18 +80,27 @@ class LoopCheck(Check):
         # Whether an update has come from forward passes in training mode; the steps since without one.
         self._has_trained = False
         self._evaluated: list[int] = []
+        # The number of evaluations before the last update in training mode.
+        self._before: int | None = None
+        # Whether the script has returned to training mode after an evaluation: then it knows how to.
+        self._has_returned = False
+        # Whether the script changed the mode for training, not for an evaluation.
+        self._is_meant = False
         self._modes: set[bool] = set()
+        # What the loss of the pass that runs was divided by.
+        self._divisors: Sequence[Tensor] = ()
         # Losses that were not finite, in passes that may feed the next update.
         self._lost: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
+        self._divisors = starting.divisors()
         for owner in self._owners.values():
             used, owner.used = owner.used, {}
             grads = starting.grads
             owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
             owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
             # The script has cleared what came of a loss that it did not like.
-            if not _any_of(grads, owner.witnesses):
+            if self._lost and not _any_of(grads, owner.witnesses):
                 self._lost.clear()
         return ()
 
@@ -104,8 +113,10 @@ class LoopCheck(Check):
         if done.evaluated is not None:
             self._modes.add(done.evaluated)
         if done.loss is not None:
-            lost = done.loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
+            loss, divisors = done.loss, self._divisors
+            lost = loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, loss.float()]), partial(self._judge_loss, done, divisors))
+        self._divisors = ()
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -141,13 +152,17 @@ class LoopCheck(Check):
                     owner.used[tensor] = at, sample(grad, at)
         return ()
 
-    def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
+    def _judge_loss(
+        self, done: Pass, divisors: Sequence[Tensor], seen: Tensor
+    ) -> Iterable[Finding]:
         lost, loss = seen.tolist()
         grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
         # A NaN that is in the gradients as well is the trap's to tell.
         if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
             is_nan = math.isnan(loss)
-            made = f": it came out of {done.loss_made_by}" if done.loss_made_by else ""
+            by_nothing = not all(map(bool, divisors))
+            maker = "a division by 0" if by_nothing else done.loss_made_by
+            made = f": it came out of {maker}" if maker else ""
             text = _LOSS.format(
                 step=done.step,
                 value="NaN" if is_nan else f"{loss:g}",
@@ -168,11 +183,16 @@ class LoopCheck(Check):
 
     def _mode(self, update: Update) -> Iterator[Finding]:
         modes, self._modes = self._modes, set()
+        count = update.evaluations
         if False in modes:
-            self._has_trained, self._evaluated = True, []
+            self._has_returned |= self._has_trained and count != self._before
+            self._has_trained, self._evaluated, self._before = True, [], count
         elif modes and self._has_trained:
+            if not self._evaluated:
+                # Without an evaluation the script has changed the mode for training itself.
+                self._is_meant = self._has_returned or (count is not None and count == self._before)
             self._evaluated.append(update.step)
-            if len(self._evaluated) == IN_A_ROW:
+            if len(self._evaluated) == IN_A_ROW and not self._is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
 
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Mail, Update
-from gradsurgeon.checks.sampling import sample
+from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Update
+from gradsurgeon.checks.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
 BATCH = 8
 # Ranks whose final gradients were alike in so many updates in a row average them, whatever averages them.
 ALIKE_UPDATES = 3
+# After so many passes, weights are compared in each eighth only: a difference of weights stays.
+_SETTLED, _LATER = 32, 8
 # Rows of so many batches wait for a rank that is late; older ones are dropped.
 _MOST_WAITING = 16
 # Ranks may sum in another order: differences below this share of a number are rounding.
@@ -43,7 +45,9 @@ _DRIFTED = "Look for an update, a weight decay or an assignment that only some r
 @dataclass(frozen=True, slots=True)
 class _Row:
     step: int
-    numbers: tuple[float, ...]  # norms of gradients, then numbers of weights
+    # Ranks are compared by passes: a rank that skips an update does not skip the pass.
+    passes: int
+    numbers: tuple[float, ...]  # norms of gradients, then in some rows numbers of weights
 
 
 @dataclass(slots=True)
@@ -65,8 +69,14 @@ class RanksCheck(Check):
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _Owner] = {}
+        self._passes = 0
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Iterable[Finding]:
+        del done
+        self._passes += 1
+        return ()
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
         if mail is None:
             return ()
@@ -75,17 +85,18 @@ class RanksCheck(Check):
         owner.is_local |= mail.local
         if owner.is_local:
             return ()
-        averaged = mail.averaged
+        averaged, passes = mail.averaged, self._passes
         tensors = [
             t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
         ]
 
         def arrived(values: Tensor) -> Iterator[Finding]:
-            owner.rows.append(_Row(update.step, tuple(values.tolist())))
+            owner.rows.append(_Row(update.step, passes, tuple(values.tolist())))
             yield from _exchanged(owner, tensors, mail, is_averaged=bool(averaged))
 
         if tensors:
-            update.later(_measured(update, tensors), arrived)
+            has_weights = passes <= _SETTLED or passes % _LATER == 0
+            update.later(_measured(update, tensors, has_weights=has_weights), arrived)
         return ()
 
 
@@ -111,26 +122,36 @@ def _exchanged(
         yield from _compared(owner, matched, ours, others, is_averaged=is_averaged)
 
 
-def _measured(update: Update, tensors: Sequence[int]) -> Tensor:
-    """Return the norms of the gradients, then of some elements of each weight. Shape ``[2 * n]``; -1: no gradient."""
+def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
+    """Return the norm of each gradient, -1 if there is none, and then perhaps of some elements of each weight."""
+    having, device = [t for t in tensors if t in update.grads], update.params[tensors[0]].device
+    norms: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for some in by_device(having, update.grads):
+        norms.update(zip(some, update.norms(some).unbind(), strict=True))
+    for some in by_device(tensors if has_weights else (), update.params):
+        samples = _numbers.norms([sample(update.params[t]) for t in some])
+        weights.update(zip(some, samples.unbind(), strict=True))
     absent = torch.tensor(-1.0, device="cpu")
-    grads = [update.grads.get(t) for t in tensors]
-    norms = [absent if grad is None else _numbers.norm(grad) for grad in grads]
-    params = [update.params[t] for t in tensors]
-    numbers = [*norms, *(_numbers.norm(sample(param)) for param in params)]
-    return torch.stack([number.to(params[0].device) for number in numbers])
+    numbers = [
+        *(norms.get(t, absent) for t in tensors),
+        *(weights[t] for t in tensors if has_weights),
+    ]
+    return torch.stack([number.to(device) for number in numbers])
 
 
 def _packed(rows: Sequence[_Row]) -> bytes:
-    parts = [struct.pack(f"<qi{len(r.numbers)}f", r.step, len(r.numbers), *r.numbers) for r in rows]
+    parts = [
+        struct.pack(f"<qi{len(r.numbers)}f", r.passes, len(r.numbers), *r.numbers) for r in rows
+    ]
     return b"".join(parts)
 
 
 def _unpacked(data: bytes) -> dict[int, tuple[float, ...]]:
     rows, at = {}, 0
     while at < len(data):
-        step, count = struct.unpack_from("<qi", data, at)
-        rows[step] = struct.unpack_from(f"<{count}f", data, at + 12)
+        passes, count = struct.unpack_from("<qi", data, at)
+        rows[passes] = struct.unpack_from(f"<{count}f", data, at + 12)
         at += 12 + 4 * count
     return rows
 
@@ -149,11 +170,11 @@ def _compared(
     *,
     is_averaged: bool,
 ) -> Iterator[Finding]:
-    """Compare rows with those of the other ranks, which are by rank and step."""
+    """Compare rows with those of the other ranks, which are by rank and number of passes."""
     count = len(tensors)
     for row in ours:
-        others = {rank: rows.get(row.step, ()) for rank, rows in theirs.items()}
-        if any(len(numbers) != 2 * count for numbers in others.values()):
+        others = {rank: rows.get(row.passes, ()) for rank, rows in theirs.items()}
+        if any(len(numbers) != len(row.numbers) for numbers in others.values()):
             continue
         until = f", alike until then for {owner.alike} updates" if owner.alike else ""
         apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
@@ -176,7 +197,7 @@ def _compared(
             owner.parted = None
         apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
         if not apart:
-            owner.weights_alike = True
+            owner.weights_alike |= len(row.numbers) > count
         elif is_averaged or owner.alike >= ALIKE_UPDATES:
             remedy = _DRIFTED if owner.weights_alike else _STARTED
             since = "" if owner.weights_alike else ", and had from the start"

@@ -64,7 +64,7 @@ class StructureCheck(Check):
         for units in sorted({len(update.params[t]) for t in copies}):
             tensors = tuple(t for t in copies if len(update.params[t]) == units)
             yield Finding("copies", _COPIES.format(units=units), tensors)
-        for pair in _untied(update, new):
+        for pair in _untied(update, new) if new and not update.apart else ():
             yield Finding("untied", _UNTIED, pair)
 
 

@@ -177,7 +177,9 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
     if tensor in update.frozen:
         return "frozen", WINDOW
     if group is None:
-        return "unowned", PATIENCE if param.dtype in _HALF else WINDOW
+        # A part in evaluation mode, such as a network inside the loss, is not meant to train.
+        cause = "" if update.is_resting(tensor) else "unowned"
+        return cause, PATIENCE if param.dtype in _HALF else WINDOW
     if not owner.performed:
         return "skipped", WINDOW
     lr = _learning_rate(group)

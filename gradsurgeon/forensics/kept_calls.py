@@ -46,6 +46,8 @@ class KeptCalls:
     def __init__(self, is_paused: Callable[[], bool]) -> None:
         # While the session is paused, no call is kept.
         self._is_paused = is_paused
+        # The number of calls in evaluation mode without gradients; `None` if calls were never seen.
+        self.evaluations: int | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.step = KeptStep()
         # The number of backward passes of this step that have reached parameters.
@@ -66,6 +68,7 @@ class KeptCalls:
         self.model = weakref.ref(model)
         self._changing.clear()
         self._unseen = ""
+        self.evaluations = self.evaluations or 0
         self._devices = tuple(
             device
             for device in {param.device for param in model.parameters()}
@@ -113,6 +116,8 @@ class KeptCalls:
         outermost = len(self._open.calls) == 1
         if outermost and self.step.updated:
             self._forget()
+        if outermost and not (torch.is_grad_enabled() or module.training):
+            self.evaluations = (self.evaluations or 0) + 1
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return

@@ -1,7 +1,7 @@
 """Rules on the models that one test trains, from the start of its body to the end."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ class TestedModels(Sequence[Session]):
     def __init__(self, rules: RuleSet, *, observe: bool, fails: bool) -> None:
         self._models = Models(Settings(rules="", observe=observe, quiet=True), rules)
         self._detector = TrainingDetector(self._models)
+        self._observe = observe
         self._fails = fails and not observe  # if a trap tripped
         self._made: dict[Attachment, Session] = {}
 
@@ -84,7 +85,18 @@ class TestedModels(Sequence[Session]):
         except BindError as error:
             complaints = "\n".join(error.complaints)
             return f"has rules that do not fit what the test trains:\n{complaints}"
-        return _SWALLOWED if self._fails and self.diagnosis() else ""
+        if self._fails and self.diagnosis():
+            return _SWALLOWED
+        found = "" if self._observe else "\n".join(self._findings())
+        return f"checks found a fault:\n{found}" if found else ""
+
+    def _findings(self) -> Iterator[str]:
+        """Yield what checks found. A check with `then: raise` has raised it in the body, which may expect it."""
+        rules = self._models.rules.rules
+        raising = {rule.id for rule in rules if getattr(rule, "then", "") == "raise"}
+        for event in (event for session in self._sessions() for event in session.events):
+            if event.kind == "check" and event.rule not in raising:
+                yield event.message
 
 
 def _is_trained(model: AttachedModel) -> bool:

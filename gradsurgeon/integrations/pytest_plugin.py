@@ -98,9 +98,12 @@ def _models(item: pytest.Item, rules: Any = None, *, mode: str = "act") -> Teste
 
 def _found(item: pytest.Item, rules: Any) -> Any:
     """Return the rules; a relative path is looked up beside the test, then in the root directory."""
-    if not isinstance(rules, str | os.PathLike) or "\n" in str(rules):
-        return rules
     from gradsurgeon.errors import printable  # noqa: PLC0415 # only for marked tests
+    from gradsurgeon.packs import PREFIX  # noqa: PLC0415 # the same
+
+    is_path = isinstance(rules, str | os.PathLike) and "\n" not in str(rules)
+    if not is_path or str(rules).startswith(PREFIX):
+        return rules
 
     places = [folder / rules for folder in (item.path.parent, item.config.rootpath)]
     for place in places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,15 +16,17 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _live
+from gradsurgeon import _dist, _live, _numbers
 from gradsurgeon.actions import Examination
 from gradsurgeon.checks.base import Check, Finding, Mail
 from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import CheckError, shorten_names
+from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.replica_mail import replica_mail
 from gradsurgeon.runtime.training_events import BackwardPass, Step
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -63,6 +66,8 @@ class _Running:
     check: Check
     raises: bool
     members: frozenset[int]
+    # Whether it is due in each step; asked many times in a step.
+    always: bool
 
 
 @dataclass(eq=False)
@@ -74,9 +79,14 @@ class _Moment:
     def __post_init__(self) -> None:
         # The counter goes on before values have arrived on the host.
         self.step = self.counter.step
-        everything = self.running.stage.tensors
-        self.params: Mapping[int, Tensor] = _Looked(everything, self._param)
-        self.grads: Mapping[int, Tensor] = _Looked(everything, self._grad)
+
+    @cached_property
+    def params(self) -> Mapping[int, Tensor]:
+        return _Looked(self.running.stage.tensors, self._param)
+
+    @cached_property
+    def grads(self) -> Mapping[int, Tensor]:
+        return _Looked(self.running.stage.tensors, self._grad)
 
     def _param(self, tensor: int) -> Tensor | None:
         return self.checks.context.parameters.param(tensor)
@@ -86,7 +96,8 @@ class _Moment:
         return None if param is None else param.grad
 
     def tell(self, findings: Iterable[Finding]) -> None:
-        self.checks.tell(self.running, self.step, findings)
+        if findings != ():
+            self.checks.tell(self.running, self.step, findings)
 
     def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
         log = self.checks.context.event_log
@@ -117,6 +128,15 @@ class _Pass(_Moment):
     def loss_made_by(self) -> str:
         return "" if self.graph is None else _maker(self.graph)
 
+    def divisors(self) -> Sequence[Tensor]:
+        nodes = () if self.graph is None else _last_nodes(self.graph)
+        divisions = (node for node in nodes if node.name() == "DivBackward0")
+        # The pass releases what its nodes have saved.
+        with suppress(RuntimeError):
+            saved = [node._saved_other for node in divisions]  # noqa: SLF001 # the only way to it
+            return [other for other in saved if isinstance(other, Tensor) and other.numel() == 1]
+        return ()
+
     def strangers(self) -> Sequence[Tensor]:
         if self.graph is None:
             return ()
@@ -137,6 +157,7 @@ class _Update(_Moment):
     optimizer: Optimizer | None
     took_place: bool = True
     scale: float | None = None
+    gradients: Gradients | None = None
 
     @property
     def owner(self) -> Hashable:
@@ -149,6 +170,23 @@ class _Update(_Moment):
     @property
     def mail(self) -> Mail | None:
         return self.checks.mail
+
+    @property
+    def apart(self) -> bool:
+        return self.checks.is_configured_apart()
+
+    @property
+    def evaluations(self) -> int | None:
+        return self.checks.evaluations
+
+    def is_resting(self, tensor: int) -> bool:
+        return self.checks.is_resting(tensor)
+
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        known = None if self.gradients is None else self.gradients.known_norms(tensors)
+        return (
+            _numbers.norms([self.grads[tensor] for tensor in tensors]) if known is None else known
+        )
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
@@ -183,25 +221,36 @@ def _carries_scale(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return states[id(optimizer)]["stage"] is OptState.READY
 
 
+def _last_nodes(graph: BackwardGraph) -> Iterator[Any]:
+    """Yield the nodes from a loss back to the operation that made it."""
+    node: Any = graph.roots[0] if graph.roots else None
+    while node is not None and not isinstance(node, Tensor):
+        yield node
+        going_on = node.next_functions if node.name() in _PLAIN else ()
+        node = next((one for one, _ in going_on if one is not None), None)
+
+
 def _maker(graph: BackwardGraph) -> str:
     """Return the operation that made the loss of a pass, such as ``nll_loss``."""
-    node: Any = graph.roots[0] if graph.roots else None
-    while node is not None and not isinstance(node, Tensor) and node.name() in _PLAIN:
-        node = next((one for one, _ in node.next_functions if one is not None), None)
-    if node is None or isinstance(node, Tensor):
-        return ""
-    words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"Backward\d*$", "", node.name()))
+    *_, name = "", *(node.name() for node in _last_nodes(graph))
+    words = re.findall(r"[A-Z][a-z0-9]*", re.sub(r"Backward\d*$", "", name))
     return "_".join(words).lower()
 
 
 class Checks:
     """The checks of a session. Without any it does nothing."""
 
-    def __init__(self, context: Context, model: nn.Module) -> None:
-        self.context = context
+    def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
+        self.context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
-            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
+            _Running(
+                stage,
+                effect.check,
+                effect.then == "raise",
+                frozenset(stage.tensors),
+                stage.rule.steps.always,
+            )
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
@@ -211,7 +260,8 @@ class Checks:
             for name, method in vars(Check).items()
             if callable(method)
         }
-        # The class of the module that holds each parameter.
+        # The module that holds each parameter, and its class.
+        self._holders: dict[int, weakref.ref[nn.Module]] = {}
         self.kinds: dict[int, str] = {}
         self._modal = weakref.WeakSet[nn.Module]()
         self._root = weakref.ref(model)
@@ -221,6 +271,7 @@ class Checks:
         if self._running:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
+            self._holders = {numbers[slot.name]: weakref.ref(slot.owner) for slot in found}
             self.kinds = {numbers[slot.name]: type(slot.owner).__name__ for slot in found}
             self._modal.update(m for m in model.modules() if isinstance(m, _MODAL))
             self._mail = replica_mail(context)
@@ -256,6 +307,11 @@ class Checks:
         for update, check in self._updates("before_update", step.counter, _optimizer_of(step)):
             update.tell(check.before_update(update))
 
+    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
+        for update, check in self._updates("before_edits", step.counter, _optimizer_of(step)):
+            update.gradients = gradients
+            update.tell(check.before_edits(update))
+
     def after_update(self, step: Step, *, took_place: bool) -> None:
         for update, check in self._updates("after_update", step.counter, _optimizer_of(step)):
             update.took_place = took_place
@@ -263,12 +319,17 @@ class Checks:
 
     def _due(
         self, method: str, counter: StepCounter | None = None
-    ) -> Iterator[tuple[_Running, StepCounter]]:
-        """Yield the due checks, of those that have a method; without a counter, each by that of its first parameter."""
-        for running in self._having[method] if not self.context.paused else ():
-            clock = counter or self.context.counters[running.stage.tensors[0]]
-            if running.stage.rule.steps.due(clock.step):
-                yield running, clock
+    ) -> list[tuple[_Running, StepCounter]]:
+        """Return the due checks, of those that have a method; without a counter, each by that of its first parameter."""
+        having, counters = self._having[method], self.context.counters
+        if not having or self.context.paused:
+            return []
+        clocks = [(one, counter or counters[one.stage.tensors[0]]) for one in having]
+        return [
+            (one, clock)
+            for one, clock in clocks
+            if one.always or one.stage.rule.steps.due(clock.step)
+        ]
 
     def _updates(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None
@@ -286,6 +347,20 @@ class Checks:
             tensors = [tensor for tensor in stage.tensors if counters[tensor] in known]
             self._tensors[stage.rule.id, counter] = counters.version, tensors
         return tensors
+
+    @property
+    def evaluations(self) -> int | None:
+        return self._kept.evaluations
+
+    def is_resting(self, tensor: int) -> bool:
+        root, holder = self._root(), self._holders.get(tensor, lambda: None)()
+        return root is not None and holder is not None and root.training and not holder.training
+
+    def is_configured_apart(self) -> bool:
+        root = self._root()
+        configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
+        # Models of Hugging Face have one.
+        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
 
     def is_evaluated(self) -> bool | None:
         root = self._root()

@@ -407,6 +407,51 @@ def test_cases(bad):
     assert "step 1, rule nan-trap: 1 of 3 gradients" in part(done, r"test_cases\[1\]")
 
 
+def test_a_finding_of_a_check_fails_the_test(runner: pytest.Pytester) -> None:
+    runner.makefile(
+        ".yaml",
+        checks="version: 1\nrules:\n  - {id: learns, action: check-update, params: '*'}\n",
+        raising="version: 1\nrules:\n  - {id: learns, action: check-update, params: '*', then: raise}\n",
+    )
+    done = run(
+        runner,
+        """
+import gradsurgeon
+
+def forgotten():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Root(), nn.Linear(2, 1))
+    nn.init.ones_(model[0].weight)
+    return model, SGD(model[2].parameters(), 1e-3)
+
+@pytest.mark.gradsurgeon("gradsurgeon:debug@1")
+def test_pack():
+    train(*forgotten(), steps=20)
+
+@pytest.mark.gradsurgeon("checks.yaml")
+def test_file():
+    train(*forgotten(), steps=20)
+
+@pytest.mark.gradsurgeon("raising.yaml")
+def test_expected():
+    with pytest.raises(gradsurgeon.CheckError):
+        train(*forgotten(), steps=20)
+
+@pytest.mark.gradsurgeon("checks.yaml", mode="observe")
+def test_observed():
+    train(*forgotten(), steps=20)
+
+@pytest.mark.gradsurgeon("gradsurgeon:debug@1")
+def test_healthy():
+    train(*build(), steps=20)
+""",
+    )
+    done.assert_outcomes(passed=3, failed=2)
+    for test, rule in (("test_pack", "debug-updates"), ("test_file", "learns")):
+        said = part(done, test)
+        assert "checks found a fault" in said
+        assert f"step 11, rule {rule}: 0.weight did not move in 10 updates" in said
+
+
 def test_without_torch_only_marked_tests_miss_it(runner: pytest.Pytester) -> None:
     runner.makeconftest(
         """

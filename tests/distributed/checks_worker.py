@@ -47,6 +47,8 @@ def trained(
     before: Before = nothing,
     after: Before = nothing,
     optimizer: SGD | None = None,
+    *,
+    skips: Callable[[int], bool] = lambda _step: False,
 ) -> list[dict[str, Any]]:
     """Train on batches of this rank; return the events of checks."""
     optimizer = optimizer or SGD(model.parameters(), lr=0.02)
@@ -57,7 +59,8 @@ def trained(
             optimizer.zero_grad()
             (forward(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
             before(step, model)
-            optimizer.step()
+            if not skips(step):
+                optimizer.step()
             after(step, model)
         dist.barrier()
     events = [event for event in session.events if event.kind == "check"]
@@ -133,6 +136,20 @@ def drifting() -> list[dict[str, Any]]:
     return trained(model, DistributedDataParallel(model), after=after)
 
 
+def skipping() -> list[dict[str, Any]]:
+    model = net()
+    return trained(
+        model,
+        DistributedDataParallel(model),
+        skips=lambda step: step == 20 and dist.get_rank() == 1,
+    )
+
+
+def skipping_together() -> list[dict[str, Any]]:
+    model = net()
+    return trained(model, DistributedDataParallel(model), skips=lambda step: step % 7 == 3)
+
+
 def sharded() -> list[dict[str, Any]]:
     """Each rank holds, updates and compares its part of each parameter."""
     model = net()
@@ -179,6 +196,8 @@ CASES = (
     lost,
     unlike_from_the_start,
     drifting,
+    skipping,
+    skipping_together,
 )
 
 

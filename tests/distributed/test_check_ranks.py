@@ -17,7 +17,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "case",
-    ["healthy", "healthy_by_hand", "accumulating", "sweep", "sharded", "own_layer", "parting"],
+    [
+        "healthy",
+        "healthy_by_hand",
+        "accumulating",
+        "sweep",
+        "sharded",
+        "own_layer",
+        "parting",
+        "skipping_together",
+    ],
 )
 def test_ranks_that_may_differ_get_no_finding(ranks: list[dict[str, Any]], case: str) -> None:
     assert [rank[case] for rank in ranks] == [[], []]
@@ -60,6 +69,16 @@ def test_weights_that_one_rank_changes(ranks: list[dict[str, Any]]) -> None:
     event = only(ranks, "drifting")
     assert (event["step"], event["name"]) == (21, "3.weight")
     assert "an assignment that only some ranks make" in event["message"]
+
+
+def test_an_update_that_one_rank_skips(ranks: list[dict[str, Any]]) -> None:
+    """Its gradients are alike: they are those of the same pass, though not of the same update."""
+    event = only(ranks, "skipping")
+    assert 21 <= event["step"] <= 22
+    assert "ranks 0, 1 differ in the weights 0.weight" in event["message"]
+    assert (
+        "an update, a weight decay or an assignment that only some ranks make" in event["message"]
+    )
 
 
 def test_parts_of_parameters_that_do_not_move(ranks: list[dict[str, Any]]) -> None:

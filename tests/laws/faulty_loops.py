@@ -132,13 +132,15 @@ def loss_over_nothing() -> Training:
 def left_in_evaluation_mode() -> Training:
     """no `model.train()` after an evaluation"""
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
 
     def after(step: int) -> None:
         if step == 9:
             model.eval()
+            with torch.no_grad():
+                loss_at(step)
 
-    return fitted(model, optimizer, fit(model), STEPS, after=after)
+    return fitted(model, optimizer, loss_at, STEPS, after=after)
 
 
 def untied() -> Training:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -648,6 +649,82 @@ def losses_that_the_script_skips() -> Training:
                 optimizer.step()
 
     return Training(model, [optimizer], loop)
+
+
+def loss_network() -> Training:
+    """A network inside the loss gets gradients and never trains: the script left requires_grad on."""
+    trained = perceptron()
+    judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    model, batch = nn.ModuleDict({"trained": trained, "judge": judge}), regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(judge(trained(inputs)), judge(targets))
+
+    return fitted(model, Adam(trained.parameters(), lr=1e-3), loss_at, STEPS)
+
+
+def last_stage_in_evaluation_mode() -> Training:
+    """The last stage trains with all batch norms frozen, by `model.eval()`."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def after(step: int) -> None:
+        if step == STEPS // 2:
+            model.eval()
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
+
+
+def last_epochs_in_evaluation_mode() -> Training:
+    """The same in a script that evaluates after each epoch, and returned to training mode before."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    loss_at = fit(model)
+
+    def after(step: int) -> None:
+        if step % 10 == 9:
+            model.eval()
+            with torch.no_grad():
+                loss_at(step)
+            model.train(step < STEPS // 2)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS, after=after)
+
+
+def head_copied_from_the_table() -> Training:
+    """The head begins as a copy of the embedding, and the configuration says that they are trained apart."""
+
+    class Untied(nn.Sequential):
+        config = SimpleNamespace(tie_word_embeddings=False)
+
+    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    head.weight = nn.Parameter(embed.weight.detach().clone())
+    model = Untied(embed, head)
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(30, (32,))
+        return functional.cross_entropy(model(words), words.roll(1))
+
+    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+
+
+def rare_updates() -> Training:
+    """One optimizer steps after each eighth pass only, on what has accumulated since."""
+    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    often, rarely = SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
+    loss_at = fit(model)
+
+    def loop() -> None:
+        for step in range(LONG):
+            if step % 8 == 0:
+                rarely.zero_grad()
+            often.zero_grad()
+            loss_at(step).backward()
+            often.step()
+            if step % 8 == 7:
+                rarely.step()
+
+    return Training(model, [often, rarely], loop)
 
 
 HEALTHY: tuple[Callable[[], Training], ...] = tuple(

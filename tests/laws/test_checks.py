@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +14,34 @@ from laws import faulty_loops, healthy_loops, trainings
 from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import gradsurgeon
 from gradsurgeon import CheckError, Event, actions
-from gradsurgeon.checks.base import Pass
+from gradsurgeon.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
 CHECKS: dict[str, Any] = {
     "version": 1,
     "rules": [
-        {"id": action.removeprefix("check-"), "action": action, "params": "*"}
-        for action in ("check-update", "check-loop", "check-structure", "check-ranks")
+        # With a trap, as in the pack: it also sees evaluations.
+        {
+            "id": "nans",
+            "action": "nan-trap",
+            "params": "*",
+            "then": "warn",
+            "give_up_after": "never",
+        },
+        *(
+            {"id": action.removeprefix("check-"), "action": action, "params": "*"}
+            for action in ("check-update", "check-loop", "check-structure", "check-ranks")
+        ),
     ],
 }
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning")
 
 
 def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
@@ -119,6 +133,31 @@ def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training
     assert row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("divides", ["by the mask", "by a number", "what is lost"])
+def test_operation_that_made_a_lost_loss_is_named(divides: str) -> None:
+    model = nn.Linear(16, 4)
+
+    def loss_at(step: int) -> Tensor:
+        chosen = torch.full((8,), step != 7)
+        each: Tensor = model(torch.randn(8, 16)).square().mean(1)[chosen]
+        if divides == "what is lost":
+            return each.mean() / 8 * 2
+        return each.sum() / (chosen.sum() if divides == "by the mask" else len(each))
+
+    event = only(fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS))
+    made_by = "mean" if divides == "what is lost" else "a division by 0"
+    assert (
+        f"the loss of step 7 was NaN although all gradients are finite: it came out of {made_by}."
+        in event.message
+    )
+
+
+def test_change_of_mode_is_told_if_evaluations_cannot_be_seen() -> None:
+    training = healthy_loops.last_stage_in_evaluation_mode()
+    event = only(training, {"version": 1, "rules": CHECKS["rules"][1:]})
+    assert "has run in evaluation mode" in event.message
+
+
 def test_rule_that_freezes_is_named() -> None:
     model = perceptron()
     frozen = {"id": "cold", "action": "freeze", "params": "0.*"}
@@ -132,7 +171,7 @@ def test_rule_that_freezes_is_named() -> None:
 def test_updates_that_a_trap_skips_are_named() -> None:
     model = perceptron()
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    rules = {"version": 1, "rules": [*CHECKS["rules"], {**trap, "give_up_after": 1000}]}
+    rules = {"version": 1, "rules": [*CHECKS["rules"][1:], {**trap, "give_up_after": 1000}]}
     loss_at = fit(model)
     stray = nn.Parameter(torch.zeros(1))
     model.register_parameter("stray", stray)
@@ -182,7 +221,7 @@ def test_adapters_that_should_move() -> None:
 
 def test_steps_limit_a_check() -> None:
     model = perceptron()
-    rules = {"version": 1, "rules": [{**CHECKS["rules"][0], "steps": {"to": 5}}]}
+    rules = {"version": 1, "rules": [{**CHECKS["rules"][1], "steps": {"to": 5}}]}
     training = fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
     assert told(training, rules) == []
 
@@ -211,6 +250,53 @@ class Flat(gradsurgeon.Check):
             self._seen.append(float(done.loss))
             if len(self._seen) == 5 and len(set(self._seen)) == 1:
                 yield gradsurgeon.Finding("flat", f"the loss has been {self._seen[0]:g} five times")
+
+
+class Measured(gradsurgeon.Check):
+    """Asks for the norms of all gradients, and counts the calls that measure them."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def before_edits(self, update: Update) -> Iterable[gradsurgeon.Finding]:
+        seen: list[str] = []
+        sys.setprofile(lambda frame, _event, _arg: seen.append(frame.f_code.co_name))
+        try:
+            norms = update.norms([*update.grads])
+        finally:
+            sys.setprofile(None)
+        self.calls.append(seen.count("by_segments"))
+        assert norms.tolist() == pytest.approx([float(g.norm()) for g in update.grads.values()])
+        return ()
+
+
+@pytest.mark.parametrize("trapped", [True, False])
+def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None:
+    check, known = Measured(), dict(actions.known_actions)
+
+    class MeasuredRule(gradsurgeon.CheckRule):
+        """Ask for norms."""
+
+        action: Literal["check-measured"] = "check-measured"
+
+        def compile(self) -> gradsurgeon.Examination:
+            return gradsurgeon.Examination(check, self.then)
+
+    try:
+        rule = {"id": "own", "action": f"{MeasuredRule.__module__}:check-measured", "params": "*"}
+        model = nn.Linear(4, 1)
+        rules = [*(CHECKS["rules"][:1] if trapped else ()), rule]
+        training = fitted(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            lambda _step: model(torch.ones(2, 4)).sum(),
+            3,
+        )
+        assert told(training, {"version": 1, "rules": rules}) == []
+    finally:
+        actions.known_actions.clear()
+        actions.known_actions.update(known)
+    assert [bool(calls) for calls in check.calls] == [not trapped] * 3
 
 
 @pytest.fixture

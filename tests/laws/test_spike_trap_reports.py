@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon.actions.spike_trap import Above
 
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
 
@@ -69,6 +70,20 @@ def stopped(
             for stepper in steppers:
                 stepper.step()
     raise AssertionError
+
+
+@pytest.mark.parametrize("above", [{"sigmas": 50.0}, {"times": 50.0, "warmup": 20}])
+def test_report_says_from_how_few_updates_the_statistic_is_known(above: dict[str, Any]) -> None:
+    spike = next(line for line in stopped("loss", above=above) if "running mean" in line)
+    assert "known from 30 updates so far" in spike
+
+
+def test_report_is_silent_about_the_age_of_a_statistic_of_100_updates() -> None:
+    for above in (Above(sigmas=2.5), Above(times=1.05)):
+        for updates, is_young in ((99, True), (100, False)):
+            bound = above.bound()
+            known = bound.bounds([float(updates), 1.0, 0.5][: bound.rows])
+            assert known is None or ("known from 99 updates" in known[1]) is is_young
 
 
 @pytest.mark.parametrize("guarded", [False, True])

@@ -52,6 +52,7 @@ NAMES = [
     "NormLog",
     "Observer",
     "ObserverRule",
+    "Perturb",
     "Plan",
     "RecordError",
     "Report",
