@@ -276,18 +276,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append((fault.name, *told, "" if right else f"expected: {fault.place}"))
     print("\n".join(grid(rows)))
     print(f"{len(FAULTS) - wrong} of {len(FAULTS)} faults at their place")
-    quiet = [("harmless change", "runs", "alarms", "largest share of the tolerance")]
+    quiet = [("harmless change", "runs", "alarms", "largest share of the tolerance", "first alarm")]
     every: dict[str, list[Any]] = {name: [] for name in HARMLESS}
     for seed in range(options.seeds):
         for name, ones in alarms(seed).items():
             every[name] += ones
     for name, ones in every.items() if options.seeds else ():
-        loud = sum(not one.alike for one in ones)
-        wrong += loud
+        loud = [one.first[0] for one in ones if not one.alike]
+        wrong += len(loud)
+        where = f"step {loud[0].step}, {loud[0].text}" if loud else ""
         top = max(
             (one.largest.distance / one.largest.tolerance, str(one.largest.text)) for one in ones
         )
-        quiet.append((name, f"{len(ones)}", f"{loud}", f"{top[0]:.2g} ({top[1]})"))
+        quiet.append((name, f"{len(ones)}", f"{len(loud)}", f"{top[0]:.2g} ({top[1]})", where))
     print("\n".join(grid(quiet)))
     print(f"{time.perf_counter() - start:.0f} s")
     return int(wrong > 0)

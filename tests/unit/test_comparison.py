@@ -82,6 +82,11 @@ class TestBorder:
         again = gradsurgeon.compare(reference, made("detached"))
         assert again.first[0].why == "missing in the reference"
 
+    def test_a_gradient_that_differs(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("doubled", fault("loss doubled")), reference, noise)
+        assert (found.phase, found.first[0].text) == ("backward", "output gradient of head")
+        assert "rounding alone can part a gradient at a kink" in found.notes[-1]
+
     def test_the_update(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(
             made("rate", fault("learning rate 1% higher")), reference, noise
@@ -160,7 +165,7 @@ class TestAlike:
             made("scaled", fault("attention scaled by 1/d")), reference, gross
         )
         assert (found.tolerance.kind, found.tolerance.times) == ("gross-noise", 4)
-        assert "only gross faults can be told" in str(found)
+        assert "only gross faults can be told" in found.tolerance.text
 
     def test_noise_that_is_none(self, made: Any, reference: Any) -> None:
         found = gradsurgeon.compare(made("again"), reference, made("again"))
