@@ -18,7 +18,6 @@ from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
 
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
-Paths = dict[str, pathlib.Path]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path
 
 
 @pytest.fixture(scope="module")
-def reference(made: Any) -> pathlib.Path:
+def reference(made: Any) -> Any:
     return made("reference")
 
 
@@ -373,7 +372,7 @@ class TestForms:
         figure.savefig(tmp_path / "map.png")
         (legend,) = figure.legends
         assert "the border: input of h.1.attn.o" in [text.get_text() for text in legend.get_texts()]
-        axes = figure.axes[0]
+        axes: Any = figure.axes[0]
         (mark,) = axes.patches
         values = axes.images[0].get_array()
         column, row = (round(at + 0.5) for at in mark.get_xy())
