@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from gradsurgeon.api import tag as tag
     from gradsurgeon.checks.base import Check as Check
     from gradsurgeon.checks.base import Finding as Finding
+    from gradsurgeon.comparison import compare as compare
+    from gradsurgeon.comparison.comparison import Comparison as Comparison
     from gradsurgeon.diagnosis import Diagnosis as Diagnosis
     from gradsurgeon.errors import BindError as BindError
     from gradsurgeon.errors import CheckError as CheckError
@@ -96,6 +98,8 @@ _NAMES = {
     "actions.spike_trap": "SpikeTrap",
     "actions.zero": "Zero",
     "checks.base": "Check Finding",
+    "comparison": "compare",
+    "comparison.comparison": "Comparison",
     "diagnosis": "Diagnosis",
     "api": "apply backward load open_run plan remove replay tag",
     "errors": "BindError CheckError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "

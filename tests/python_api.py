@@ -20,6 +20,7 @@ FUNCTIONS = (
     "tag",
     "open_run",
     "replay",
+    "compare",
     "report.summary",
     "report.grad_cam",
 )
@@ -31,6 +32,7 @@ CLASSES = (
     "RuleStatus",
     "Report",
     "Run",
+    "Comparison",
     "RuleSet",
     "Manifest",
     "Diagnosis",

@@ -26,6 +26,7 @@ _COMMANDS = {
     "report": "Show what a run looked like: norms, rules, events.",
     "watch": "Show a run in the terminal while training goes on.",
     "replay": "Run the step that a trap stopped again, and say what went wrong.",
+    "compare": "Say where a run parts from a reference, step by step and tensor by tensor.",
     "suggest": "Write rules whose thresholds come from the records of a healthy run.",
     "export": "Write the records of a run, one value per line.",
 }

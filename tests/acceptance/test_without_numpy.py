@@ -124,6 +124,7 @@ def test_a_job_fails_by_events(
         ("report", "trapped", "--fail-on", "spike"),
         ("watch", "trapped", "--once"),
         ("suggest", "trapped"),
+        ("compare", "trapped", "trapped"),
     ],
 )
 def test_what_needs_it_names_the_extra(

@@ -1,0 +1,226 @@
+"""Two runs side by side: the same tensors of the same steps, in the order of execution. Needs numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradsurgeon.comparison import order, tolerance
+from gradsurgeon.comparison.reading import KEYS, Kind, Reading, Words, starts
+from gradsurgeon.comparison.tolerance import Tolerance
+from gradsurgeon.errors import RecordError, printable, shorten_names
+from gradsurgeon.report.sheets import Flags
+from gradsurgeon.report.spikes import Floats, Ints
+
+# What became of a tensor: it is in one run only, or has another number of elements.
+BOTH, MISSING_IN_RUN, MISSING_IN_REFERENCE, RESIZED = range(4)
+_PAIR = np.dtype(
+    [
+        *((key, np.int64) for key in KEYS),
+        ("part", np.int64),  # the micro-batch
+        ("call", np.int64),  # the call within the micro-batch
+        ("place", np.int64),  # among all tensors of a step
+        ("state", np.int64),
+        ("distance", np.float64),  # relative to the norm
+        ("limit", np.float64),  # the distance that is allowed
+        ("undecided", bool),  # rounding decides it
+        ("finite", bool, 2),  # in the run and in the reference
+    ]
+)
+# Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
+_LATE = 2**40
+_OTHER_BATCHES = "other batches or micro-batches"
+_DIVIDED = "divide the samples differently; where a statistic of the batch counts, as in batch norm, such runs truly differ"
+_FEW = "fewer than three noise runs measured the tolerance: false alarms are likelier"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The tensors of two runs in the order of execution: numbers of kinds and names, distances, limits."""
+
+    kinds: list[Kind]
+    names: list[str]
+    cells: Any
+
+    @property
+    def apart(self) -> Flags:
+        return np.asarray((self.cells["distance"] > self.cells["limit"]) & ~self.cells["undecided"])
+
+    @property
+    def ratio(self) -> Floats:
+        """How many times the allowed distance; where none is allowed, 0 or infinite."""
+        distance = self.cells["distance"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(distance == 0, 0.0, distance / self.cells["limit"])
+
+    @property
+    def present(self) -> list[Kind]:
+        return [self.kinds[kind] for kind in np.unique(self.cells["kind"])]
+
+    def kind(self, at: int) -> Kind:
+        return self.kinds[int(self.cells["kind"][at])]
+
+    def name(self, at: int) -> str:
+        return self.names[int(self.cells["name"][at])]
+
+    def like(self, at: int, *keys: str) -> Flags:
+        """Return which tensors are like one of them in some fields."""
+        alike = [self.cells[key] == self.cells[key][at] for key in keys]
+        return np.asarray(np.all(alike, axis=0))
+
+    def of_base(self, base: str) -> Flags:
+        """Return which tensors are of a kind such as `input`."""
+        return np.asarray([self.kinds[kind].base == base for kind in self.cells["kind"]], bool)
+
+
+def align(
+    run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
+) -> tuple[Pairs, Tolerance, list[str]]:
+    """Return the tensors of both runs with their distances, how tolerances came about, and notes.
+
+    Raises:
+        RecordError: the runs have no kind of tensor, no tensor or no step in common.
+    """
+    kinds, names = list(words.kinds), list(words.names)
+    common = run.bound.keys() & reference.bound.keys()
+
+    def told_kinds(one: Reading) -> str:
+        return "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
+
+    def told_names(one: Reading) -> str:
+        return f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
+
+    _need(
+        common, run, reference, told_kinds, "record both by the rules `gradsurgeon:fingerprint@1`"
+    )
+    steps = run.steps
+    for one in (reference, *noise):
+        steps = np.intersect1d(steps, one.steps)
+        _need(steps, run, one, _told_steps, "record the same steps, by `steps` or `start_step`")
+    both = np.zeros((len(kinds), len(names)), bool)
+    for kind in common:
+        both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
+    cells, values = _joined((run, reference, *noise), steps, both)
+    of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
+    other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
+    other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
+    cells["state"][other & (cells["state"] == BOTH)] = RESIZED
+    notes = []
+    ranks = [one.meta.get("ranks") for one in (run, reference)]
+    unlike = (cells["state"] != BOTH) & of_modules
+    if ranks[0] != ranks[1] or 2 * unlike.sum() > of_modules.sum():
+        cells, values = cells[~of_modules], values[:, ~of_modules]
+        counts = f"{ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else _OTHER_BATCHES
+        notes.append(f"only gradients and weights are compared: {counts} {_DIVIDED}")
+    _need(
+        cells, run, reference, told_names, "name what was renamed by lines `old: new` in --map FILE"
+    )
+    groups = cells["step"] * len(kinds) + cells["kind"]
+    drift: Floats = np.zeros(len(cells))
+    rule = tolerance.without_noise(run.meta, reference.meta)
+    if noise:
+        drift = tolerance.noise_of(values[2:, :, :3], values[1, :, :3])
+    elif rule.kind == "bound":
+        drift = tolerance.vanishing(values[1, :, 0], groups)
+    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
+    tensors = cells["step"] * len(names) + cells["name"]
+    if noise:
+        first = cells["step"] == steps[0]
+        forward = first & (phases == "forward")
+        rule = tolerance.by_noise(drift[forward if forward.any() else first])
+        notes += [_FEW] if len(noise) < 3 else []  # noqa: PLR2004 # the trials had three
+    drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
+    cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
+    cells["distance"][cells["state"] != BOTH] = np.inf
+    cells["limit"] = rule.times * drift + rule.least
+    cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
+    cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
+    _place(cells, values[1], kinds, names, reference.chains)
+    cells = cells[np.lexsort([cells["rank"], cells["place"], cells["step"]])]
+    return Pairs(kinds, names, cells), rule, notes
+
+
+def _told_steps(one: Reading) -> str:
+    return f"the steps {one.steps[0]} to {one.steps[-1]}"
+
+
+def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats]:
+    """Return the tensors that the run or the reference has, and the values in all runs, NaN where there are none."""
+    sizes = [1 + max(int(one.cells[key].max()) for one in readings) for key in KEYS]
+    codes = [np.ravel_multi_index([one.cells[key] for key in KEYS], sizes) for one in readings]
+    union = np.union1d(codes[0], codes[1])
+    index = dict(zip(KEYS, np.unravel_index(union, sizes), strict=True))
+    chosen = np.isin(index["step"], steps) & both[index["kind"], index["name"]]
+    union, cells = union[chosen], np.zeros(int(chosen.sum()), _PAIR)
+    for key in KEYS:
+        cells[key] = index[key][chosen]
+    values = np.full((len(readings), len(union), 4), np.nan)
+    for number, (one, code) in enumerate(zip(readings, codes, strict=True)):
+        _, here, there = np.intersect1d(union, code, assume_unique=True, return_indices=True)
+        values[number, here] = one.cells["values"][there]
+    cells["state"] = np.where(np.isin(union, codes[0]), BOTH, MISSING_IN_RUN)
+    cells["state"][~np.isin(union, codes[1])] = MISSING_IN_REFERENCE
+    return cells, values
+
+
+def _place(
+    cells: Any, values: Floats, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]
+) -> None:
+    """Fill in micro-batch, call and place of each tensor."""
+    kind_of = cells["kind"]
+    phases = np.array([kind.phase for kind in kinds])[kind_of]
+    forward = phases == "forward"
+    begins = np.flatnonzero(starts(cells))
+    rows = np.diff(np.append(begins, len(cells)))
+    # The number of micro-batches divides how often each module runs in a step.
+    parts = max(1, int(np.gcd.reduce(rows[forward[begins]], initial=0)))
+    calls = np.maximum(1, np.repeat(rows, rows) // parts)
+    of_params = np.isin(phases, ("gradient", "update"))
+    calls[of_params] = cells["row"][of_params] + 1
+    cells["part"], cells["call"] = cells["row"] // calls, cells["row"] % calls
+    # The backward pass comes to the last call first.
+    back = phases == "backward"
+    cells["call"][back] = (calls - 1 - cells["call"])[back]
+    most: dict[str, int] = {}
+    rows_of = np.stack([kind_of, *(cells[key] for key in ("name", "call", "part")), calls], axis=1)
+    unique, which = np.unique(rows_of, axis=0, return_inverse=True)
+    for kind, name, _, _, number in unique.tolist():
+        if kinds[kind].of_modules:
+            most[names[name]] = max(most.get(names[name], 0), number)
+    numbers: dict[order.Event, order.Numbers] = {}
+    first = forward & (cells["step"] == cells["step"].min()) & (cells["part"] == 0)
+    for at in np.flatnonzero(first).tolist():
+        event = (
+            kinds[kind_of[at]].base == "output",
+            names[cells["name"][at]],
+            int(cells["call"][at]),
+        )
+        numbers.setdefault(event, tuple(values[at, :3].tolist()))
+    inside = [[name for name in chain if name in most] for chain in chains]
+    modules = order.merged(inside, [name for name in names if name in most])
+    events = order.forward_order(modules, most, numbers)
+    owners = [events.get((True, order.parent_of(name, most), 0), -1) for name in names]
+
+    def place_of(kind: int, name: int, turn: int, part: int) -> int:
+        phase, size = kinds[kind].phase, len(events)
+        if phase == "update":
+            return 2 * _LATE + name
+        if phase == "gradient":  # the backward pass reaches the last module first
+            return _LATE + (size - owners[name]) * len(names) + name
+        place = events[kinds[kind].base.startswith("output"), names[name], turn]
+        return 2 * size * part + (place if phase == "forward" else 2 * size - 1 - place)
+
+    places = np.array([place_of(*one[:4]) for one in unique.tolist()])
+    cells["place"] = places[which.reshape(-1)]
+
+
+def _need(
+    common: Any, run: Reading, other: Reading, told: Callable[[Reading], str], do: str
+) -> None:
+    if len(common) == 0:
+        paths = f"{printable(run.path)} and {printable(other.path)}"
+        found = f"the first has {told(run)}, the second {told(other)}"
+        raise RecordError(f"{paths} have nothing in common to compare: {found}; {do}")

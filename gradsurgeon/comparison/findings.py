@@ -1,0 +1,231 @@
+"""What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from gradsurgeon.comparison.alignment import (
+    BOTH,
+    MISSING_IN_REFERENCE,
+    MISSING_IN_RUN,
+    RESIZED,
+    Pairs,
+)
+from gradsurgeon.comparison.order import is_inside, parent_of
+from gradsurgeon.comparison.tolerance import Tolerance
+
+_LAST, _FIRST = 3, 5
+# A module adds to a difference if so many times as much goes out as came in. A projection is a sample: it can be
+# several times too small.
+_ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
+_WORDS = {
+    "output.grad": "output gradient of {}",
+    "input.grad": "input gradient of {}",
+    "grad": "gradient of {}",
+    "value": "weight {} after the update",
+}
+_STATES = {
+    MISSING_IN_RUN: "missing in the run",
+    MISSING_IN_REFERENCE: "missing in the reference",
+    RESIZED: "another number of elements",
+}
+
+
+class Tensor(NamedTuple):
+    """A tensor of one step in both runs.
+
+    `distance` and `tolerance` are relative to the norm; `why` says why there is no distance.
+    """
+
+    name: str
+    tensor: str
+    step: int
+    phase: str
+    micro_batch: int
+    call: int
+    rank: int
+    distance: float
+    tolerance: float
+    why: str
+    text: str
+
+
+class Module(NamedTuple):
+    """A module that adds to a difference: the distances of its input and its output."""
+
+    name: str
+    came_in: float
+    went_out: float
+
+
+class Step(NamedTuple):
+    """How many tensors are apart in a step, and how far."""
+
+    step: int
+    compared: int
+    apart: int
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a run parts from a reference. ``print`` shows it in words.
+
+    Attributes:
+        alike: whether the runs agree.
+        run: the directory of the run.
+        reference: the directory of the reference.
+        step: the first step in which they part, `None` if they do not.
+        phase: where in the step: ``"forward"``, ``"backward"``, ``"gradient"`` or ``"update"``.
+        inside: the innermost module around the first difference whose input agrees.
+        last: the last tensors that agree, each with name, distance and tolerance.
+        first: the first tensors that do not, in the order of execution.
+        modules: the modules that add to the difference in that forward pass.
+        steps: how many tensors are apart in each step, and how far.
+        growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
+        largest: the tensor whose distance is the most times its tolerance.
+        only_run: names that only the run has. Parameters among them make the runs differ.
+        only_reference: names that only the reference has.
+        undecided: tensors that rounding decides in some step, so that they say nothing there.
+        tolerance: how tolerances came about.
+        notes: what else a reader has to know.
+    """
+
+    alike: bool
+    run: str
+    reference: str
+    step: int | None
+    phase: str
+    inside: str
+    last: tuple[Tensor, ...]
+    first: tuple[Tensor, ...]
+    modules: tuple[Module, ...]
+    steps: tuple[Step, ...]
+    growth: str
+    largest: Tensor | None
+    only_run: tuple[str, ...]
+    only_reference: tuple[str, ...]
+    undecided: tuple[str, ...]
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+    pairs: Pairs = field(repr=False, compare=False)
+
+
+def words(pairs: Pairs, at: int) -> str:
+    base = pairs.kind(at).base
+    return _WORDS.get(base, f"{base} of {{}}").format(pairs.name(at))
+
+
+def tensor_of(pairs: Pairs, at: int) -> Tensor:
+    cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
+    alike = pairs.cells[pairs.like(at, "kind", "name")]
+    more = [] if kind.tensor == kind.base else [kind.tensor]
+    for key, word in (("call", "call"), ("part", "micro-batch")):
+        if number := int(alike[key].max()):
+            more.append(f"{word} {cell[key] + 1} of {number + 1}")
+    more += [f"rank {cell['rank']}"] if alike["rank"].any() else []
+    text += f" ({', '.join(more)})" if more else ""
+    why = _STATES.get(int(cell["state"]), "")
+    if not why and np.isinf(cell["distance"]):
+        why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
+    step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
+    far, limit = float(cell["distance"]), float(cell["limit"])
+    name = pairs.name(at)
+    return Tensor(name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text)
+
+
+def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
+    """Return the last tensors that agree and the first that do not, in the order of execution."""
+    apart = np.flatnonzero(pairs.apart)
+    if not len(apart):
+        return [], []
+    border = apart[0]
+    agree = np.flatnonzero(~pairs.cells["undecided"][:border])
+    here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
+    here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
+    if not any(kind.of_modules for kind in pairs.present):
+        # The gradients all part, whatever module is wrong: those of its own weights part most.
+        here.sort(key=lambda at: -pairs.ratio[at])
+    return agree[-_LAST:].tolist(), here[:_FIRST]
+
+
+def inside_of(pairs: Pairs, border: int) -> str:
+    """Return the innermost module around the border whose input agrees, empty if there is none."""
+    kind, name = pairs.kind(border), pairs.name(border)
+    inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
+    agree: dict[str, bool] = {}
+    unlike = pairs.apart | pairs.cells["undecided"]
+    for at in np.flatnonzero(inputs).tolist():
+        fine = not unlike[at]
+        agree[pairs.name(at)] = agree.get(pairs.name(at), True) and fine
+    around = name if kind.base == "output" else parent_of(name, agree)
+    while around and not agree.get(around):
+        around = parent_of(around, agree)
+    return around if kind.phase == "forward" else ""
+
+
+def modules_of(pairs: Pairs, border: int) -> list[Module]:
+    """Return the modules that add most to the difference in a forward pass, in the order of execution."""
+    same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
+    came: dict[tuple[str, int], float] = {}
+    added: list[tuple[float, Module]] = []
+    apart = pairs.apart
+    for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
+        cell, base = pairs.cells[at], pairs.kind(at).base
+        key = pairs.name(at), int(cell["call"])
+        if base == "input":
+            came[key] = float(cell["distance"])
+        elif base == "output" and key in came and apart[at] and came[key] < np.inf:
+            times = float(cell["distance"]) / max(came[key], float(cell["limit"]), 1e-30)
+            added += [(times, Module(key[0], came[key], float(cell["distance"])))]
+    added = [one for one in added if one[0] >= _ADDS]
+    # A module adds what the modules inside it add.
+    names = [module.name for _, module in added]
+    inner = [
+        one
+        for one in added
+        if not any(name != one[1].name and is_inside(name, one[1].name) for name in names)
+    ]
+    most = sorted(inner, key=lambda one: -one[0])[:_MODULES]
+    return [one[1] for one in inner if one in most]
+
+
+def steps_of(pairs: Pairs) -> Iterator[Step]:
+    cells, apart = pairs.cells, pairs.apart
+    for step in np.unique(cells["step"]).tolist():
+        here = cells["step"] == step
+        far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
+        compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
+        yield Step(
+            step,
+            compared,
+            number,
+            float(np.median(far)) if len(far) else 0.0,
+            far.max(initial=0.0).item(),
+        )
+
+
+def growth_of(pairs: Pairs, border: int) -> str:
+    """Return whether the distance of the tensors that part in the first step `grows`, `stays` or `shrinks` by the last."""
+    cells, apart = pairs.cells, pairs.apart & np.isfinite(pairs.cells["distance"])
+    ends = [
+        cells[apart & (cells["step"] == step)]
+        for step in (cells["step"][border], cells["step"].max())
+    ]
+    keys = [one["place"] * (1 + cells["rank"].max()) + one["rank"] for one in ends]
+    both, first, last = np.intersect1d(*keys, return_indices=True)
+    if not len(both) or ends[0]["step"][0] == ends[1]["step"][0]:
+        return ""
+    times = np.median(ends[1]["distance"][last] / ends[0]["distance"][first])
+    return "grows" if times > _GROWS else "shrinks" if times * _GROWS < 1 else "stays"
+
+
+def largest_of(pairs: Pairs) -> int:
+    """Return the tensor with the largest ratio of distance and tolerance, -1 if rounding decides all."""
+    decided = np.flatnonzero(~pairs.cells["undecided"])
+    return int(decided[np.argmax(pairs.ratio[decided])]) if len(decided) else -1

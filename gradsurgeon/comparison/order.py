@@ -1,0 +1,123 @@
+"""The order in which the tensors of a step came about: forward, backward, gradients, update.
+
+Rows of a run are grouped by statistic, not by time. The order of modules comes from the order in which they first
+ran and from their nesting. A module that runs several times in one pass, such as an activation that layers share,
+has its place after the output whose numbers equal the numbers of its input.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+# Whether it is the output of a module, and not its input; the name of the module; the call within a pass.
+Event = tuple[bool, str, int]
+# Sorts events. Longer keys lie between shorter ones.
+_Key = tuple[float, ...]
+# The norm and the projections of one call.
+Numbers = tuple[float, ...]
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Return whether a name is a module, or lies in it."""
+    return f"{name}.".startswith(f"{module}.")
+
+
+def parent_of(name: str, known: Mapping[str, object]) -> str:
+    """Return the innermost known module around a tensor or module, empty if there is none."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in known:
+            return name
+    return ""
+
+
+def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    """Return the names in an order that respects all chains and nesting; the model's order breaks ties."""
+    places = {name: place for place, name in enumerate(names)}
+    later: dict[str, set[str]] = {name: set() for name in names}
+    outer = [(above, name) for name in names if (above := parent_of(name, places))]
+    for first, second in (*outer, *(pair for chain in chains for pair in pairwise(chain))):
+        later[first].add(second)
+    waits = dict.fromkeys(names, 0)
+    for name in (name for many in later.values() for name in many):
+        waits[name] += 1
+    ready = [places[name] for name in names if not waits[name]]
+    found: dict[str, None] = {}
+    while len(found) < len(names):
+        # Chains of different steps can contradict each other: then the first that is left comes next.
+        place = heapq.heappop(ready) if ready else min(places[n] for n in names if n not in found)
+        if (name := names[place]) in found:
+            continue
+        found[name] = None
+        for one in later[name]:
+            waits[one] -= 1
+            if waits[one] == 0:
+                heapq.heappush(ready, places[one])
+    return list(found)
+
+
+def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
+    """Yield inputs and outputs of modules in pre-order: an output comes after everything inside the module."""
+    stack: list[str] = []
+    for name in names:
+        while stack and not name.startswith(f"{stack[-1]}."):
+            yield True, stack.pop()
+        yield False, name
+        stack.append(name)
+    yield from ((True, name) for name in reversed(stack))
+
+
+def forward_order(
+    order: Sequence[str], calls: Mapping[str, int], numbers: Mapping[Event, Numbers]
+) -> dict[Event, int]:
+    """Return the place of each input and output in a forward pass.
+
+    Args:
+        order: names of modules, in the order of their first call.
+        calls: how often each module runs in a pass.
+        numbers: the numbers of each input and output.
+    """
+    keys: dict[Event, _Key] = {}
+    for place, (is_output, name) in enumerate(_walk([name for name in order if calls[name] == 1])):
+        keys[is_output, name, 0] = (place,)
+    for number, root in enumerate(order):
+        count = calls[root]
+        if count == 1 or calls.get(parent_of(root, calls)) == count:
+            continue  # it has its place, or goes with the module around it
+        inside = [name for name in order if calls[name] == count and is_inside(name, root)]
+        last: _Key = (-1,)
+        for call in range(count):
+            start = _anchor(root, call, keys, numbers) or _usual(root, call, order, keys)
+            last = max(start, last)
+            for place, (is_output, name) in enumerate(_walk(inside)):
+                keys[is_output, name, call] = (*last, 1, number, call, place)
+            last = keys[True, root, call]
+    return {event: place for place, event in enumerate(sorted(keys, key=keys.__getitem__))}
+
+
+def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key]) -> _Key:
+    """Return a likely place: after the module before it, or for a later call at the end of the module around it."""
+    if call == 0:
+        place = order.index(root)
+        before = order[place - 1] if place else ""
+        return keys.get((not is_inside(root, before), before, 0), (-1,))
+    end = keys.get((True, parent_of(root, dict.fromkeys(order)), 0), (float("inf"),))
+    return _before(end, keys)
+
+
+def _anchor(
+    root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
+) -> _Key | None:
+    """Return the key after which a call has its place, by its numbers; `None` if they equal no others."""
+    came, went = (numbers.get((is_output, root, call), (0.0,)) for is_output in (False, True))
+    after = [key for event, key in keys.items() if event[0] and numbers.get(event) == came]
+    if came[0] and after:
+        return max(after)
+    until = [key for event, key in keys.items() if event[1] != root and numbers.get(event) == went]
+    return _before(min(until), keys) if went[0] and until else None
+
+
+def _before(end: _Key, keys: Mapping[Event, _Key]) -> _Key:
+    return max((key for key in keys.values() if key < end), default=(-1,))

@@ -1,0 +1,169 @@
+"""The fingerprints of runs as arrays, by kinds and names that the runs share. Needs numpy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.report.sheets import Flags
+from gradsurgeon.report.spikes import Ints
+from gradsurgeon.store.rank_file import StoredSeries
+from gradsurgeon.store.run import Run, of_lowest_ranks
+from gradsurgeon.store.tables import arrays
+
+# What makes a fingerprint; the number of elements is welcome, not needed.
+STATS = ("l2", "projection_1", "projection_2", "numel")
+_NEEDED = frozenset(STATS[:3])
+# Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
+KEYS = ("step", "kind", "rank", "name", "row")
+_CELL = np.dtype([*((key, np.int64) for key in KEYS), ("values", np.float64, len(STATS))])
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+class Kind(NamedTuple):
+    """A kind of tensor, such as the output of modules, and the point at which it was measured."""
+
+    tensor: str
+    point: str
+
+    @property
+    def base(self) -> str:
+        """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
+        ends = re.match(r"(input|output)\b", self.tensor)
+        return ends[0] + ".grad" * self.tensor.endswith(".grad") if ends else self.tensor
+
+    @property
+    def of_modules(self) -> bool:
+        return self.base.startswith(("input", "output"))
+
+    @property
+    def phase(self) -> str:
+        if self.of_modules:
+            return "backward" if self.base.endswith(".grad") else "forward"
+        return "gradient" if self.tensor == "grad" else "update"
+
+
+class Words:
+    """The kinds and names of several runs, each with a number."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, int] = {}
+        self.names: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The fingerprints of one run.
+
+    Attributes:
+        path: its directory.
+        meta: its description.
+        cells: one for each tensor of each step, sorted by `KEYS`, with their `STATS`.
+        bound: the numbers of the names of each kind.
+        chains: names of modules in the order in which they first ran.
+    """
+
+    path: str
+    meta: Mapping[str, Any]
+    cells: Any
+    bound: Mapping[int, list[int]]
+    chains: list[list[str]]
+
+    @property
+    def steps(self) -> Ints:
+        return np.unique(self.cells["step"])
+
+
+def stripped(name: str) -> str:
+    """Return a name without the segments that wrappers add.
+
+    >>> stripped("module.h.0._orig_mod.attn.weight")
+    'h.0.attn.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
+    """Return the fingerprints of a run, by other names; `words` gets its kinds and names.
+
+    Raises:
+        RecordError: the run has no fingerprints.
+    """
+    groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
+    for series in run:
+        key = series.key
+        groups.setdefault((key.rule, series.rank, key.point, key.names), {})[key.stat] = series
+    lowest = dict(of_lowest_ranks(run))
+    bound: dict[int, list[int]] = {}
+    parts, chains = [np.empty(0, _CELL)], []
+    for rule in run.rules:
+        kind = Kind(str(rule.get("tensor") or "grad"), str(rule.get("point") or ""))
+        number = words.kinds.setdefault(kind, len(words.kinds))
+        mine = [one for of, one in groups.items() if of[0] == rule["id"] and one.keys() >= _NEEDED]
+        if not mine or number in bound:
+            continue
+        names = _compared(run.names_of(rule["id"]), rename)
+        bound[number] = [words.names.setdefault(new, len(words.names)) for new in names.values()]
+        for group in mine:
+            first = group["l2"]
+            columns = [words.names.get(names.get(name, ""), -1) for name in first.key.names]
+            if kind.base == "input":
+                chains.append([names[name] for name in first.key.names if name in names])
+            if not kind.of_modules:  # each rank has the same gradient, or a part of it
+                for lost in lowest.get(first, range(len(columns))):
+                    columns[lost] = -1
+            rank = first.rank if kind.of_modules else 0
+            parts.append(_cells(group, np.array(columns), number, rank))
+    cells = np.concatenate(parts)
+    if not len(cells):
+        raise RecordError(_nothing(run))
+    cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
+    here, begins = np.arange(len(cells)), starts(cells)
+    cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
+    return Reading(str(run.path), run.meta, cells, bound, chains)
+
+
+def starts(cells: Any) -> Flags:
+    """Return which of the sorted cells are the first of their tensor in their step."""
+    first = np.ones(len(cells), bool)
+    first[1:] = np.any([np.diff(cells[key]) != 0 for key in KEYS[:-1]], axis=0)
+    return first
+
+
+def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
+    """Return the name under which each tensor is compared; a wrapper stands for the module inside it."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(rename(stripped(name)), name)
+    found.pop("", None)
+    return {old: new for new, old in found.items()}
+
+
+def _cells(group: Mapping[str, StoredSeries], names: Ints, kind: int, rank: int) -> Any:
+    # A run that is still being written may have one more row of one statistic.
+    rows = min(len(group[stat]) for stat in _NEEDED)
+    if not rows:
+        return np.empty(0, _CELL)
+    read = {stat: arrays(list(one.stored(0, rows)), len(names)) for stat, one in group.items()}
+    steps, _, present = read["l2"]
+    lines, columns = np.nonzero(present & (names >= 0))
+    cells = np.zeros(len(lines), _CELL)
+    cells["step"], cells["kind"], cells["rank"] = steps[lines], kind, rank
+    cells["name"] = names[columns]
+    for place, stat in enumerate(STATS):
+        there = stat in read and len(read[stat][0]) == rows
+        cells["values"][:, place] = read[stat][1][lines, columns] if there else np.nan
+    return cells
+
+
+def _nothing(run: Run) -> str:
+    stats = ", ".join(sorted({printable(series.key.stat) for series in run}))
+    return (
+        f"{printable(str(run.path))}: has no fingerprints to compare, which are `l2` and `projection` of one rule; "
+        f"it recorded {stats or 'nothing'}; record it with the rules `gradsurgeon:fingerprint@1`"
+    )

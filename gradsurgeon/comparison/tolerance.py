@@ -1,0 +1,121 @@
+"""How far two runs are apart, and how far rounding alone takes them. Needs numpy.
+
+A projection is a signed sum, so the difference of two projections is a sample of the norm of the difference:
+its expected square is the squared norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradsurgeon.report.sheets import Flags
+from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.store.layout import section
+
+_TIMES, _FLOOR = 10.0, 8 * 2.0**-23  # records are float32
+# Noise that is as large as the rounding of half precision: ten times it would hide most faults.
+_GROSS, _GROSS_TIMES = 2.0**-10, 4.0
+DECIDED_BY_ROUNDING = 0.1
+_VANISHING = 1e-5  # times the median norm
+_BOUND = 1e-3  # of runs without noise that cannot be bit-identical
+_REMEDY = (
+    "record noise runs by `gradsurgeon run --perturb 1e-6 --seed N`, and pass them with --noise"
+)
+
+
+class Tolerance(NamedTuple):
+    """How tolerances came about: `times` the distance of noise runs, and `least` more.
+
+    The kind is `noise`, `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
+    """
+
+    kind: str
+    times: float
+    least: float
+    text: str
+
+
+def distances(run: Floats, reference: Floats) -> Floats:
+    """Return the relative distance of tensors by norms and projections, infinite if one alone is non-finite."""
+    bad = ~np.isfinite(run).all(axis=1), ~np.isfinite(reference).all(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.abs(run - reference).max(axis=1) / np.maximum(run[:, 0], reference[:, 0])
+    found = np.where((run == reference).all(axis=1) | (bad[0] & bad[1]), 0.0, found)
+    return np.where(bad[0] != bad[1], np.inf, found)
+
+
+def noise_of(noise: Floats, reference: Floats) -> Floats:
+    """Return how far noise of shape `[noise runs, tensors, 3]` takes each tensor, NaN where no noise run has it.
+
+    It is the root mean square over noise runs and projections, and at least the shift of the norm.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifts = np.abs(noise - reference) / reference[:, :1]
+        known = np.isfinite(shifts).all(axis=2)
+        shifts[~known] = 0.0
+        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=0) / known.sum(axis=0)
+    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0)))
+
+
+def vanishing(norms: Floats, groups: Ints) -> Floats:
+    """Return 1 for tensors that seem to be rounding alone, by the norms of their group, and 0 for others."""
+    found = np.zeros(len(norms))
+    for group in np.unique(groups):
+        here = groups == group
+        found[here] = norms[here] < _VANISHING * np.median(norms[here])
+    return found
+
+
+def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
+    """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
+
+    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so an element
+    that noise runs leave alone can still change its sign.
+    """
+    found = drift.copy()
+    order = np.argsort(tensors[gradient])
+    sources = tensors[gradient][order]
+    if len(sources):
+        at = np.minimum(np.searchsorted(sources, tensors[update]), len(sources) - 1)
+        theirs = np.where(sources[at] == tensors[update], drift[gradient][order][at], 0.0)
+        found[update] = np.fmax(found[update], theirs)
+    for group in np.unique(groups):
+        here = groups == group
+        if np.isfinite(drift[here]).any():
+            found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
+    return np.nan_to_num(found)
+
+
+def by_noise(drift: Floats) -> Tolerance:
+    """Return the rule, by how far noise takes inputs and outputs in the first step."""
+    drift = drift[np.isfinite(drift)]
+    # A deep model carries any noise far: its first layers show how large the noise was.
+    low, median = np.quantile(drift, (0.25, 0.5)) if len(drift) else (0.0, 0.0)
+    measured = f"times the distance of noise runs, which begins with {low:.1g}"
+    if low >= _GROSS:
+        text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
+        remedy = "only gross faults can be told; compare runs of one precision to find others"
+        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
+    text = f"{_TIMES:g} {measured}"
+    if median == 0:
+        text = f"the rounding of float32: the noise runs equal the reference bit for bit; {_REMEDY}"
+    return Tolerance("noise", _TIMES, _FLOOR, text)
+
+
+def without_noise(run: Mapping[str, Any], reference: Mapping[str, Any]) -> Tolerance:
+    """Return the rule for runs without noise runs, by their descriptions."""
+    names = ("torch", "python", "ranks")
+    differ = [name for name in names if run.get(name) != reference.get(name)]
+    if section(run, "model").get("origin") != section(reference, "model").get("origin"):
+        differ.append("the class of the model")
+    if differ:
+        text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {_BOUND:g} counts; {_REMEDY}"
+        return Tolerance("bound", 0.0, _BOUND, text)
+    text = (
+        "bit for bit: there are no noise runs, and torch, Python, ranks and the class of the model are the same; "
+        f"devices and threads are not known: if they differ, {_REMEDY}"
+    )
+    return Tolerance("exact", 0.0, 0.0, text)

@@ -1,0 +1,62 @@
+"""`gradsurgeon compare`: its exit codes, its forms and its messages."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from commands import WITHOUT_TORCH, call, call_here
+
+from benchmarks import parting
+from benchmarks.parting_nets import Transformer
+
+NOISE = ("--noise", "noise1", "noise2", "--noise", "noise3")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Return a folder with a reference, noise runs, a run that is alike and one with a fault."""
+    folder = tmp_path_factory.mktemp("compared")
+    parting.train(folder / "reference", Transformer, 0)
+    for seed in (1, 2, 3):
+        parting.train(folder / f"noise{seed}", Transformer, 0, noise=seed)
+    parting.train(folder / "fused", Transformer, 0, parting.HARMLESS["fused attention"])
+    parting.train(folder / "scaled", Transformer, 0, parting.FAULTS[0].change)
+    return folder
+
+
+def test_exit_codes(here: pathlib.Path) -> None:
+    for run, code, begins in (
+        ("fused", 0, "They agree within rounding in "),
+        ("scaled", 1, "They part at step 0, forward: input of h.1.attn.o.\n"),
+    ):
+        done = call_here("compare", run, "reference", *NOISE, cwd=here)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert done.stdout.startswith(begins)
+    for words in (("none", "reference"), ("fused",), ("fused", "reference", "--map", "none.yaml")):
+        done = call_here("compare", *words, cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr
+
+
+def test_json(here: pathlib.Path) -> None:
+    done = call_here("compare", "scaled", "reference", *NOISE, "--format", "json", cwd=here)
+    form = json.loads(done.stdout)
+    assert (done.returncode, form["version"], form["alike"], form["step"]) == (1, 1, False, 0)
+    assert form["first"][0]["text"] == "input of h.1.attn.o"
+
+
+def test_names_that_changed(here: pathlib.Path) -> None:
+    (here / "names.yaml").write_text("h.7: h.1\n")
+    done = call_here("compare", "fused", "reference", "--map", "names.yaml", cwd=here)
+    assert done.returncode == 2
+    assert "names.yaml:1:1: error: the reference has no name that is `h.7`" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.cover_children
+def test_it_needs_no_torch(here: pathlib.Path) -> None:
+    done = call("compare", "scaled", "reference", *NOISE, cwd=here, code=WITHOUT_TORCH)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("They part at step 0, forward: input of h.1.attn.o.\n")

@@ -1,0 +1,412 @@
+"""Two runs compared: small trainings with a fault or a harmless change, and what `compare` says of them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurgeon
+from benchmarks import parting
+from benchmarks.parting_nets import Convolutions, Transformer
+from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
+
+FAULTS = {fault.name: fault for fault in parting.FAULTS}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path]:
+    """Return a function that records a training of the transformer once, and returns its directory."""
+    folder, known = tmp_path_factory.mktemp("runs"), dict[str, pathlib.Path]()
+
+    def make(
+        name: str, change: Any = None, kind: type[nn.Module] = Transformer, **options: Any
+    ) -> Any:
+        if name not in known:
+            known[name] = parting.train(folder / name, kind, 0, change, **options)
+        return known[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(made: Any) -> Any:
+    return made("reference")
+
+
+@pytest.fixture(scope="module")
+def noise(made: Any) -> list[pathlib.Path]:
+    return [made(f"noise{seed}", noise=seed) for seed in (1, 2, 3)]
+
+
+def fault(name: str) -> Any:
+    return FAULTS[name].change
+
+
+def first_lines(found: gradsurgeon.Comparison) -> str:
+    """Return the lines that a reader sees without scrolling."""
+    return "\n".join(str(found).splitlines()[:12])
+
+
+class TestBorder:
+    def test_the_module_around_the_fault(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(
+            made("scaled", fault("attention scaled by 1/d")), reference, noise
+        )
+        assert (found.alike, found.step, found.phase) == (False, 0, "forward")
+        assert found.inside == "h.1.attn"
+        assert found.first[0].text == "input of h.1.attn.o"
+        assert found.first[0].distance > 1000 * found.first[0].tolerance > 0
+        assert [one.distance <= one.tolerance for one in found.last] == [True] * 3
+        assert [module.name for module in found.modules] == ["h.1.attn"]
+        assert found.modules[0].came_in < 1e-6
+        assert found.modules[0].went_out > 1e-2
+        assert "They part at step 0, forward: input of h.1.attn.o.\n" in str(found)
+        said = "step 0, forward: the input of h.1.attn agrees, the input of h.1.attn.o does not: "
+        assert said in first_lines(found)
+        assert [step.step for step in found.steps] == [0, 1, 2]
+        assert found.steps[0].apart < found.steps[1].apart <= found.steps[1].compared
+
+    def test_a_gradient_that_is_missing(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("detached", fault("detach in the MLP")), reference, noise)
+        assert (found.phase, found.first[0].why) == ("backward", "missing in the run")
+        assert found.first[0].text == "output gradient of h.1.mlp.act"
+        assert "the output gradient of h.1.mlp.out agrees" in first_lines(found)
+        again = gradsurgeon.compare(reference, made("detached"))
+        assert again.first[0].why == "missing in the reference"
+
+    def test_a_gradient_that_differs(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("doubled", fault("loss doubled")), reference, noise)
+        assert (found.phase, found.first[0].text) == ("backward", "output gradient of head")
+        assert "rounding alone can part a gradient at a kink" in found.notes[-1]
+
+    def test_the_update(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(
+            made("rate", fault("learning rate 1% higher")), reference, noise
+        )
+        assert (found.step, found.phase, found.inside) == (0, "update", "")
+        assert {one.tensor for one in found.first} == {"value"}
+        assert "the gradient of emb.weight agrees, the weight emb.weight after" in first_lines(
+            found
+        )
+
+    def test_calls_of_one_module(self, made: Any) -> None:
+        reference = made("images", kind=Convolutions)
+        noise = [made(f"grain{seed}", kind=Convolutions, noise=seed) for seed in (1, 2)]
+        changed = made("residual", fault("residual scaled"), Convolutions)
+        found = gradsurgeon.compare(changed, reference, noise)
+        assert found.first[0].text == "input of blocks.1.relu (call 2 of 2)"
+        assert found.last[-1].text == "output of blocks.1.bn2"
+        assert "fewer than three noise runs" in str(found)
+
+    def test_calls_of_one_module_in_the_backward_pass(self, made: Any) -> None:
+        def scale(training: Any) -> None:
+            training.model.blocks[1].bn2.register_forward_hook(
+                lambda *given: given[2].register_hook(lambda grad: grad * 1.1) and None
+            )
+
+        reference = made("images", kind=Convolutions)
+        found = gradsurgeon.compare(made("steeper", scale, Convolutions), reference)
+        assert found.last[-1].text == "output gradient of blocks.1.relu (call 2 of 2)"
+        texts = ["blocks.1.bn2", "blocks.1.conv2", "blocks.1.relu (call 1 of 2)"]
+        assert [one.text for one in found.first[:3]] == [
+            f"output gradient of {one}" for one in texts
+        ]
+
+    def test_a_module_whose_input_was_not_compared(
+        self, made: Any, reference: Any, noise: Any
+    ) -> None:
+        change = fault("positions shifted by one")  # the input of an embedding is whole numbers
+        found = gradsurgeon.compare(made("shifted", change), reference, noise)
+        assert (found.inside, found.first[0].text) == ("", "output of pos")
+        assert "the output of emb agrees, the output of pos does not: " in first_lines(found)
+
+    def test_a_parameter_of_one_run(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("untied", fault("head not tied")), reference, noise)
+        assert found.only_run == ("head.weight",)
+        assert found.first[0].text == "gradient of emb.weight"
+        assert "only in the run: head.weight" in first_lines(found)
+
+    def test_nan_on_one_side(self, made: Any, reference: Any, noise: Any) -> None:
+        def spoil(training: Any) -> None:
+            training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
+
+        changed = made("nan", spoil)
+        found = gradsurgeon.compare(changed, reference, noise)
+        assert (found.first[0].text, found.first[0].why) == (
+            "output of h.1.ln2",
+            "non-finite in the run",
+        )
+        assert "the input of h.1.ln2 agrees, its output does not: non-finite" in first_lines(found)
+        assert gradsurgeon.compare(changed, changed).alike
+
+
+class TestAlike:
+    @pytest.mark.parametrize("change", parting.HARMLESS)
+    def test_harmless_changes(self, made: Any, reference: Any, noise: Any, change: str) -> None:
+        found = gradsurgeon.compare(made(change, parting.HARMLESS[change]), reference, noise)
+        assert found.alike, found
+        assert (found.step, found.first, found.largest is None) == (None, (), False)
+        assert str(found).startswith("They agree within rounding in ")
+
+    def test_what_rounding_decides(self, made: Any, reference: Any, noise: Any) -> None:
+        # The softmax cancels a bias of the keys: its gradient is rounding alone.
+        found = gradsurgeon.compare(made("fused attention"), reference, noise)
+        assert [f"gradient of h.{place}.attn.k.bias" in found.undecided for place in range(3)] == [
+            True
+        ] * 3
+
+    def test_bit_for_bit(self, made: Any, reference: Any) -> None:
+        found = gradsurgeon.compare(made("again"), reference)
+        assert (found.alike, found.tolerance.kind) == (True, "exact")
+        assert str(found).startswith("They are equal bit for bit in ")
+        found = gradsurgeon.compare(
+            made("fused attention", parting.HARMLESS["fused attention"]), reference
+        )
+        assert (found.alike, found.tolerance.kind) == (False, "exact")
+
+    def test_a_bound_where_bits_cannot_agree(
+        self, made: Any, reference: Any, tmp_path: Any
+    ) -> None:
+        other = copied(made("fused attention"), tmp_path, lambda meta: meta.update(torch="1.0"))
+        found = gradsurgeon.compare(other, reference)
+        assert (found.alike, found.tolerance.kind) == (True, "bound")
+        assert "no tolerance was measured, and torch differ: more than 0.001 counts" in str(found)
+
+    def test_gross_noise(self, made: Any, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parting, "EPS", 2.0**-8)
+        gross = [made(f"gross{seed}", noise=seed) for seed in (1, 2, 3)]
+        found = gradsurgeon.compare(
+            made("scaled", fault("attention scaled by 1/d")), reference, gross
+        )
+        assert (found.tolerance.kind, found.tolerance.times) == ("gross-noise", 4)
+        assert "only gross faults can be told" in found.tolerance.text
+
+    def test_noise_that_is_none(self, made: Any, reference: Any) -> None:
+        found = gradsurgeon.compare(made("again"), reference, made("again"))
+        assert "the noise runs equal the reference bit for bit" in str(found)
+
+
+class Wrapper(nn.Module):
+    """What DistributedDataParallel does with names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
+
+class Renamed(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.words, self.places, self.blocks = model.emb, model.pos, model.h
+        self.norm, self.out = model.ln, model.head
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.words(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            y = block(y)
+        return self.out(self.norm(y))
+
+
+def renamed(training: Any) -> None:
+    training.model = Renamed(training.model)
+
+
+MAP = {"emb": "words", "pos": "places", "h": "blocks", "ln": "norm", "head": "out"}
+
+
+class TestAlignment:
+    def test_wrappers(self, made: Any, reference: Any, noise: Any) -> None:
+        def wrap(training: Any) -> None:
+            training.model.h[1] = Wrapper(training.model.h[1])
+            training.model = Wrapper(training.model)
+
+        found = gradsurgeon.compare(made("wrapped", wrap), reference, noise)
+        assert found.alike, found
+        assert found.only_run == found.only_reference == ()
+        assert found.steps[0].compared > 200
+
+    def test_micro_batches(self, made: Any, reference: Any, noise: Any) -> None:
+        halves = made("halves", parts=2)
+        found = gradsurgeon.compare(halves, reference, noise)
+        assert found.alike, found
+        assert {kind.phase for kind in kinds_of(found)} == {"gradient", "update"}
+        assert "only gradients and weights are compared: other batches or micro-batches" in str(
+            found
+        )
+        same = gradsurgeon.compare(halves, halves)
+        assert {kind.phase for kind in kinds_of(same)} > {"forward"}
+        assert set(same.pairs.cells["part"].tolist()) == {0, 1}
+
+    def test_a_fault_in_the_second_micro_batch(self, made: Any) -> None:
+        def late(training: Any) -> None:
+            calls = iter(range(100))
+            training.model.h[1].ln1.register_forward_hook(
+                lambda *given: given[2] * 2 if next(calls) == 3 else None
+            )
+
+        found = gradsurgeon.compare(made("late", late, parts=2), made("halves", parts=2))
+        assert (found.step, found.first[0].text) == (1, "output of h.1.ln1 (micro-batch 2 of 2)")
+        assert "the input of h.1.ln1 agrees" in first_lines(found)
+
+    def test_names_that_changed(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:
+        run = made("renamed", renamed)
+        with pytest.raises(RecordError, match=r"of both|blocks\.0|nothing in common"):
+            gradsurgeon.compare(copied(run, tmp_path, only_params("words.weight")), reference)
+        file = tmp_path / "names.yaml"
+        file.write_text("".join(f"{old}: {new}\n" for old, new in MAP.items()))
+        for given in (file, str(file), MAP):
+            found = gradsurgeon.compare(run, reference, noise, given)
+            assert found.alike, found
+            assert (found.only_run, found.steps[0].compared > 200) == ((), True)
+        without = gradsurgeon.compare(run, reference, noise, {"h": "blocks"})
+        assert not without.alike
+        assert str(without).startswith("They have other parameters: ")
+        assert {"words.weight", "out"} <= {*without.only_run}
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("- h", "names.yaml:1:1: error: the file has no names"),
+            ("h: blocks\nemb: [words]", "names.yaml:2:6: error: the new name of `emb` is no text"),
+            (
+                "emb: words\nhh: blocks",
+                "names.yaml:2:1: error: the reference has no name that is `hh`",
+            ),
+            ("h: block", "names.yaml:1:1: error: the run has no name that is `block`"),
+            ("h: a\nh: b", "names.yaml:2:1: error:"),
+        ],
+    )
+    def test_names_that_are_wrong(
+        self, made: Any, reference: Any, tmp_path: Any, text: str, said: str
+    ) -> None:
+        file = tmp_path / "names.yaml"
+        file.write_text(text)
+        with pytest.raises(RuleFileError) as error:
+            gradsurgeon.compare(made("renamed", renamed), reference, (), file)
+        assert said in str(error.value)
+        assert "names.yaml" in str(error.value)
+
+
+def kinds_of(found: gradsurgeon.Comparison) -> list[Any]:
+    return [found.pairs.kinds[kind] for kind in sorted(set(found.pairs.cells["kind"].tolist()))]
+
+
+def copied(run: pathlib.Path, folder: pathlib.Path, change: Any) -> pathlib.Path:
+    """Copy a run, with another description."""
+    copy = folder / f"copy{len(list(folder.iterdir()))}"
+    copy.mkdir()
+    for file in run.glob("rank-*"):
+        (copy / file.name).write_bytes(file.read_bytes())
+    meta = json.loads((run / "run.json").read_text())
+    change(meta)
+    (copy / "run.json").write_text(json.dumps(meta))
+    return copy
+
+
+def only_params(name: str) -> Any:
+    def change(meta: Any) -> None:
+        rules = [rule for rule in meta["plan"]["rules"] if rule["params"]]
+        meta["plan"]["rules"] = [{**rule, "params": [name]} for rule in rules]
+
+    return change
+
+
+def only_rule(place: int) -> Any:
+    def change(meta: Any) -> None:
+        meta["plan"]["rules"] = [meta["plan"]["rules"][place]]
+
+    return change
+
+
+class TestRefused:
+    def test_no_fingerprints(self, reference: Any, tmp_path: Any) -> None:
+        rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
+        model = nn.Linear(2, 1)
+        with gradsurgeon.apply(model, rules, record=tmp_path / "plain"):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(
+            RecordError, match=r"has no fingerprints .* it recorded l2; record it with"
+        ):
+            gradsurgeon.compare(tmp_path / "plain", reference)
+
+    def test_other_kinds_of_tensors(self, reference: Any, tmp_path: Any) -> None:
+        ones = [copied(reference, tmp_path, only_rule(place)) for place in (0, 3)]
+        said = "the first has tensors input at forward, the second tensors grad at accumulated; record both by"
+        with pytest.raises(RecordError, match=said):
+            gradsurgeon.compare(*ones)
+
+    def test_other_steps(self, made: Any, reference: Any) -> None:
+        later = made("later", start=10)
+        said = (
+            "the first has the steps 10 to 12, the second the steps 0 to 2; record the same steps"
+        )
+        with pytest.raises(RecordError, match=said):
+            gradsurgeon.compare(later, reference)
+        part = gradsurgeon.compare(made("overlap", start=1), reference)
+        assert "2 of 4 steps are not in all runs" in part.notes
+
+    def test_other_names(self, made: Any, reference: Any) -> None:
+        with pytest.raises(
+            RecordError,
+            match=r"the first has names such as stem, .*by lines `old: new` in --map FILE",
+        ):
+            gradsurgeon.compare(made("images", kind=Convolutions), reference)
+
+
+class TestForms:
+    def test_json(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("detached", fault("detach in the MLP")), reference, noise)
+        form = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+        assert list(form) == [
+            "version", "alike", "verdict", "run", "reference", "step", "phase", "inside", "last",
+            "first", "modules", "steps", "growth", "largest", "only_run", "only_reference",
+            "undecided", "tolerance", "notes",
+        ]  # fmt: skip
+        assert list(form["first"][0]) == [
+            "name", "tensor", "step", "phase", "micro_batch", "call", "rank", "distance",
+            "tolerance", "why", "text",
+        ]  # fmt: skip
+        assert (form["version"], form["alike"], form["step"]) == (1, False, 0)
+        assert form["first"][0]["distance"] is None
+        assert list(form["steps"][0]) == ["step", "compared", "apart", "median", "largest"]
+        assert list(form["tolerance"]) == ["kind", "times", "least", "text"]
+
+    def test_names_are_documented(self) -> None:
+        doc = gradsurgeon.Comparison.__doc__ or ""
+        names = [one.name for one in fields(gradsurgeon.Comparison) if one.name != "pairs"]
+        assert [name for name in names if f"        {name}: " not in doc] == []
+
+    def test_picture(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:
+        found = gradsurgeon.compare(
+            made("scaled", fault("attention scaled by 1/d")), reference, noise
+        )
+        figure = found.plot()
+        figure.savefig(tmp_path / "map.png", dpi=30)
+        (legend,) = figure.legends
+        assert "the border: input of h.1.attn.o" in [text.get_text() for text in legend.get_texts()]
+        axes: Any = figure.axes[0]
+        (mark,) = axes.patches
+        values = axes.images[0].get_array()
+        column, row = (round(at + 0.5) for at in mark.get_xy())
+        assert (values[:row, column] <= 0).all()
+        assert values[row, column] > 0
+        assert gradsurgeon.compare(made("again"), reference).plot().axes
+
+    def test_an_open_run(self, reference: Any) -> None:
+        with gradsurgeon.open_run(reference) as run:
+            assert gradsurgeon.compare(run, run).alike
+            assert list(run)  # it is still open
+
+    def test_a_missing_run(self, reference: Any, tmp_path: Any) -> None:
+        with pytest.raises(GradSurgeonError, match="cannot be opened as a run"):
+            gradsurgeon.compare(tmp_path / "none", reference)
