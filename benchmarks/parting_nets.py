@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +18,7 @@ class Attention(nn.Module):
         self.flipped = self.fused = False
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = (
             one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
@@ -43,7 +45,7 @@ class Mlp(nn.Module):
         )
         self.drop = nn.Dropout(0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.fc(x)
         x = self.act(x.bfloat16().float() if self.rounded else x)
         return self.drop(self.out(x.detach() if self.detached else x))
@@ -55,7 +57,7 @@ class Block(nn.Module):
         self.ln1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.ln2, self.mlp = nn.LayerNorm(width), Mlp(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.ln1(x))
         return x + self.mlp(self.ln2(x))
 
@@ -74,7 +76,7 @@ class Transformer(nn.Module):
             self.pos.weight.mul_(0.1)
         self.head.weight = self.emb.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.emb(x) + self.pos(torch.arange(x.shape[1]) + self.shift)
         for block in self.h:
             y = block(y)
@@ -91,7 +93,7 @@ class Residual(nn.Module):
         self.relu = nn.ReLU()
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(y)) + self.kept * x)
 
@@ -105,7 +107,7 @@ class Convolutions(nn.Module):
         self.blocks = nn.ModuleList(Residual(width) for _ in range(3))
         self.pool, self.head = nn.AvgPool2d(2), nn.Linear(width, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.bn(self.stem(x))
         for block in self.blocks:
             x = self.pool(block(x))

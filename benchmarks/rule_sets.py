@@ -30,6 +30,7 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
     "scale": {"": {"factor": 0.5}},
     "zero": {"": {}},
     "sanitize": {"": {}},
+    "perturb": {"": {"eps": 1e-6}},
     "clip-norm": {
         "": {"max_norm": 1e-3},
         "per rule": {"max_norm": 1e-3, "per": "rule"},

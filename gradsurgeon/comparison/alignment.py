@@ -127,11 +127,12 @@ def align(
         drift = tolerance.vanishing(values[1, :, 0], groups)
     phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
     tensors = cells["step"] * len(names) + cells["name"]
-    drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
     if noise:
-        rule = tolerance.by_noise(drift[cells["step"] == steps[0]])
-        if len(noise) < 3:  # noqa: PLR2004 # with three the trials had no false alarm
-            notes.append(_FEW)
+        first = cells["step"] == steps[0]
+        forward = first & (phases == "forward")
+        rule = tolerance.by_noise(drift[forward if forward.any() else first])
+        notes += [_FEW] if len(noise) < 3 else []  # noqa: PLR2004 # the trials had three
+    drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
     cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
     cells["distance"][cells["state"] != BOTH] = np.inf
     cells["limit"] = rule.times * drift + rule.least
@@ -180,9 +181,11 @@ def _place(
     of_params = np.isin(phases, ("gradient", "update"))
     calls[of_params] = cells["row"][of_params] + 1
     cells["part"], cells["call"] = cells["row"] // calls, cells["row"] % calls
-    turn = np.where(phases == "backward", calls - 1 - cells["call"], cells["call"])
+    # The backward pass comes to the last call first.
+    back = phases == "backward"
+    cells["call"][back] = (calls - 1 - cells["call"])[back]
     most: dict[str, int] = {}
-    rows_of = np.stack([kind_of, cells["name"], turn, cells["part"], calls], axis=1)
+    rows_of = np.stack([kind_of, *(cells[key] for key in ("name", "call", "part")), calls], axis=1)
     unique, which = np.unique(rows_of, axis=0, return_inverse=True)
     for kind, name, _, _, number in unique.tolist():
         if kinds[kind].of_modules:
@@ -190,7 +193,11 @@ def _place(
     numbers: dict[order.Event, order.Numbers] = {}
     first = forward & (cells["step"] == cells["step"].min()) & (cells["part"] == 0)
     for at in np.flatnonzero(first).tolist():
-        event = kinds[kind_of[at]].base == "output", names[cells["name"][at]], int(turn[at])
+        event = (
+            kinds[kind_of[at]].base == "output",
+            names[cells["name"][at]],
+            int(cells["call"][at]),
+        )
         numbers.setdefault(event, tuple(values[at, :3].tolist()))
     inside = [[name for name in chain if name in most] for chain in chains]
     modules = order.merged(inside, [name for name in names if name in most])

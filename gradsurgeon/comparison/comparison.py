@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1
+_KINK = (
+    "rounding alone can part a gradient at a kink, as of ReLU or max pooling: then the runs part elsewhere with "
+    "another seed, and more noise runs measure it"
+)
 
 
 class Comparison(Answer):
@@ -74,6 +78,8 @@ def compared(
     everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
+    if phase == "backward" and np.isfinite(pairs.cells["distance"][border]):
+        notes.append(_KINK)
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
         alike=border is None and not any({**only_run, **only_reference}.values()),

@@ -90,10 +90,12 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
 
 
 def by_noise(drift: Floats) -> Tolerance:
-    """Return the rule for tensors that noise takes so far in the first step."""
-    median = float(np.median(drift))
-    measured = f"times the distance of noise runs, which is {median:.1g} in the first step"
-    if median >= _GROSS:
+    """Return the rule, by how far noise takes inputs and outputs in the first step."""
+    drift = drift[np.isfinite(drift)]
+    # A deep model carries any noise far: its first layers show how large the noise was.
+    low, median = np.quantile(drift, (0.25, 0.5)) if len(drift) else (0.0, 0.0)
+    measured = f"times the distance of noise runs, which begins with {low:.1g}"
+    if low >= _GROSS:
         text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
         remedy = "only gross faults can be told; compare runs of one precision to find others"
         return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")

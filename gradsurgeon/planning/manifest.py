@@ -72,7 +72,6 @@ class Module:
     aliases: Annotated[NameList, Field(default=())]
     module_type: Annotated[NameList, Field(alias="type")]
     inplace: StrictBool = False
-    owns_params: StrictBool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -226,8 +225,7 @@ def _modules(model: Any) -> Iterator[Module]:
         found.setdefault(id(module), (module, []))[1].append(name)
     for module, names in found.values():
         inplace = getattr(module, "inplace", None) is True
-        owns = any(param is not None for param in module._parameters.values())  # noqa: SLF001
-        yield Module(names[0], tuple(names[1:]), class_names(module), inplace, owns)
+        yield Module(names[0], tuple(names[1:]), class_names(module), inplace)
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:

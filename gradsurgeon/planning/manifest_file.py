@@ -180,8 +180,7 @@ def _from_weights(file: str) -> Manifest:
     ]
     if whole:
         notes.append(f"{len(whole)} tensors of whole numbers are left out (such as {whole[0]})")
-    owners = {param.name.rpartition(".")[0] for param in params}
-    modules = tuple(Module(path, (), (), owns_params=path in owners) for path in paths if path)
+    modules = tuple(Module(path, (), ()) for path in paths if path)
     return Manifest(file, tuple(params), modules, notes=tuple(notes))
 
 

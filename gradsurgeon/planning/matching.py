@@ -19,8 +19,16 @@ _FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all
 class NameIndex:
     """The names of all parameters, or of all modules, with aliases, and the thing behind each name."""
 
-    def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
+    def __init__(
+        self,
+        noun: str,
+        things: Sequence[Thing],
+        owner: str = "the model",
+        owners: frozenset[str] = frozenset(),
+    ) -> None:
         self.noun = noun
+        # The names of modules with parameters of their own.
+        self._owners = owners
         # Returns the matched things by the name that a pattern matched. Only the name "." matches the root.
         self.hits = cache(self._hits)
         # Each hint compares its pattern with all names, so a big model has few hints to give.
@@ -54,7 +62,7 @@ class NameIndex:
         things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
         if rule.where == Where():
             return things
-        return [thing for thing in things if not failed(rule.where, thing)]
+        return [thing for thing in things if not self._failed(rule.where, thing)]
 
     def doubts(self, rule: Rule) -> list[str]:
         """Return what a rule's author may not know of its patterns: those without effect, and those with more."""
@@ -90,7 +98,7 @@ class NameIndex:
             )
             hints = dict.fromkeys(map(self._hint, shown))
             return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
-        reasons = Counter(filter(None, (failed(rule.where, thing) for thing in matched)))
+        reasons = Counter(filter(None, (self._failed(rule.where, thing) for thing in matched)))
         plural = f"{len(matched)} {self.noun}s match"
         if not reasons:
             return f"{plural}, but `exclude` removes all of them"
@@ -101,24 +109,26 @@ class NameIndex:
             causes += f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
         return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
 
+    def _failed(self, where: Where, thing: Thing) -> str:
+        """Return the first condition that a thing fails; empty if it meets all."""
+        if where.module_type is not None:
+            pattern = compile_pattern(where.module_type)
+            if not any(pattern.matches(name) for name in thing.module_type):
+                return "module_type"
+        if isinstance(thing, Param):
+            return _failed_param(where, thing)
+        owns = not self._owners.isdisjoint(thing.names)
+        return "" if where.owns_params in (None, owns) else "owns_params"
+
 
 def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
     """Return the index of each target that has names before training: parameters and modules."""
+    names = (name for param in manifest.params for name in param.names)
+    owners = frozenset(name.rpartition(".")[0] or ROOT for name in names)
     return {
         "params": NameIndex("parameter", manifest.params, owner),
-        "modules": NameIndex("module", manifest.modules, owner),
+        "modules": NameIndex("module", manifest.modules, owner, owners),
     }
-
-
-def failed(where: Where, thing: Thing) -> str:
-    """Return the first condition that a thing fails; empty if it meets all."""
-    if where.module_type is not None:
-        pattern = compile_pattern(where.module_type)
-        if not any(pattern.matches(name) for name in thing.module_type):
-            return "module_type"
-    if isinstance(thing, Param):
-        return _failed_param(where, thing)
-    return "" if where.owns_params in (None, thing.owns_params) else "owns_params"
 
 
 def _failed_param(where: Where, param: Param) -> str:

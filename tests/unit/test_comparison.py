@@ -18,7 +18,6 @@ from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
 
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
-Paths = dict[str, pathlib.Path]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path
 
 
 @pytest.fixture(scope="module")
-def reference(made: Any) -> pathlib.Path:
+def reference(made: Any) -> Any:
     return made("reference")
 
 
@@ -81,6 +80,11 @@ class TestBorder:
         assert "the output gradient of h.1.mlp.out agrees" in first_lines(found)
         again = gradsurgeon.compare(reference, made("detached"))
         assert again.first[0].why == "missing in the reference"
+
+    def test_a_gradient_that_differs(self, made: Any, reference: Any, noise: Any) -> None:
+        found = gradsurgeon.compare(made("doubled", fault("loss doubled")), reference, noise)
+        assert (found.phase, found.first[0].text) == ("backward", "output gradient of head")
+        assert "rounding alone can part a gradient at a kink" in found.notes[-1]
 
     def test_the_update(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(
@@ -160,7 +164,7 @@ class TestAlike:
             made("scaled", fault("attention scaled by 1/d")), reference, gross
         )
         assert (found.tolerance.kind, found.tolerance.times) == ("gross-noise", 4)
-        assert "only gross faults can be told" in str(found)
+        assert "only gross faults can be told" in found.tolerance.text
 
     def test_noise_that_is_none(self, made: Any, reference: Any) -> None:
         found = gradsurgeon.compare(made("again"), reference, made("again"))
@@ -368,7 +372,7 @@ class TestForms:
         figure.savefig(tmp_path / "map.png")
         (legend,) = figure.legends
         assert "the border: input of h.1.attn.o" in [text.get_text() for text in legend.get_texts()]
-        axes = figure.axes[0]
+        axes: Any = figure.axes[0]
         (mark,) = axes.patches
         values = axes.images[0].get_array()
         column, row = (round(at + 0.5) for at in mark.get_xy())

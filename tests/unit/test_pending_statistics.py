@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from gradsurgeon import _numbers
 from gradsurgeon.actions import ObserverRule, Steps
 from gradsurgeon.recording import pending_statistics
 from gradsurgeon.recording.pending_statistics import PendingStatistics
-from gradsurgeon.statistics import STATISTICS
+from gradsurgeon.statistics import STATISTICS, columns_of
 from gradsurgeon.tensors import measure
 
 INF = float("inf")
@@ -64,7 +65,7 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     for place, tensor in enumerate(TENSORS):
         pending.add(logging(*stats), str(place), 0, tensor)
     taken = list(pending.take())
-    assert [row.key.stat for row, _ in taken] == list(stats)
+    assert [row.key.stat for row, _ in taken] == [*chain.from_iterable(map(columns_of, stats))]
     for row, values in taken:
         stat, _, number = row.key.stat.partition("_")
         expected = [measure.statistic(stat, tensor) for tensor in TENSORS]

@@ -64,6 +64,7 @@ class TestValues:
             "exclude": ("a", "b"),
             "where": {
                 "module_type": None,
+                "owns_params": None,
                 "ndim": 2,
                 "dtype": None,
                 "numel": {"min": 3, "max": None},
