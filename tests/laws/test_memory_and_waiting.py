@@ -101,7 +101,7 @@ def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     # Norms are taken as on a device: one call over the list.
     for few in ("_FEW", "_FEW_FOR_NORM"):
         monkeypatch.setattr(_numbers, few, -1)
-    monkeypatch.setattr(_numbers, "_DOTTED", set())
+    monkeypatch.setattr(_numbers, "_WIDE", set())
 
 
 ALL = LOG + TRAP + CLIP + CLAMP
