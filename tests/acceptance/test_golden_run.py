@@ -1,0 +1,48 @@
+"""A run directory in the repository as a golden run: training today agrees with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import golden
+import pytest
+
+import gradsurgeon
+from gradsurgeon.cli import main
+
+
+@pytest.fixture
+def noise(tmp_path: Path) -> list[Path]:
+    """Three runs with noise of the size of rounding."""
+    found = []
+    for seed in range(3):
+        rule = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": 1e-6}
+        rules = [
+            {"id": f"noise-{word}", "tensor": tensor, "seed": seed, **rule}
+            for word, tensor in (("in", "input"), ("back", "output.grad"))
+        ]
+        given = {"version": 1, "include": [golden.PACK], "rules": rules}
+        found.append(golden.record(tmp_path / f"noise{seed}", given))
+    return found
+
+
+def test_training_agrees_with_the_golden_run(tmp_path: Path, noise: list[Path]) -> None:
+    run = golden.record(tmp_path / "run")
+    words = ["compare", str(run), str(golden.GOLDEN)]
+    for one in noise:
+        words += ["--noise", str(one)]
+    assert main(words) == 0
+
+
+def test_a_slip_parts_from_the_golden_run_at_its_place(tmp_path: Path, noise: list[Path]) -> None:
+    run = golden.record(tmp_path / "run", power=1.0)
+    found = gradsurgeon.compare(run, golden.GOLDEN, noise)
+    assert not found.alike
+    assert (found.step, found.phase) == (0, "forward")
+    assert found.first[0].text == "input of head"
+
+
+def test_it_is_small() -> None:
+    sizes = [file.stat().st_size for file in golden.GOLDEN.iterdir()]
+    assert sorted(file.name for file in golden.GOLDEN.iterdir()) == ["rank-0.db", "run.json"]
+    assert sum(sizes) < 150_000
