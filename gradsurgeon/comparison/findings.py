@@ -172,27 +172,32 @@ def inside_of(pairs: Pairs, border: int) -> str:
 def modules_of(pairs: Pairs, border: int) -> list[Module]:
     """Return the modules that add most to the difference in a forward pass, in the order of execution."""
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
-    came: dict[tuple[str, int], float] = {}
-    added: list[tuple[float, Module]] = []
-    apart = pairs.apart
+    came: dict[tuple[str, int], int] = {}
+    # Where its input is, how far that was apart at least, how many times as far its output is.
+    added: list[tuple[int, float, float, Module]] = []
+    apart, distances = pairs.apart, pairs.cells["distance"]
     for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
-        cell, base = pairs.cells[at], pairs.kind(at).base
-        key = pairs.name(at), int(cell["call"])
+        base, key = pairs.kind(at).base, (pairs.name(at), int(pairs.cells["call"][at]))
         if base == "input":
-            came[key] = float(cell["distance"])
-        elif base == "output" and key in came and apart[at] and came[key] < np.inf:
-            times = float(cell["distance"]) / max(came[key], float(cell["limit"]), 1e-30)
-            added += [(times, Module(key[0], came[key], float(cell["distance"])))]
-    added = [one for one in added if one[0] >= _ADDS]
-    # A module adds what the modules inside it add.
-    names = [module.name for _, module in added]
-    inner = [
-        one
-        for one in added
-        if not any(name != one[1].name and is_inside(name, one[1].name) for name in names)
-    ]
-    most = sorted(inner, key=lambda one: -one[0])[:_MODULES]
-    return [one[1] for one in inner if one in most]
+            came[key] = at
+        elif base == "output" and key in came and apart[at]:
+            module = Module(key[0], float(distances[came[key]]), float(distances[at]))
+            start = max(module.came_in, float(pairs.cells["limit"][at]), 1e-30)
+            if module.went_out / start >= _ADDS:
+                added.append((came[key], start, module.went_out / start, module))
+
+    def is_of_inside(start: float, outer: Module) -> bool:
+        """Return whether a module inside adds the difference: that one took in no more than the outer module."""
+        return any(
+            outer.name != inner.name
+            and is_inside(inner.name, outer.name)
+            and inner.came_in < _ADDS * start
+            for *_, inner in added
+        )
+
+    inner = [one for one in added if not is_of_inside(one[1], one[-1])]
+    most = sorted(inner, key=lambda one: -one[2])[:_MODULES]
+    return [module for *_, module in sorted(most)]
 
 
 def steps_of(pairs: Pairs) -> Iterator[Step]:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from gradsurgeon.comparison.findings import Answer, tensor_of
-from gradsurgeon.report.plots import NONFINITE, ZERO, Picture, plain
+from gradsurgeon.report.plots import ZERO, Picture, plain
 
 _NAMED = 60  # rows that have room for a name
 
@@ -52,7 +52,7 @@ def draw(answer: Answer) -> Picture:
     if answer.first:
         border = int(np.flatnonzero(pairs.apart)[0])
         left, top, name = column[border] - 0.5, row[border] - 0.5, names[row[border]]
-        mark: dict[str, Any] = {"fill": False, "edgecolor": NONFINITE, "linewidth": 2}
+        mark: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 2}
         axes.add_patch(Rectangle((left, top), 1, 1, zorder=5, **mark))
         marks.append(Patch(label=f"the border: {name}", **mark))
     figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)

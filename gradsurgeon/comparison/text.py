@@ -51,9 +51,7 @@ def lines(answer: Answer) -> Iterator[str]:
     ]
     if answer.undecided:
         number = count(len(answer.undecided), "tensor")
-        texts.append(
-            f"rounding decides {number}, which say nothing: {shorten_names(answer.undecided)}"
-        )
+        texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
     for text in texts:
         yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
@@ -98,6 +96,6 @@ def _tables(answer: Answer) -> Iterator[Table]:
         (f"{one.step}", f"{one.apart:,} of {one.compared:,}", f"{one.median:.2g}", f"{one.largest:.2g}")
         for one in steps
     ]  # fmt: skip
-    title = f"how it goes on{answer.growth and f': it {answer.growth}'}"
-    columns = ("step", "tensors apart", "median distance", "largest")
+    title = f"how it goes on{answer.growth and f': the difference {answer.growth}'}"
+    columns = ("step", "tensors apart", "their median distance", "largest")
     yield Table(title, columns, numbers, frozenset(range(4)))

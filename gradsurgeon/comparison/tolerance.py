@@ -94,7 +94,7 @@ def by_noise(drift: Floats) -> Tolerance:
     drift = drift[np.isfinite(drift)]
     # A deep model carries any noise far: its first layers show how large the noise was.
     low, median = np.quantile(drift, (0.25, 0.5)) if len(drift) else (0.0, 0.0)
-    measured = f"times the distance of noise runs, which begins with {low:.1g}"
+    measured = f"times the distance of noise runs, {low:.1g} in the first layers"
     if low >= _GROSS:
         text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
         remedy = "only gross faults can be told; compare runs of one precision to find others"

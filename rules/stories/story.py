@@ -1,4 +1,4 @@
-"""What the three stories share: where their files go, the text they read, and the page of their runs."""
+"""What the stories share: where their files go, the text they read, and the page of their runs."""
 
 import argparse
 import tempfile

@@ -153,3 +153,23 @@ def test_an_optimizer_misses_adapters_and_the_launcher_says_so(tmp_path: Path) -
         "checked: debug-updates, debug-loop, debug-structure, debug-ranks; found: 1 fault"
         in done.stderr
     )
+
+
+def _plain(text: str) -> list[list[str]]:
+    """Return the words of each line, with the numbers that stand alone masked: they differ between machines."""
+    masked = re.sub(r"(?<![\w.])\d[\d.,]*(e-?\d+)?(?![\w.])", "#", text.strip())
+    return [line.split() for line in masked.splitlines()]
+
+
+def test_a_refactoring_slips_and_compare_names_the_block(tmp_path: Path) -> None:
+    done = _call("refactoring_slip", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer, _, told = done.stdout.partition("\n\nin 50 steps ")
+    part = GUIDE.partition("<!-- story: begin -->\n")[2].partition("<!-- story: end -->")[0]
+    assert _plain(answer) == _plain(part.replace("```\n", ""))
+    assert answer.startswith("They part at step 0, forward: input of blocks.1.attn.out.\n")
+    assert "\nstep 0, forward: the input of blocks.1.attn agrees, " in answer
+    (apart,) = re.findall(r"never further apart than ([\d.]+)", told)
+    (bound,) = re.findall(r"the two losses are never ([\d.]+) apart", GUIDE.replace("\n", " "))
+    assert float(apart) < float(bound)
+    assert (tmp_path / "refactoring_slip.png").stat().st_size > 50_000
