@@ -68,7 +68,7 @@ def projections(tensor: Tensor) -> Tensor:
     The tensor has any layout and dtype. The two numbers of a complex one are those of its real and imaginary parts
     in turn. The sum over the parts of a sharded tensor is the number of the whole.
     """
-    part = _dist.local(tensor).detach()
+    part = _dist.local(tensor).detach().resolve_conj().resolve_neg()
     whole, device = tensor.numel() * (1 + part.is_complex()), part.device
     if not part.numel():
         return torch.zeros(PROJECTIONS, dtype=torch.float64, device=device)

@@ -23,14 +23,15 @@ class Perturb(EditRule):
 
     ## What it does
     Multiplies every element by `1 + eps * noise`, with independent noise of a normal distribution. The numbers come
-    from a generator of its own, seeded with `seed`: the random state of the script stays as it is. Zeros stay zeros, and
-    equal tensors get equal noise, so a recomputed forward pass is that of the first time.
+    from a generator of its own, seeded with `seed`: the random state of the script stays as it is. Whole numbers stay,
+    because masks, places and categories are made of them, and so does what is not finite. Equal tensors get equal noise, so
+    a recomputed forward pass is that of the first time.
 
     ## Why use it
     Two runs that differ in rounding part, and later by much more than rounding. A run with a `perturb` of the size of
     rounding shows by how much: `gradsurgeon compare` takes such runs as `--noise`, and `gradsurgeon run --perturb EPS`
     makes one, with noise on the inputs and output gradients of all modules that own parameters.
-    Leave out modules that check their input: a probability of 1 must not become larger.
+    A module that writes into a tensor that it was given, such as a cache, writes into a copy: leave it out by `exclude`.
 
     ## Cost
     One draw and two passes over the tensor; never waits for the device.
@@ -65,9 +66,12 @@ class Perturb(EditRule):
 
         def apply(tensor: Tensor) -> Tensor:
             wide = _numbers.in_float32(tensor)
-            real = torch.view_as_real(wide).sum(-1) if wide.is_complex() else wide
+            real = wide.real + wide.imag if wide.is_complex() else wide
+            real = real.detach()
+            # Masks, places and categories are whole numbers, and infinity times noise may be NaN.
+            moved = noise(real).to(real.dtype).where(real.isfinite() & (real != real.round()), 0.0)
             # In two steps: 1 + noise would lose the digits of little noise.
-            return (wide + wide * noise(real.detach()).to(real.dtype)).to(tensor.dtype)
+            return (wide + (wide * moved).where(moved != 0, 0.0)).to(tensor.dtype)
 
         def apply_(tensors: Sequence[Tensor]) -> None:
             for tensor in tensors:

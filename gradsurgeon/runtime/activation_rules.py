@@ -26,8 +26,9 @@ from gradsurgeon.tensors.loss_scale import unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "
-    "is_grads_batched; on the meta device; in a trace of torch.export): the rule neither measured nor edited it; "
-    "compute this part without the transform, and export the model after session.remove()"
+    "is_grads_batched; on the meta device; in a trace of torch.export; nested, masked, compressed or in float8): the rule "
+    "neither measured nor edited it; compute this part without the transform, export the model after session.remove(), "
+    "and `exclude` modules of such tensors"
 )
 _SHARDED = (
     "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "

@@ -176,11 +176,13 @@ class Controller:
         self.losses.passed(done.tensors)
         self._kept.reaching += 1
 
+    def update_began(self, update: Step) -> None:
+        self.weights.before_update(update)
+
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
         self.checks.before_update(step)
-        self.weights.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.

@@ -200,6 +200,7 @@ class OptimizerWatch:
         if update.inside:
             self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
         self._running[update.key] = update
+        self._events.update_began(update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._act(optimizer, update)

@@ -151,6 +151,9 @@ class TrainingEvents(Protocol):
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors for which a rule must know whether their gradients were zero before the pass."""
 
+    def update_began(self, update: Step) -> None:
+        """Look at weights before an optimizer, whose closure comes later, can move them."""
+
     def step_starting(self, step: Step) -> StepDecision:
         """Act right before an update; return the decision on it."""
 

@@ -30,8 +30,7 @@ class WeightRecords:
 
     def before_update(self, step: Step) -> None:
         counter = step.counter
-        # An optimizer with a closure may come several times, and its weights may have moved by then.
-        if counter in self._before or not self._due(step):
+        if not self._due(step):
             return
         changing = (bound for bound in self._due(step) if bound.rule.ref.side == "update")
         tensors = {tensor for bound in changing for tensor in bound.tensors}

@@ -74,15 +74,29 @@ def test_it_is_normal_noise_of_every_element_and_keeps_zeros_and_dtypes() -> Non
     edit = rule.compile()
     assert isinstance(edit, Edit)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
-        tensor = torch.ones(20_000, dtype=dtype)
-        tensor[:10] = 0
+        tensor = torch.full((20_000,), 0.25, dtype=dtype)
+        # Whole numbers may be a mask or categories, and a mask of attention has infinities.
+        kept = torch.tensor([0.0, 1.0, 3.0, -torch.inf, torch.inf, torch.nan], dtype=dtype)
+        tensor[: len(kept)] = kept
         noisy = edit.apply(tensor)
         assert noisy.dtype is dtype
-        assert not noisy[:10].any()
+        torch.testing.assert_close(noisy[: len(kept)], kept, rtol=0, atol=0, equal_nan=True)
         # Noise of bfloat16 is rounded to its grid.
-        change = noisy[10:].to(torch.complex128).real - 1
+        change = noisy[len(kept) :].to(torch.complex128).real / 0.25 - 1
         assert change.std().item() == pytest.approx(1e-2, rel=0.1)
         assert abs(change.mean().item()) < 1e-3
+
+
+def test_attention_under_a_float_mask_stays_finite() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    with gradsurgeon.apply(nn.Sequential(attention), rules(1e-6)):
+        found, _ = attention(x, x, x, attn_mask=mask)
+    plain, _ = attention(x, x, x, attn_mask=mask)
+    assert found.isfinite().all()
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close(found, plain)
 
 
 def test_a_checkpointed_block_is_recomputed_with_noise_and_trains() -> None:

@@ -258,6 +258,47 @@ def test_a_large_parameter_is_sampled(sparse: bool) -> None:
     session.remove()
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Climbs before it evaluates the closure, and returns before it descends (SAM, arXiv 2010.01412)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        climbs = [param.grad * 0.5 for param in params]
+        torch._foreach_add_(params, climbs)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, climbs)
+        for param in params:
+            param.sub_(param.grad, alpha=0.1)
+
+
+def test_an_update_that_moves_weights_before_its_closure_is_one_update() -> None:
+    model = net()
+    optimizer = Sharpness(model.parameters())
+    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
+    seen: Seen = {}
+    for step in range(3):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.ones(2, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        old = {name: param.detach().clone() for name, param in model.named_parameters()}
+        closure()
+        optimizer.step(closure)
+        seen[step] = {
+            name: (old[name], param.detach().clone()) for name, param in model.named_parameters()
+        }
+    check(session, seen)
+    session.remove()
+
+
 def test_each_optimizer_has_records_of_its_own_updates() -> None:
     model = net()
     first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)

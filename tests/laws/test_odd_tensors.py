@@ -1,0 +1,77 @@
+"""Modules that take or give tensors without the usual operations: rules leave them alone, and training goes on."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+
+
+class Given(nn.Module):
+    """Turns its input into something odd and hands it to a module with a parameter of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.taker, self.head = kind, Taker(), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = {
+            "csr": x.to_sparse_csr,
+            "csc": x.to_sparse_csc,
+            "float8": lambda: x.to(torch.float8_e4m3fn),
+            "nested": lambda: torch.nested.nested_tensor([x, x[:1]]),
+            "conj": lambda: torch.complex(x, x).conj(),
+        }[self.kind]()
+        scale: Tensor = self.taker(odd)
+        found: Tensor = self.head(x) * scale
+        return found
+
+
+class Taker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, odd: Tensor) -> Tensor:
+        assert odd is not None
+        return self.weight
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc", "float8", "nested", "conj"])
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning", "ignore:The PyTorch API of nested")
+def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
+    def trained(rules: object) -> Tensor:
+        torch.manual_seed(0)
+        model = Given(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.full((3, 4), 0.3)).square().mean().backward()
+                optimizer.step()
+            assert session.latest("head", "projection_1", rule="fingerprint-outputs")
+        return model.taker.weight.detach()
+
+    noise = {"id": "noise", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-6}
+    noisy = {"version": 1, "include": ["gradsurgeon:fingerprint@1"], "rules": [noise]}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", gradsurgeon.GradSurgeonWarning)
+        plain = trained("gradsurgeon:fingerprint@1")
+        assert torch.allclose(trained(noisy), plain)
+    said = [str(one.message) for one in told if "no numbers to read" in str(one.message)]
+    assert bool(said) == (kind != "conj")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:enable_nested_tensor")
+def test_an_encoder_with_its_fast_path_is_evaluated() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        with torch.no_grad(), gradsurgeon.apply(encoder, "gradsurgeon:fingerprint@1"):
+            assert encoder(torch.randn(2, 5, 8), src_key_padding_mask=padding).isfinite().all()
