@@ -75,33 +75,34 @@ def is_capturing() -> bool:
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
-_READABLE = (torch.strided, torch.sparse_coo)
-
-
 def is_unreadable(tensor: Tensor) -> bool:
     """Return whether a tensor has no numbers to read.
 
     Such a tensor is on the meta device, in a trace of `torch.export`, in a transform of `torch.func`, or in a batch of
     `is_grads_batched`. Inside a transform, torch refuses to write to older tensors, and new tensors die with it.
-    Tensors that are nested, masked, compressed or in float8 lack most operations of torch.
     """
     functorch = torch._C._functorch  # noqa: SLF001
     return bool(
         tensor.is_meta
         or functorch.peek_interpreter_stack() is not None
         or functorch.is_legacy_batchedtensor(tensor)
-        or tensor.is_nested
-        or tensor.layout not in _READABLE
-        or (tensor.is_floating_point() and tensor.element_size() == 1)
         or (type(tensor) is not Tensor and _is_fake(tensor))
     )
 
 
 def _is_fake(tensor: Tensor) -> bool:
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def lacks_operations(tensor: Tensor) -> bool:
+    """Return whether torch has too few operations for a tensor: it is nested, masked, compressed or in float8."""
     masked: Any = sys.modules.get("torch.masked.maskedtensor.core")
-    return (fake is not None and isinstance(tensor, fake.FakeTensor)) or (
-        masked is not None and isinstance(tensor, masked.MaskedTensor)
+    return bool(
+        tensor.is_nested
+        or tensor.layout not in (torch.strided, torch.sparse_coo)
+        or (tensor.is_floating_point() and tensor.element_size() == 1)
+        or (masked is not None and isinstance(tensor, masked.MaskedTensor))
     )
 
 

@@ -26,10 +26,10 @@ from gradsurgeon.tensors.loss_scale import unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "
-    "is_grads_batched; on the meta device; in a trace of torch.export; nested, masked, compressed or in float8): the rule "
-    "neither measured nor edited it; compute this part without the transform, export the model after session.remove(), "
-    "and `exclude` modules of such tensors"
+    "is_grads_batched; on the meta device; in a trace of torch.export): the rule neither measured nor edited it; "
+    "compute this part without the transform, and export the model after session.remove()"
 )
+_ODD = "torch has few operations for tensors that are nested, masked, compressed (CSR and the like) or in float8"
 _SHARDED = (
     "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "
     "collective in the middle of a forward or backward pass; log another module, or make this module return its "
@@ -227,12 +227,16 @@ class ActivationRules:
         return unreadable
 
     def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
-        """Return whether a rule must leave a complex tensor alone; for parameters, binding checks this."""
-        if not tensor.is_complex() or not (reason := rule.complex_problem()):
-            return False
-        text = f"left {name} alone: {reason}; `exclude` it from the rule"
-        self.warn("complex", text, [NamedRule(rule, name)], owner)
-        return True
+        """Return whether a rule must leave a tensor alone for its kind."""
+        reason = ""
+        if tensor.is_complex():  # for parameters, binding checks this
+            reason = rule.complex_problem()
+        elif _torch.lacks_operations(tensor) and not isinstance(rule, CaptureRule):
+            reason = _ODD
+        if reason:
+            text = f"left {name} alone: {reason}; `exclude` it from the rule"
+            self.warn("unfit", text, [NamedRule(rule, name)], owner)
+        return bool(reason)
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         step = self.counters.of(owner).step

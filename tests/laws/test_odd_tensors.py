@@ -62,7 +62,11 @@ def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
         warnings.simplefilter("always", gradsurgeon.GradSurgeonWarning)
         plain = trained("gradsurgeon:fingerprint@1")
         assert torch.allclose(trained(noisy), plain)
-    said = [str(one.message) for one in told if "no numbers to read" in str(one.message)]
+    said = [
+        str(one.message)
+        for one in told
+        if "left taker alone: torch has few operations" in str(one.message)
+    ]
     assert bool(said) == (kind != "conj")
 
 
