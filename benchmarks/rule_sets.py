@@ -19,6 +19,7 @@ EVERYTHING = "every action at every point"
 IDLE = "one rule, out of schedule"
 PACK = "the pack debug@1, once its checks rest"
 CHECKS = "the four checks, once they rest"
+FINGERPRINT = "the pack fingerprint@1"
 # Then all checks have settled: the last one looks in each of its first fifty updates.
 _REST = 56
 ALL_IDLE = "every action at every point, out of schedule"
@@ -48,6 +49,9 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
         "all statistics": {
             "stats": ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
         },
+        "with projections": {"stats": ["l2", "projection"]},
+        "of weights": {"tensor": "value"},
+        "of updates": {"tensor": "update", "stats": ["l2", "ratio", "moved"]},
     },
     "capture": {"": {}},
     "check-update": {"": {}, "nothing moves": {"moved": {"max": 0}}},
@@ -68,7 +72,8 @@ def alone() -> Iterator[tuple[str, RuleDict]]:
         if action not in _VARIANTS:
             raise KeyError(f"benchmarks/rule_sets.py does not say how to measure `{action}`")
         for variant, options in _VARIANTS[action].items():
-            for point in rule.points if rule.takes_at else (None,):
+            # Weights are recorded after the update, wherever gradients may be.
+            for point in rule.points if rule.takes_at and "tensor" not in options else (None,):
                 if point == "backward" and options.get("per") == "rule":
                     continue  # only `step` has all gradients at once
                 title = action if point is None else f"{action} at {point}"
@@ -147,13 +152,15 @@ def resting() -> Iterator[Case]:
     checks = [rule for rule in ACTIONS.values() if issubclass(rule, CheckRule)]
     alone = numbered([{"action": rule.model_fields["action"].default} for rule in checks])
     found = {PACK: "gradsurgeon:debug@1", CHECKS: {"version": 1, "rules": alone}}
-    for title, rules in found.items():
+    yield from (_pack(title, rules, rest=_REST) for title, rules in found.items())
 
-        def attach(task: Task, rules: Any = rules) -> Attached:
-            session = gradsurgeon.apply(task.model, rules, optimizer=task.optimizer)
-            return Attached(detach=session.remove)
 
-        yield Case(title, "rules", attach, rest=_REST)
+def _pack(title: str, rules: Any, *, rest: int = 0, forward: bool = False) -> Case:
+    def attach(task: Task) -> Attached:
+        session = gradsurgeon.apply(task.model, rules, optimizer=task.optimizer)
+        return Attached(detach=session.remove)
+
+    return Case(title, "rules", attach, rest=rest, forward=forward)
 
 
 def cases() -> list[Case]:
@@ -161,6 +168,7 @@ def cases() -> list[Case]:
     return [
         *(case(title, rules) for title, rules in together().items()),
         *resting(),
+        _pack(FINGERPRINT, "gradsurgeon:fingerprint@1", forward=True),
         *(case(title, rules, forward=True) for title, rules in on_modules().items()),
         *(case(title, [rule], single=True) for title, rule in alone()),
     ]

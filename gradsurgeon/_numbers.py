@@ -62,21 +62,28 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             # A sequential float32 sum would lose digits.
             return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
         dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
-        kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
-        for position, grad in enumerate(dense):
-            kinds.setdefault((_is_long(grad, order), grad.dtype), []).append(position)
-        by_position: dict[int, Tensor] = {}
-        for (in_rows, _), positions in kinds.items():
-            alike = [dense[position] for position in positions]
-            measured = map(_by_rows, alike) if in_rows else _each(alike, order)
-            by_position.update(zip(positions, measured, strict=True))
-        # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
-        found = torch.stack([by_position[position] for position in range(len(grads))]).float()
+        if max(map(Tensor.numel, dense)) < _MANY and len({grad.dtype for grad in dense}) == 1:
+            found = torch.stack(list(_each(dense, order))).float()
+        else:
+            found = torch.stack(_of_each_kind(dense, order)).float()
         if _may_be_out_of_range(found, order):
             for position, measured in enumerate(found.tolist()):
                 if math.isinf(measured) or measured < _TINY:
                     found[position] = _scaled_norm(dense[position], order)
         return found
+
+
+def _of_each_kind(dense: Sequence[Tensor], order: float) -> list[Tensor]:
+    kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
+    for position, grad in enumerate(dense):
+        kinds.setdefault((_is_long(grad, order), grad.dtype), []).append(position)
+    by_position: dict[int, Tensor] = {}
+    for (in_rows, _), positions in kinds.items():
+        alike = [dense[position] for position in positions]
+        measured = map(_by_rows, alike) if in_rows else _each(alike, order)
+        by_position.update(zip(positions, measured, strict=True))
+    # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
+    return [by_position[position].float() for position in range(len(dense))]
 
 
 def over(norms: Tensor, order: float) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,26 +19,25 @@ from gradsurgeon import _numbers, _projection
 from gradsurgeon._projection import PERIOD, projections
 from gradsurgeon.tensors import measure
 
-MASK = 2**64 - 1
+
+def sign(pattern: int, index: Any) -> Any:
+    """Return the signs at some indices, by SplitMix64 in unsigned numbers, which wrap around."""
+    with np.errstate(over="ignore"):
+        state = (np.asarray(index, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        state += np.uint64(1000 + pattern)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.where(state >> np.uint64(63), -1.0, 1.0)
 
 
-def sign(pattern: int, index: int) -> int:
-    """Return one sign, by SplitMix64 in Python's whole numbers."""
-    state = ((index + 1) * 0x9E3779B97F4A7C15 + 1000 + pattern) & MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
-    return -1 if state >> 63 else 1
-
-
+@cache
 def signs(numel: int) -> Tensor:
     """Return the signs of a tensor with so many elements, for both projections, as the definition says."""
-    places = range(numel)
+    index = np.arange(numel)
     if numel < 64 * PERIOD:
-        return torch.tensor([[sign(3 + k, i) for i in places] for k in range(2)]).double()
-    rows = torch.tensor([[sign(1 + k, i) for i in range(numel // PERIOD + 1)] for k in range(2)])
-    columns = torch.tensor([sign(0, i) for i in range(PERIOD)])
-    index = torch.arange(numel)
-    return (rows[:, index // PERIOD] * columns[index % PERIOD]).double()
+        return torch.from_numpy(np.stack([sign(3 + k, index) for k in range(2)]))
+    column = sign(0, index % PERIOD)
+    return torch.from_numpy(np.stack([sign(1 + k, index // PERIOD) * column for k in range(2)]))
 
 
 def check(tensor: Tensor, *, rel: float = 2e-6) -> None:
@@ -71,7 +72,9 @@ def test_the_first_signs_are_fixed() -> None:
     cpu = torch.device("cpu")
     ones = [int((_projection._signs(pattern, 4096, cpu) > 0).sum()) for pattern in range(5)]
     assert ones == ONES
-    first = ["".join("+-"[sign(pattern, i) < 0] for i in range(16)) for pattern in range(5)]
+    first = [
+        "".join("+-"[int(one < 0)] for one in sign(pattern, range(16))) for pattern in range(5)
+    ]
     assert first == FIRST
 
 

@@ -106,6 +106,28 @@ class TestBorder:
         assert found.last[-1].text == "output of blocks.1.bn2"
         assert "fewer than three noise runs" in str(found)
 
+    def test_calls_of_one_module_in_the_backward_pass(self, made: Any) -> None:
+        def scale(training: Any) -> None:
+            training.model.blocks[1].bn2.register_forward_hook(
+                lambda *given: given[2].register_hook(lambda grad: grad * 1.1) and None
+            )
+
+        reference = made("images", kind=Convolutions)
+        found = gradsurgeon.compare(made("steeper", scale, Convolutions), reference)
+        assert found.last[-1].text == "output gradient of blocks.1.relu (call 2 of 2)"
+        texts = ["blocks.1.bn2", "blocks.1.conv2", "blocks.1.relu (call 1 of 2)"]
+        assert [one.text for one in found.first[:3]] == [
+            f"output gradient of {one}" for one in texts
+        ]
+
+    def test_a_module_whose_input_was_not_compared(
+        self, made: Any, reference: Any, noise: Any
+    ) -> None:
+        change = fault("positions shifted by one")  # the input of an embedding is whole numbers
+        found = gradsurgeon.compare(made("shifted", change), reference, noise)
+        assert (found.inside, found.first[0].text) == ("", "output of pos")
+        assert "the output of emb agrees, the output of pos does not: " in first_lines(found)
+
     def test_a_parameter_of_one_run(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(made("untied", fault("head not tied")), reference, noise)
         assert found.only_run == ("head.weight",)
@@ -368,7 +390,7 @@ class TestForms:
             made("scaled", fault("attention scaled by 1/d")), reference, noise
         )
         figure = found.plot()
-        figure.savefig(tmp_path / "map.png")
+        figure.savefig(tmp_path / "map.png", dpi=30)
         (legend,) = figure.legends
         assert "the border: input of h.1.attn.o" in [text.get_text() for text in legend.get_texts()]
         axes: Any = figure.axes[0]
