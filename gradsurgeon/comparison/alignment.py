@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,6 @@ def align(
     kinds, names = list(words.kinds), list(words.names)
     steps, both = _common(run, reference, noise, words)
     cells, values, found = _joined((run, reference, *noise), steps, both)
-    noise_runs.refuse_non_finite(noise, found, values, cells, lambda cell: _told(cell, words))
     of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
     other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
     other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
@@ -128,10 +128,11 @@ def align(
     _place(cells, values[1], kinds, names, reference.chains)
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
     cells, values = cells[in_order], values[1:, in_order, :3]
+    found = found[2:, ~lost][:, in_order]
     forward = (phases[in_order] == "forward") & (cells["step"] == steps[0])
-    noise_runs.refuse_strangers(
-        noise, values[:, forward], cells[forward], lambda cell: _told(cell, words)
-    )
+    told = partial(_told, words)
+    noise_runs.refuse_non_finite(noise, found, values, cells, told)
+    noise_runs.refuse_strangers(noise, values[:, forward], cells[forward], told)
     return Pairs(kinds, names, cells), rule, notes
 
 
@@ -177,7 +178,7 @@ def _not_alignable(
     return odd, [f"not compared in step {at}: {ran}, {_CALLED}"]
 
 
-def _told(cell: Any, words: Words) -> str:
+def _told(words: Words, cell: Any) -> str:
     text = [*words.kinds][cell["kind"]].text([*words.names][cell["name"]])
     return f"{printable(text)} in step {cell['step']}"
 

@@ -13,6 +13,7 @@ from gradsurgeon.comparison.tolerance import DECIDED_BY_ROUNDING, distances
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Floats
+from gradsurgeon.store.layout import section
 
 # Layers carry a difference on: at once it becomes a hundred times as large only by another computation.
 _JUMP, _FAR = 100.0, 0.01
@@ -52,17 +53,17 @@ def refuse_non_finite(
 
     Args:
         noise: the noise runs.
-        found: of shape `[2 + noise runs, tensors]`: which tensors each run has; the second run is the reference.
-        values: their norms and projections.
-        cells: the tensors.
+        found: of shape `[noise runs, tensors]`: which tensors each noise run has.
+        values: norms and projections of the reference and of the noise runs.
+        cells: the tensors, in the order of execution.
         told: returns what a tensor is called.
 
     Raises:
         RecordError: a noise run is non-finite where the reference is finite.
     """
-    finite = np.asarray(np.isfinite(values[..., :3]).all(axis=2))
-    for one, here, fine in zip(noise, found[2:], finite[2:], strict=True):
-        bad = np.flatnonzero(here & ~fine & finite[1])
+    finite = np.asarray(np.isfinite(values).all(axis=2))
+    for one, here, fine in zip(noise, found, finite[1:], strict=True):
+        bad = np.flatnonzero(here & ~fine & finite[0])
         if len(bad):
             where = f"has NaN or Inf at the {told(cells[bad[0]])}"
             _refuse(one, f"{where}, where the reference is finite", "lower --perturb, or its seed")
@@ -90,7 +91,9 @@ def refuse_strangers(
         far, there = distances(numbers[known], values[0][known]), cells[known]
         before = np.concatenate([[0.0], np.maximum.accumulate(far)[:-1]])
         # The first tensor that noise moves shows how large the noise is.
-        limit = np.where(before == 0, DECIDED_BY_ROUNDING, np.maximum(_FAR, _JUMP * before))
+        rules = section(one.meta, "plan").get("rules", ())
+        begin = DECIDED_BY_ROUNDING if any(rule["action"] == "perturb" for rule in rules) else _FAR
+        limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
         strange = np.flatnonzero(far > limit)
         if not len(strange):
             continue

@@ -25,6 +25,8 @@ def verdict(answer: Answer) -> str:
         if answer.tolerance.kind == "exact" and first.distance <= _small(answer):
             ask = "record noise runs to tell whether it is more than rounding"
             return f"They are not equal bit for bit: first at {where}; {ask}."
+        if answer.tolerance.kind == "rounded-away":
+            return f"They part at {where}; the noise of the noise runs rounded away, so that may be rounding."
         return f"They part at {where}."
     if largest is None:
         return "Nothing can be said: rounding decides every tensor."

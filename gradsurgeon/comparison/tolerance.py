@@ -30,7 +30,8 @@ _SIZES = "`--perturb 4e-3` (2^-8) is what half precision needs"
 class Tolerance(NamedTuple):
     """How tolerances came about: `times` the distance of noise runs, and `least` more.
 
-    A tensor of half precision gets 8 eps of its dtype instead, if that is more. The kind is `noise`, `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
+    A tensor of half precision gets 8 eps of its dtype instead, if that is more. The kind is `noise`, `rounded-away`,
+    `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
     """
 
     kind: str
@@ -121,8 +122,9 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
         text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
         remedy = "only gross faults can be told; compare runs of one precision to find others"
         return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
-    text = f"{_TIMES:g} {measured}"
+    kind, text = "noise", f"{_TIMES:g} {measured}"
     if equal >= _MOST:
+        kind = "noise" if dtype == "float32" else "rounded-away"
         share = "all" if equal == 1 else f"{equal:.0%}"
         text = (
             f"the rounding of {dtype}: the noise runs equal the reference bit for bit in {share} of the inputs "
@@ -130,7 +132,7 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
         )
     elif dtype != "float32":
         text += f", and {_EPS} eps of {dtype}"
-    return Tolerance("noise", _TIMES, _FLOOR, text)
+    return Tolerance(kind, _TIMES, _FLOOR, text)
 
 
 def without_noise(
