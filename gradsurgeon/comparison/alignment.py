@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison import order, tolerance
 from gradsurgeon.comparison.reading import KEYS, Kind, Reading, Words, starts
 from gradsurgeon.comparison.tolerance import Tolerance
@@ -26,6 +28,7 @@ _PAIR = np.dtype(
         ("state", np.int64),
         ("distance", np.float64),  # relative to the norm
         ("limit", np.float64),  # the distance that is allowed
+        ("floor", np.float64),  # the distance that rounding to its dtype makes
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
     ]
@@ -34,6 +37,8 @@ _PAIR = np.dtype(
 _LATE = 2**40
 _OTHER_BATCHES = "other batches or micro-batches"
 _DIVIDED = "divide the samples differently; where a statistic of the batch counts, as in batch norm, such runs truly differ"
+_RENAME = "name what was renamed by lines `old: new` in --map FILE"
+_CALLED = "called another number of times in one run, as by an evaluation between steps"
 _FEW = "fewer than three noise runs measured the tolerance: false alarms are likelier"
 
 
@@ -84,71 +89,135 @@ def align(
     Raises:
         RecordError: the runs have no kind of tensor, no tensor or no step in common.
     """
+    noise_runs.refuse_repeated(run, reference, noise)
     kinds, names = list(words.kinds), list(words.names)
-    common = run.bound.keys() & reference.bound.keys()
-
-    def told_kinds(one: Reading) -> str:
-        return "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
-
-    def told_names(one: Reading) -> str:
-        return f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
-
-    _need(
-        common, run, reference, told_kinds, "record both by the rules `gradsurgeon:fingerprint@1`"
-    )
-    steps = run.steps
-    for one in (reference, *noise):
-        steps = np.intersect1d(steps, one.steps)
-        _need(steps, run, one, _told_steps, "record the same steps, by `steps` or `start_step`")
-    both = np.zeros((len(kinds), len(names)), bool)
-    for kind in common:
-        both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
-    cells, values = _joined((run, reference, *noise), steps, both)
+    steps, both = _common(run, reference, noise, words)
+    cells, values, found = _joined((run, reference, *noise), steps, both)
     of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
     other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
     other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
     cells["state"][other & (cells["state"] == BOTH)] = RESIZED
-    notes = []
     ranks = [one.meta.get("ranks") for one in (run, reference)]
-    unlike = (cells["state"] != BOTH) & of_modules
-    if ranks[0] != ranks[1] or 2 * unlike.sum() > of_modules.sum():
-        cells, values = cells[~of_modules], values[:, ~of_modules]
-        counts = f"{ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else _OTHER_BATCHES
-        notes.append(f"only gradients and weights are compared: {counts} {_DIVIDED}")
-    _need(
-        cells, run, reference, told_names, "name what was renamed by lines `old: new` in --map FILE"
-    )
+    lost, more = _not_alignable(cells, found, of_modules, ranks, names)
+    notes = [*_lacking(run, reference, noise, kinds), *more]
+    cells, values, of_modules = cells[~lost], values[:, ~lost], of_modules[~lost]
+    _need(cells, run, reference, _names_told(words), _RENAME)
+    dtypes = (run.dtypes, reference.dtypes)
+    cells["floor"] = tolerance.floors(cells["name"], of_modules, dtypes)
     groups = cells["step"] * len(kinds) + cells["kind"]
+    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
     drift: Floats = np.zeros(len(cells))
-    rule = tolerance.without_noise(run.meta, reference.meta)
+    dtype = tolerance.coarsest(one for of in dtypes for one in of.values())
+    rule = tolerance.without_noise(run.meta, reference.meta, dtype)
     if noise:
         drift = tolerance.noise_of(values[2:, :, :3], values[1, :, :3])
-    elif rule.kind == "bound":
-        drift = tolerance.vanishing(values[1, :, 0], groups)
-    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
-    tensors = cells["step"] * len(names) + cells["name"]
-    if noise:
         first = cells["step"] == steps[0]
         forward = first & (phases == "forward")
-        rule = tolerance.by_noise(drift[forward if forward.any() else first])
+        rule = tolerance.by_noise(drift[forward if forward.any() else first], dtype)
         notes += [_FEW] if len(noise) < 3 else []  # noqa: PLR2004 # the trials had three
+    elif rule.kind == "bound":
+        drift = tolerance.vanishing(values[1, :, 0], groups)
+    tensors = cells["step"] * len(names) + cells["name"]
     drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
     cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
     cells["distance"][cells["state"] != BOTH] = np.inf
-    cells["limit"] = rule.times * drift + rule.least
+    least = np.maximum(rule.least, cells["floor"]) if noise else rule.least
+    cells["limit"] = rule.times * drift + least
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
     cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
     _place(cells, values[1], kinds, names, reference.chains)
-    cells = cells[np.lexsort([cells["rank"], cells["place"], cells["step"]])]
+    in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
+    cells, values = cells[in_order], values[1:, in_order, :3]
+    found = found[2:, ~lost][:, in_order]
+    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0])
+    told = partial(_told, words)
+    noise_runs.refuse_non_finite(noise, found, values, cells, told)
+    noise_runs.refuse_strangers(noise, values[:, forward], cells[forward], told)
     return Pairs(kinds, names, cells), rule, notes
+
+
+def _common(
+    run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
+) -> tuple[Ints, Flags]:
+    """Return the steps that all runs have, and which names of which kinds both runs have."""
+    kinds, told_names = list(words.kinds), _names_told(words)
+
+    def told_kinds(one: Reading) -> str:
+        return "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
+
+    common, steps = {*run.bound}, run.steps
+    for one in (reference, *noise):
+        common &= one.bound.keys()
+        _need(common, run, one, told_kinds, "record both by the rules `gradsurgeon:fingerprint@1`")
+        steps = np.intersect1d(steps, one.steps)
+        _need(steps, run, one, _told_steps, "record the same steps, by `steps` or `start_step`")
+    both = np.zeros((len(kinds), len(words.names)), bool)
+    for kind in common:
+        both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
+    _need(np.flatnonzero(both), run, reference, told_names, _RENAME)
+    for one in noise:
+        shared = [kind for kind in common if both[kind, one.bound[kind]].any()]
+        _need(shared, reference, one, told_names, "give noise runs of the reference")
+    return steps, both
+
+
+def _not_alignable(
+    cells: Any, found: Flags, of_modules: Flags, ranks: Sequence[object], names: Sequence[str]
+) -> tuple[Flags, list[str]]:
+    """Return which tensors of modules are not the same calls in all runs, and a note that says so."""
+    odd = of_modules & _other_calls(cells, found)
+    rest, unlike = of_modules & ~odd, (cells["state"] != BOTH) & of_modules
+    few = 2 * (unlike & rest).sum() > rest.sum() or (odd.any() and not rest.any())
+    if ranks[0] != ranks[1] or few:
+        counts = f"{ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else _OTHER_BATCHES
+        return of_modules, [f"only gradients and weights are compared: {counts} {_DIVIDED}"]
+    if not odd.any():
+        return odd, []
+    ran = shorten_names([names[name] for name in dict.fromkeys(cells["name"][odd].tolist())])
+    at = ", ".join(map(str, np.unique(cells["step"][odd]).tolist()))
+    return odd, [f"not compared in step {at}: {ran}, {_CALLED}"]
+
+
+def _told(words: Words, cell: Any) -> str:
+    text = [*words.kinds][cell["kind"]].text([*words.names][cell["name"]])
+    return f"{printable(text)} in step {cell['step']}"
+
+
+def _names_told(words: Words) -> Callable[[Reading], str]:
+    names = list(words.names)
+    return lambda one: (
+        f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
+    )
 
 
 def _told_steps(one: Reading) -> str:
     return f"the steps {one.steps[0]} to {one.steps[-1]}"
 
 
-def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats]:
-    """Return the tensors that the run or the reference has, and the values in all runs, NaN where there are none."""
+def _lacking(
+    run: Reading, reference: Reading, noise: Sequence[Reading], kinds: Sequence[Kind]
+) -> list[str]:
+    """Return notes on the kinds of tensors that are not in all runs."""
+    every = [kind for kind in range(len(kinds)) if kind in {*run.bound, *reference.bound}]
+    told = [("the run", run), ("the reference", reference)]
+    told += [(f"the noise run {printable(one.path)}", one) for one in noise]
+    notes = []
+    for who, one in told:
+        if lost := ", ".join(" at ".join(kinds[kind]) for kind in every if kind not in one.bound):
+            notes.append(f"{who} has no {lost}: not compared")
+    return notes
+
+
+def _other_calls(cells: Any, found: Flags) -> Flags:
+    """Return which tensors some runs have another number of times in a step, so that calls cannot be aligned."""
+    groups = np.cumsum(starts(cells)) - 1
+    counts = np.array([np.bincount(groups, weights=here) for here in found])
+    least = np.where(counts > 0, counts, np.inf).min(axis=0)
+    return np.asarray((counts.max(axis=0) > least)[groups])
+
+
+def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats, Flags]:
+    """Return the tensors of the run or the reference, their values in all runs, else NaN, and which runs have them."""
     sizes = [1 + max(int(one.cells[key].max()) for one in readings) for key in KEYS]
     codes = [np.ravel_multi_index([one.cells[key] for key in KEYS], sizes) for one in readings]
     union = np.union1d(codes[0], codes[1])
@@ -158,12 +227,13 @@ def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any,
     for key in KEYS:
         cells[key] = index[key][chosen]
     values = np.full((len(readings), len(union), 4), np.nan)
+    found = np.zeros((len(readings), len(union)), bool)
     for number, (one, code) in enumerate(zip(readings, codes, strict=True)):
         _, here, there = np.intersect1d(union, code, assume_unique=True, return_indices=True)
-        values[number, here] = one.cells["values"][there]
-    cells["state"] = np.where(np.isin(union, codes[0]), BOTH, MISSING_IN_RUN)
-    cells["state"][~np.isin(union, codes[1])] = MISSING_IN_REFERENCE
-    return cells, values
+        values[number, here], found[number, here] = one.cells["values"][there], True
+    cells["state"] = np.where(found[0], BOTH, MISSING_IN_RUN)
+    cells["state"][~found[1]] = MISSING_IN_REFERENCE
+    return cells, values, found
 
 
 def _place(
@@ -207,9 +277,9 @@ def _place(
     def place_of(kind: int, name: int, turn: int, part: int) -> int:
         phase, size = kinds[kind].phase, len(events)
         if phase == "update":
-            return 2 * _LATE + name
+            return 3 * _LATE + name
         if phase == "gradient":  # the backward pass reaches the last module first
-            return _LATE + (size - owners[name]) * len(names) + name
+            return (1 + kinds[kind].is_final) * _LATE + (size - owners[name]) * len(names) + name
         place = events[kinds[kind].base.startswith("output"), names[name], turn]
         return 2 * size * part + (place if phase == "forward" else 2 * size - 1 - place)
 

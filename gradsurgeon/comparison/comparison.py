@@ -11,6 +11,7 @@ import numpy as np
 
 from gradsurgeon._libraries import library
 from gradsurgeon.comparison import findings, text
+from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.findings import Answer
 from gradsurgeon.comparison.reading import Reading, Words
@@ -78,11 +79,13 @@ def compared(
     everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
+    if noise_runs.same(run, reference):
+        notes.append("both are one directory")
     if phase == "backward" and np.isfinite(pairs.cells["distance"][border]):
         notes.append(_KINK)
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
-        alike=border is None and not any({**only_run, **only_reference}.values()),
+        alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
         run=run.path,
         reference=reference.path,
         step=None if border is None else int(pairs.cells["step"][border]),

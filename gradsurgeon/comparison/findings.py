@@ -22,12 +22,6 @@ _LAST, _FIRST = 3, 5
 # A module adds to a difference if so many times as much goes out as came in. A projection is a sample: it can be
 # several times too small.
 _ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
-_WORDS = {
-    "output.grad": "output gradient of {}",
-    "input.grad": "input gradient of {}",
-    "grad": "gradient of {}",
-    "value": "weight {} after the update",
-}
 _STATES = {
     MISSING_IN_RUN: "missing in the run",
     MISSING_IN_REFERENCE: "missing in the reference",
@@ -77,7 +71,7 @@ class Answer:
     """Where a run parts from a reference. ``print`` shows it in words.
 
     Attributes:
-        alike: whether the runs agree.
+        alike: whether the runs agree, which rounding may leave open: then it is `False`, and ``largest`` is `None`.
         run: the directory of the run.
         reference: the directory of the reference.
         step: the first step in which they part, `None` if they do not.
@@ -88,7 +82,7 @@ class Answer:
         modules: the modules that add to the difference in that forward pass.
         steps: how many tensors are apart in each step, and how far.
         growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
-        largest: the tensor whose distance is the most times its tolerance.
+        largest: the tensor whose distance is the most times its tolerance, `None` if rounding decides all.
         only_run: names that only the run has. Parameters among them make the runs differ.
         only_reference: names that only the reference has.
         undecided: tensors that rounding decides in some step, so that they say nothing there.
@@ -117,8 +111,7 @@ class Answer:
 
 
 def words(pairs: Pairs, at: int) -> str:
-    base = pairs.kind(at).base
-    return _WORDS.get(base, f"{base} of {{}}").format(pairs.name(at))
+    return pairs.kind(at).text(pairs.name(at))
 
 
 def tensor_of(pairs: Pairs, at: int) -> Tensor:
@@ -150,6 +143,7 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
     here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
     if not any(kind.of_modules for kind in pairs.present):
         # The gradients all part, whatever module is wrong: those of its own weights part most.
+        here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
         here.sort(key=lambda at: -pairs.ratio[at])
     return agree[-_LAST:].tolist(), here[:_FIRST]
 

@@ -12,6 +12,7 @@ import numpy as np
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Ints
+from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
 from gradsurgeon.store.tables import arrays
@@ -22,6 +23,12 @@ _NEEDED = frozenset(STATS[:3])
 # Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
 KEYS = ("step", "kind", "rank", "name", "row")
 _CELL = np.dtype([*((key, np.int64) for key in KEYS), ("values", np.float64, len(STATS))])
+_WORDS = {
+    "output.grad": "output gradient of {}",
+    "input.grad": "input gradient of {}",
+    "grad": "gradient of {}",
+    "value": "weight {} after the update",
+}
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -47,6 +54,15 @@ class Kind(NamedTuple):
             return "backward" if self.base.endswith(".grad") else "forward"
         return "gradient" if self.tensor == "grad" else "update"
 
+    @property
+    def is_final(self) -> bool:
+        """Return whether it is the gradient that the optimizer gets, after the clip of the script."""
+        return self == ("grad", "step")
+
+    def text(self, name: str) -> str:
+        text = _WORDS.get(self.base, f"{self.base} of {{}}").format(name)
+        return f"final {text}" if self.is_final else text
+
 
 class Words:
     """The kinds and names of several runs, each with a number."""
@@ -66,6 +82,7 @@ class Reading:
         cells: one for each tensor of each step, sorted by `KEYS`, with their `STATS`.
         bound: the numbers of the names of each kind.
         chains: names of modules in the order in which they first ran.
+        dtypes: the dtype of each parameter, by the number of its name, if the run says so.
     """
 
     path: str
@@ -73,6 +90,7 @@ class Reading:
     cells: Any
     bound: Mapping[int, list[int]]
     chains: list[list[str]]
+    dtypes: Mapping[int, str]
 
     @property
     def steps(self) -> Ints:
@@ -125,7 +143,17 @@ def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
     cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
     here, begins = np.arange(len(cells)), starts(cells)
     cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
-    return Reading(str(run.path), run.meta, cells, bound, chains)
+    return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, words, rename))
+
+
+def _dtypes(run: Run, words: Words, rename: Callable[[str], str]) -> dict[int, str]:
+    params = section(run.meta, "model").get("params")
+    found: dict[int, str] = {}
+    for param in params if isinstance(params, list) else ():
+        for name in (param["name"], *param.get("aliases", ())) if "dtype" in param else ():
+            number = words.names.get(rename(stripped(name)), -1 - len(found))
+            found[number] = str(param["dtype"])
+    return found
 
 
 def starts(cells: Any) -> Flags:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from gradsurgeon.comparison.findings import Answer, Tensor
+from gradsurgeon.comparison.tolerance import BOUND
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import abridged, count
 from gradsurgeon.report.tables import Table
@@ -19,8 +20,14 @@ def verdict(answer: Answer) -> str:
     tensors = count(sum(step.compared for step in answer.steps), "tensor")
     of = f"{tensors} of {count(len(answer.steps), 'step')}"
     if answer.first:
-        where = f"step {answer.step}, {answer.phase}"
-        return f"They part at {where}: {printable(answer.first[0].text)}."
+        first = answer.first[0]
+        where = f"step {answer.step}, {answer.phase}: {printable(first.text)}"
+        if answer.tolerance.kind == "exact" and first.distance <= _small(answer):
+            ask = "record noise runs to tell whether it is more than rounding"
+            return f"They are not equal bit for bit: first at {where}; {ask}."
+        if answer.tolerance.kind == "rounded-away":
+            return f"They part at {where}; the noise of the noise runs rounded away, so that may be rounding."
+        return f"They part at {where}."
     if largest is None:
         return "Nothing can be said: rounding decides every tensor."
     said = f"They are equal bit for bit in {of}"
@@ -28,10 +35,17 @@ def verdict(answer: Answer) -> str:
         share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
         where = f"{printable(largest.text)}, step {largest.step}"
         said = f"They agree within rounding in {of}: the largest distance is {share} ({where})"
+    if others := len(answer.undecided):
+        said += f"; rounding decides {others:,} others, which say nothing"
     if answer.alike:
         return f"{said}."
     only = shorten_names([*answer.only_run, *answer.only_reference])
     return f"They have other parameters: {only}. {said}, of those that both have."
+
+
+def _small(answer: Answer) -> float:
+    """Return the distance that rounding alone can make."""
+    return max(BOUND, float(answer.pairs.cells["floor"].max()))
 
 
 def lines(answer: Answer) -> Iterator[str]:

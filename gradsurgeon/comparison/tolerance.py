@@ -6,7 +6,7 @@ its expected square is the squared norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,21 +15,23 @@ from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.store.layout import section
 
-_TIMES, _FLOOR = 10.0, 8 * 2.0**-23  # records are float32
+_TIMES, _EPS, _FLOOR = 10.0, 8, 8 * 2.0**-23  # records are float32
+_COARSE = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 # Noise that is as large as the rounding of half precision: ten times it would hide most faults.
 _GROSS, _GROSS_TIMES = 2.0**-10, 4.0
 DECIDED_BY_ROUNDING = 0.1
+# The share of inputs and outputs that noise leaves alone if it rounds away.
+_MOST = 0.5
 _VANISHING = 1e-5  # times the median norm
-_BOUND = 1e-3  # of runs without noise that cannot be bit-identical
-_REMEDY = (
-    "record noise runs by `gradsurgeon run --perturb 1e-6 --seed N`, and pass them with --noise"
-)
+BOUND = 1e-3  # of runs without noise that cannot be bit-identical
+_SIZES = "`--perturb 4e-3` (2^-8) is what half precision needs"
 
 
 class Tolerance(NamedTuple):
     """How tolerances came about: `times` the distance of noise runs, and `least` more.
 
-    The kind is `noise`, `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
+    A tensor of half precision gets 8 eps of its dtype instead, if that is more. The kind is `noise`, `rounded-away`,
+    `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
     """
 
     kind: str
@@ -76,12 +78,10 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
     that noise runs leave alone can still change its sign.
     """
     found = drift.copy()
-    order = np.argsort(tensors[gradient])
-    sources = tensors[gradient][order]
-    if len(sources):
-        at = np.minimum(np.searchsorted(sources, tensors[update]), len(sources) - 1)
-        theirs = np.where(sources[at] == tensors[update], drift[gradient][order][at], 0.0)
-        found[update] = np.fmax(found[update], theirs)
+    known, of = np.unique(tensors, return_inverse=True)
+    theirs = np.zeros(len(known))
+    np.fmax.at(theirs, of[gradient], drift[gradient])  # accumulated and final
+    found[update] = np.fmax(found[update], theirs[of[update]])
     for group in np.unique(groups):
         here = groups == group
         if np.isfinite(drift[here]).any():
@@ -89,33 +89,67 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
     return np.nan_to_num(found)
 
 
-def by_noise(drift: Floats) -> Tolerance:
-    """Return the rule, by how far noise takes inputs and outputs in the first step."""
+def coarsest(dtypes: Iterable[str]) -> str:
+    """Return the dtype that rounds most; finer ones count as `float32`, the dtype of records."""
+    return max(("float32", *(one for one in dtypes if one in _COARSE)), key=eps_of)
+
+
+def eps_of(dtype: str) -> float:
+    return _COARSE.get(dtype, 2.0**-23)
+
+
+def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
+    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest of the model."""
+    widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
+    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
+    return _EPS * np.where(of_modules, widest, np.array(own))
+
+
+def remedy_for(dtype: str) -> str:
+    size = "1e-6" if dtype == "float32" else "4e-3"
+    command = f"`gradsurgeon run --perturb {size} --seed N`"
+    return f"record noise runs by {command}, and pass them with --noise"
+
+
+def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
+    """Return the rule, by how far noise takes inputs and outputs in the first step of a model of some dtype."""
     drift = drift[np.isfinite(drift)]
+    equal = float(np.mean(drift == 0)) if len(drift) else 1.0
     # A deep model carries any noise far: its first layers show how large the noise was.
-    low, median = np.quantile(drift, (0.25, 0.5)) if len(drift) else (0.0, 0.0)
+    low = np.quantile(drift, 0.25) if len(drift) else 0.0
     measured = f"times the distance of noise runs, {low:.1g} in the first layers"
     if low >= _GROSS:
         text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
         remedy = "only gross faults can be told; compare runs of one precision to find others"
         return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
-    text = f"{_TIMES:g} {measured}"
-    if median == 0:
-        text = f"the rounding of float32: the noise runs equal the reference bit for bit; {_REMEDY}"
-    return Tolerance("noise", _TIMES, _FLOOR, text)
+    kind, text = "noise", f"{_TIMES:g} {measured}"
+    if equal >= _MOST:
+        kind = "noise" if dtype == "float32" else "rounded-away"
+        share = "all" if equal == 1 else f"{equal:.0%}"
+        text = (
+            f"the rounding of {dtype}: the noise runs equal the reference bit for bit in {share} of the inputs "
+            f"and outputs; noise of this size rounds away; {remedy_for(dtype)}; {_SIZES}"
+        )
+    elif dtype != "float32":
+        text += f", and {_EPS} eps of {dtype}"
+    return Tolerance(kind, _TIMES, _FLOOR, text)
 
 
-def without_noise(run: Mapping[str, Any], reference: Mapping[str, Any]) -> Tolerance:
+def without_noise(
+    run: Mapping[str, Any], reference: Mapping[str, Any], dtype: str = "float32"
+) -> Tolerance:
     """Return the rule for runs without noise runs, by their descriptions."""
     names = ("torch", "python", "ranks")
+    remedy = remedy_for(dtype)
     differ = [name for name in names if run.get(name) != reference.get(name)]
     if section(run, "model").get("origin") != section(reference, "model").get("origin"):
         differ.append("the class of the model")
     if differ:
-        text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {_BOUND:g} counts; {_REMEDY}"
-        return Tolerance("bound", 0.0, _BOUND, text)
+        least = max(BOUND, _EPS * eps_of(dtype))
+        text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {least:g} counts; {remedy}"
+        return Tolerance("bound", 0.0, least, text)
     text = (
         "bit for bit: there are no noise runs, and torch, Python, ranks and the class of the model are the same; "
-        f"devices and threads are not known: if they differ, {_REMEDY}"
+        f"devices and threads are not known: if they differ, {remedy}"
     )
     return Tolerance("exact", 0.0, 0.0, text)

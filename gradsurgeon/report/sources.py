@@ -224,7 +224,8 @@ def _about(plan: Plan) -> dict[str, Any]:
     params = []
     for param in plan.manifest.params:
         frozen = {} if param.requires_grad else {"requires_grad": False, "numel": param.numel}
-        params.append({"name": param.name, "aliases": list(param.aliases), **frozen})
+        dtype = {} if param.dtype == "float32" else {"dtype": param.dtype}
+        params.append({"name": param.name, "aliases": list(param.aliases), **dtype, **frozen})
     roles = {}
     for rule in rules.rules:
         losses = getattr(rule, "losses", None)

@@ -1,0 +1,282 @@
+"""What `compare` makes of noise runs, dtypes, calls and kinds of tensors that do not fit: small trainings."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+from benchmarks import parting
+from benchmarks.parting_nets import Convolutions, Transformer
+from gradsurgeon import RecordError
+from gradsurgeon.cli import main
+
+FAULTS = {fault.name: fault for fault in parting.FAULTS}
+SCALED = FAULTS["attention scaled by 1/d"].change
+Make = Callable[..., pathlib.Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return a function that records a training once, and returns its directory."""
+    folder, known = tmp_path_factory.mktemp("runs"), dict[str, pathlib.Path]()
+
+    def make(name: str, change: Any = None, kind: Any = Transformer, **options: Any) -> Any:
+        eps = options.pop("eps", parting.EPS)
+        if name not in known:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parting, "EPS", eps)
+                known[name] = parting.train(folder / name, kind, 0, change, **options)
+        return known[name]
+
+    return make
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("fault", "place"),
+        [
+            ("attention scaled by 1/d", "input of h.1.attn.o"),
+            ("positions shifted by one", "output of pos"),
+            ("circular padding", "output of blocks.1.conv2"),
+        ],
+    )
+    def test_the_script_of_the_candidate(self, made: Make, fault: str, place: str) -> None:
+        _, kind, change, _ = FAULTS[fault]
+        reference, run = made(kind.__name__, kind=kind), made(fault, change, kind)
+        noise = [made(f"{fault}{seed}", change, kind, noise=seed) for seed in (1, 2, 3)]
+        with pytest.raises(RecordError) as error:
+            gradsurgeon.compare(run, reference, noise)
+        text = str(error.value)
+        assert f"at the {place} in step 0" in text
+        assert "by the script of the reference" in text
+        assert main(["compare", str(run), str(reference), "--noise", *map(str, noise)]) == 2
+
+    def test_the_candidate_itself(self, made: Make, tmp_path: pathlib.Path) -> None:
+        reference, run = made("Transformer"), made("attention scaled by 1/d", SCALED)
+        with pytest.raises(RecordError, match="is the run; give each noise run once"):
+            gradsurgeon.compare(run, reference, run)
+        again = made("scaled again", SCALED)
+        with pytest.raises(RecordError, match="more than rounding"):
+            gradsurgeon.compare(run, reference, again)
+        with pytest.raises(RecordError, match="is the reference"):
+            gradsurgeon.compare(run, reference, reference)
+        noise = made("noise", noise=1)
+        link = tmp_path / "link"
+        link.symlink_to(noise)
+        with pytest.raises(RecordError, match="is given twice"):
+            gradsurgeon.compare(run, reference, [noise, link])
+
+    @pytest.mark.parametrize("eps", [1e-6, 4e-3])
+    @pytest.mark.parametrize("kind", [Transformer, Convolutions])
+    def test_noise_runs_of_the_reference_are_not(self, made: Make, kind: Any, eps: float) -> None:
+        noise = [made(f"{kind} {eps} {seed}", kind=kind, noise=seed, eps=eps) for seed in (1, 2)]
+        run, reference = made(f"{kind} again", kind=kind), made(kind.__name__, kind=kind)
+        assert gradsurgeon.compare(run, reference, noise).alike
+
+    def test_another_model(self, made: Make) -> None:
+        noise = made("images", kind=Convolutions, noise=1)
+        with pytest.raises(
+            RecordError, match=r"at the input of head in step 0, .* script of the ref"
+        ):
+            gradsurgeon.compare(made("again"), made("Transformer"), noise)
+
+    def test_noise_that_is_non_finite(self, made: Make) -> None:
+        def spoil(training: Any) -> None:
+            training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
+
+        noise = made("spoilt noise", spoil, noise=1)
+        with pytest.raises(RecordError, match=r"has NaN or Inf at the output of h\.1\.ln2 in st"):
+            gradsurgeon.compare(made("again"), made("Transformer"), noise)
+
+
+def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
+    """Record a small training.
+
+    Args:
+        path: where to record.
+        options: `rules`; `clip`, the largest norm; `evaluated`, before which step the model runs once more;
+            `bias`, a number that a bias before a batch norm gets.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), options.get("lr", 0.1))
+    rules = options.get("rules", parting.PACK)
+    data = torch.randn(3, 8, 4)
+    with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path):
+        for step, x in enumerate(data):
+            if step == options.get("evaluated"):
+                model.eval()
+                model(data[2] * 3)
+                model.train()
+            options.get("loss", lambda y: y.square().mean())(model(x)).backward()
+            if "clip" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def log(id_: str, **more: Any) -> dict[str, Any]:
+    stats = ["l2", "numel", "projection"]
+    return {"id": id_, "action": "norm-log", "params": "*", "stats": stats, **more}
+
+
+WEIGHTS = {"version": 1, "rules": [log("weights", tensor="value")]}
+FINAL = {
+    "version": 1,
+    "rules": [log("gradients"), log("final", at="step"), log("weights", tensor="value")],
+}
+# The batch norm cancels this bias: rounding alone decides its gradient.
+UNDECIDED = {
+    "version": 1,
+    "rules": [{**log("gradients"), "params": ["0.bias"]}],
+}
+
+
+class TestVerdict:
+    def test_rounding_decides_every_tensor(self, tmp_path: pathlib.Path) -> None:
+        shaken = {
+            **UNDECIDED,
+            "rules": [
+                *UNDECIDED["rules"],  # type: ignore[misc]
+                {"id": "n", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-4},
+            ],
+        }
+        run, reference = (small(tmp_path / name, rules=UNDECIDED) for name in "ba")
+        noise = small(tmp_path / "noise", rules=shaken)
+        found = gradsurgeon.compare(run, reference, noise)
+        assert (found.alike, found.largest, found.first) == (False, None, ())
+        assert "Nothing can be said" in str(found)
+        assert found.to_dict()["alike"] is False
+        assert main(["compare", str(run), str(reference), "--noise", str(noise)]) == 2
+
+    def test_it_says_what_rounding_decides(self, made: Make) -> None:
+        noise = [made(f"noise{seed}", noise=seed) for seed in (1, 2, 3)]
+        found = gradsurgeon.compare(made("again"), made("Transformer"), noise)
+        number = len(found.undecided)
+        assert number
+        verdict = str(found).splitlines()[0]
+        assert verdict.endswith(f"; rounding decides {number} others, which say nothing.")
+
+    def test_without_noise_runs(self, made: Make) -> None:
+        run = made("fused attention", parting.HARMLESS["fused attention"])
+        verdict = str(gradsurgeon.compare(run, made("Transformer"))).splitlines()[0]
+        assert verdict.startswith("They are not equal bit for bit: first at step 0, forward: ")
+        assert "record noise runs to tell whether it is more than rounding" in verdict
+        assert main(["compare", str(run), str(made("Transformer"))]) == 1
+        run = made("attention scaled by 1/d", SCALED)
+        assert str(gradsurgeon.compare(run, made("Transformer"))).startswith("They part at step 0")
+
+    def test_one_directory(self, made: Make) -> None:
+        found = gradsurgeon.compare(made("Transformer"), made("Transformer"))
+        assert (found.alike, "both are one directory" in found.notes) == (True, True)
+
+
+def half(training: Any) -> None:
+    training.model.bfloat16()
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("change", ["two threads", "fused optimizer", "fused attention"])
+    def test_harmless_changes(self, made: Make, change: str) -> None:
+        def both(training: Any) -> None:
+            half(training)
+            parting.HARMLESS[change](training)
+
+        run, reference = made(f"half {change}", both), made("half", half)
+        noise = [made(f"half gross {seed}", half, noise=seed, eps=4e-3) for seed in (1, 2, 3)]
+        assert gradsurgeon.compare(run, reference, noise).alike
+        # Smaller noise cannot show that rounding alone decides the gradients of key biases.
+        noise = [made(f"half {seed}", half, noise=seed) for seed in (1, 2, 3)]
+        found = gradsurgeon.compare(run, reference, noise)
+        assert found.phase in {"gradient", "update"}
+        assert "rounded away, so that may be rounding" in str(found).splitlines()[0]
+
+    def test_noise_that_rounds_away(self, made: Make) -> None:
+        noise = [made(f"half {seed}", half, noise=seed) for seed in (1, 2, 3)]
+        found = gradsurgeon.compare(made("half again", half), made("half", half), noise)
+        assert "noise of this size rounds away" in found.tolerance.text
+        assert "`--perturb 4e-3` (2^-8) is what half precision needs" in found.tolerance.text
+
+    def test_each_parameter_has_the_tolerance_of_its_dtype(self, made: Make) -> None:
+        def mixed(training: Any) -> None:
+            training.model.h[1].mlp.out.weight.data = training.model.h[1].mlp.out.weight.bfloat16()
+
+        def cast(training: Any) -> None:
+            mixed(training)
+            out = training.model.h[1].mlp.out
+            out.forward = lambda x: nn.functional.linear(x, out.weight.float(), out.bias)
+
+        noise = [made(f"cast {seed}", cast, noise=seed) for seed in (1, 2, 3)]
+        found = gradsurgeon.compare(made("cast again", cast), made("cast", cast), noise)
+        meta = json.loads((made("cast") / "run.json").read_text())
+        dtypes = {one["name"]: one.get("dtype") for one in meta["model"]["params"]}
+        assert dtypes["h.1.mlp.out.weight"] == "bfloat16"
+        assert dtypes["emb.weight"] is None
+        floors = {
+            found.pairs.kinds[cell["kind"]].text(found.pairs.names[cell["name"]]): cell["floor"]
+            for cell in found.pairs.cells
+        }
+        assert floors["gradient of h.1.mlp.out.weight"] == 8 * 2**-7
+        assert floors["gradient of emb.weight"] == 8 * 2**-23
+        assert floors["output of h.0.ln1"] == 8 * 2**-7
+
+
+class TestCalls:
+    @pytest.mark.parametrize("step", [0, 1])
+    def test_an_evaluation_in_one_run_alone(self, tmp_path: pathlib.Path, step: int) -> None:
+        run, reference = small(tmp_path / "b", evaluated=step), small(tmp_path / "a")
+        found = gradsurgeon.compare(run, reference)
+        assert found.alike, found
+        (note,) = found.notes
+        assert note.startswith(f"not compared in step {step}: 0, 1, 2, called another number of ")
+        phases = {
+            at: {
+                found.pairs.kind(place).phase
+                for place in (found.pairs.cells["step"] == at).nonzero()[0].tolist()
+            }
+            for at in (0, 1, 2)
+        }
+        assert ["forward" in phases[at] for at in (0, 1, 2)] == [at != step for at in (0, 1, 2)]
+        assert all("backward" in one for one in phases.values())
+
+
+class TestKinds:
+    def test_weights_alone(self, tmp_path: pathlib.Path) -> None:
+        run, reference = small(tmp_path / "b", rules=WEIGHTS), small(tmp_path / "a")
+        found = gradsurgeon.compare(run, reference)
+        (note,) = found.notes
+        said = "the run has no input at forward, output at forward, output.grad at backward, grad"
+        assert (found.alike, note.startswith(said)) == (True, True)
+        assert note.endswith("not compared")
+        assert "the reference has no " in gradsurgeon.compare(reference, run).notes[0]
+
+    def test_a_clip_that_is_missing(self, tmp_path: pathlib.Path) -> None:
+        run = small(tmp_path / "b", rules=FINAL)
+        reference = small(tmp_path / "a", rules=FINAL, clip=0.01)
+        found = gradsurgeon.compare(run, reference)
+        assert (found.step, found.phase) == (0, "gradient")
+        assert {one.text.partition(" of ")[0] for one in found.first} == {"final gradient"}
+        kinds = [found.pairs.kind(at) for at in range(len(found.pairs.cells))]
+        step = found.pairs.cells["step"] == 0
+        order = [kind for kind, here in zip(kinds, step.tolist(), strict=True) if here]
+        changes = [other for one, other in pairwise(order) if one != other]
+        assert [(kind.tensor, kind.point) for kind in (order[0], *changes)] == [
+            ("grad", "accumulated"), ("grad", "step"), ("value", "updated"),
+        ]  # fmt: skip
+
+    def test_a_gradient_that_differs_comes_first(self, tmp_path: pathlib.Path) -> None:
+        def doubled(y: Tensor) -> Any:
+            return 2 * y.square().mean()
+
+        run = small(tmp_path / "b", rules=FINAL, clip=0.01, loss=doubled)
+        found = gradsurgeon.compare(run, small(tmp_path / "a", rules=FINAL, clip=0.01))
+        assert found.first[0].text.startswith("gradient of ")
