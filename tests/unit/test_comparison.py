@@ -93,7 +93,7 @@ class TestBorder:
         )
         assert (found.step, found.phase, found.inside) == (0, "update", "")
         assert {one.tensor for one in found.first} == {"value"}
-        assert "the gradient of emb.weight agrees, the weight emb.weight after" in first_lines(
+        assert "the final gradient of emb.weight agrees, the weight emb.weight after" in first_lines(
             found
         )
 
