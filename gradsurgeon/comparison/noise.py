@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from gradsurgeon.store.layout import section
 
 # Layers carry a difference on: at once it becomes a hundred times as large only by another computation.
 _JUMP, _FAR = 100.0, 0.01
+# Runs that rounding parts are not nearer to each other than by so many times.
+_ALIKE = 10.0
 # In later steps the weights of a noise run differ by more than rounding.
 _EARLY = 10
 _REMEDY = (
@@ -83,6 +86,10 @@ def refuse_strangers(
     Raises:
         RecordError: a noise run does not repeat the reference.
     """
+    # Where rounding decides, noise runs differ from each other too; another script differs alike in all of them.
+    spread = np.zeros(len(cells))
+    if len(noise) > 1:
+        spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)
     for one, numbers in zip(noise, values[1:], strict=True):
         early = len(cells) and cells["step"][0] <= (one.meta.get("start_step") or 0) + _EARLY
         known = np.isfinite(numbers).all(axis=1) & np.isfinite(values[0]).all(axis=1)
@@ -94,7 +101,7 @@ def refuse_strangers(
         rules = section(one.meta, "plan").get("rules", ())
         begin = DECIDED_BY_ROUNDING if any(rule["action"] == "perturb" for rule in rules) else _FAR
         limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
-        strange = np.flatnonzero(far > limit)
+        strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
         if not len(strange):
             continue
         at = strange[0]

@@ -81,6 +81,28 @@ class TestRefused:
         run, reference = made(f"{kind} again", kind=kind), made(kind.__name__, kind=kind)
         assert gradsurgeon.compare(run, reference, noise).alike
 
+    def test_what_rounding_decides_is_not(self, tmp_path: pathlib.Path) -> None:
+        # The batch norm takes away what is large and common in its input, so noise is most of its output.
+        shaken = {"action": "perturb", "modules": "*", "tensor": "input", "eps": 4e-3}
+        noise = [
+            small(tmp_path / f"{seed}", shift=100.0, rules={
+                "version": 1,
+                "include": [parting.PACK],
+                "rules": [{"id": "n", "seed": seed, **shaken}],
+            })
+            for seed in (1, 2, 3)
+        ]  # fmt: skip
+        run, reference = (small(tmp_path / name, shift=100.0) for name in "ba")
+        assert gradsurgeon.compare(run, reference, noise).tolerance.kind.endswith("noise")
+        with pytest.raises(RecordError, match=r"more than rounding"):
+            gradsurgeon.compare(run, reference, noise[0])
+
+    def test_one_of_another_script(self, made: Make) -> None:
+        noise = [made(f"noise{seed}", noise=seed) for seed in (1, 2)]
+        other = made("attention scaled by 1/d1", SCALED, noise=1)
+        with pytest.raises(RecordError, match="scaled by 1/d1: differs from the reference by"):
+            gradsurgeon.compare(made("again"), made("Transformer"), [*noise, other])
+
     def test_another_model(self, made: Make) -> None:
         noise = made("images", kind=Convolutions, noise=1)
         with pytest.raises(
@@ -103,13 +125,13 @@ def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
     Args:
         path: where to record.
         options: `rules`; `clip`, the largest norm; `evaluated`, before which step the model runs once more;
-            `bias`, a number that a bias before a batch norm gets.
+            `shift`, the mean of the data; `loss`.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), options.get("lr", 0.1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     rules = options.get("rules", parting.PACK)
-    data = torch.randn(3, 8, 4)
+    data = torch.randn(3, 8, 4) + options.get("shift", 0.0)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path):
         for step, x in enumerate(data):
             if step == options.get("evaluated"):
