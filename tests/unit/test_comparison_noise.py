@@ -110,6 +110,11 @@ class TestRefused:
         ):
             gradsurgeon.compare(made("again"), made("Transformer"), noise)
 
+    def test_no_tensor_in_common(self, made: Make, tmp_path: pathlib.Path) -> None:
+        noise, runs = small(tmp_path / "noise"), (made("again"), made("Transformer"))
+        with pytest.raises(RecordError, match=r"in common .*; give noise runs of the reference"):
+            gradsurgeon.compare(*runs, noise)
+
     def test_noise_that_is_non_finite(self, made: Make) -> None:
         def spoil(training: Any) -> None:
             training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
