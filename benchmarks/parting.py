@@ -9,6 +9,7 @@ import argparse
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,7 @@ FAULTS = (
     Fault("loss doubled", Transformer, _fields(weight=2.0), "output gradient of head"),
     Fault("one gradient not reduced", Transformer, _halve("h.1.mlp.out.weight"), "gradient of h.1.mlp.out.weight"),
     Fault("learning rate 1% higher", Transformer, _fields(lr=1.01e-3), "weight emb.weight after the update"),
-    Fault("parameter not optimized", Transformer, _fields(skipped="h.1.attn.q.weight"), "weight h.1.attn.q.weight after the update"),
+    Fault("parameter not optimized", Transformer, _fields(skipped="h.1.attn.q.weight"), "final gradient of h.1.attn.q.weight"),
     Fault("weight decay on biases", Transformer, _fields(decay_all=True), "weight h.0.ln1.weight after the update"),
     Fault("batch norm in eval mode", Convolutions, lambda t: t.model.get_submodule("blocks.1.bn1").eval(), "output of blocks.1.bn1"),
     Fault("circular padding", Convolutions, _circular, "output of blocks.1.conv2"),
@@ -200,7 +201,11 @@ def train(
     model = training.model
     optimizer = torch.optim.AdamW(training.groups(), training.lr, **training.options)
     rules = _noisy(noise) if noise else PACK
-    with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path, start_step=start):
+    with (
+        # A fault may be one that the session tells by itself, such as a parameter without an optimizer.
+        warnings.catch_warnings(action="ignore", category=gradsurgeon.GradSurgeonWarning),
+        gradsurgeon.apply(model, rules, optimizer=optimizer, record=path, start_step=start),
+    ):
         for step, batch in enumerate(_batches(kind, seed)):
             torch.manual_seed(step)
             for x, y in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):

@@ -42,7 +42,8 @@ def record(path: Path, rules: Any = PACK, power: float = 0.5) -> Path:
             words = torch.randint(0, 20, (4, 9), generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()
             logits = model(words[:, :-1])
-            cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten()).backward()
+            loss: Any = cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+            loss.backward()
             optimizer.step()
     return path
 

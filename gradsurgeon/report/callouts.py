@@ -16,6 +16,7 @@ from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 from gradsurgeon.report.tensor_numbers import GROWTH
 
+_DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
 _FAR, _LEAST_COMPARED = 1e4, 4
@@ -220,14 +221,20 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     yield "norm always exactly 0", _names(zero)
     since: defaultdict[int, list[Track]] = defaultdict(list)
     for track in tracks:
-        # A training that converges to nothing shrinks before.
-        if track.zero_since is not None and not track.growth * _FAR < 1:
+        if track.zero_since is not None and not _shrank_before(track, track.zero_since):
             since[track.zero_since].append(track)
     first = sorted(since)[:_DEATHS]
     for step in first:
         yield f"norm exactly 0 since step {step}, and until the end", _names(since[step])
     later = sum(len(some) for step, some in since.items() if step not in first)
     yield "norm exactly 0 until the end, since later steps", f"{later:,} more" if later else ""
+
+
+def _shrank_before(track: Track, step: int) -> bool:
+    """Tell whether a tensor was next to 0 for a while before it was 0, as in a training that converges to nothing."""
+    # A layer that dies may pass through 1e-34 on its way.
+    before = track.tops[track.steps < step][-_DYING:]
+    return bool(len(before)) and bool(np.nanmax(before, initial=0.0) * _FAR < track.first)
 
 
 def _vanishing(judged: _Judged, kind: str) -> str:

@@ -13,6 +13,8 @@ import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
 
+import gradsurgeon
+
 pytestmark = pytest.mark.slow
 
 STORIES = ROOT / "rules" / "stories"
@@ -76,15 +78,16 @@ def test_a_gradient_explodes_and_a_clip_mends_it(tmp_path: Path) -> None:
     losses, clipped = _loss(without), _loss(with_clip)
     assert told.number(r"rises to \d+ at step (\d+)") == losses.index(max(losses))
     assert told.number(r"the loss ends at ([\d.]+)$") == pytest.approx(clipped[-1], abs=0.006)
-    # The weights of the LSTM stand out, in one of the first bursts.
+    # Bits that differ from one processor to the next decide which burst is the highest, and where it is.
+    assert max(norms) > 300 * norms[0]
     (said,) = (
         line for line in without["callouts"] if line.startswith("largest spike: the norm of all")
     )
     times = re.search(r"at step (\d+), ([\d.e+]+)x the steps before it; most in (\S+),", said)
     assert times is not None
-    assert norms[int(times[1])] > 100 * norms[0]
-    assert float(times[2]) > 50
-    assert times[3].startswith("lstm.")
+    assert norms[int(times[1])] > 10 * norms[0]
+    assert float(times[2]) >= 10
+    assert times[3].startswith(("lstm.", "embed."))
     # A clip that only looks, and one that acts.
     assert [run["observed"] for run in told.runs] == [True, False]
 
@@ -98,7 +101,10 @@ def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
     assert any("relu3" in line for line in said)
     assert not any("exactly 0 since" in line for line in with_clip["callouts"])
     # What comes after the dead layer still learns what share of the digits is which.
-    assert any("fc3.weight" in line for line in said)
+    (record,) = tmp_path.glob("dying_relu-*")
+    with gradsurgeon.open_run(record / "without-clip") as run:
+        assert run.latest("fc3.weight", rule="norms") == 0
+        assert run.latest("fc4.bias", rule="norms") > 0
     assert not any("fc4.bias" in line for line in said)
     # The loss was low before, and is that of guessing after.
     assert told.number(r"falls to ([\d.]+) at") == pytest.approx(min(_loss(without)), abs=0.006)

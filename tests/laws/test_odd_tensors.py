@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ class Taker(nn.Module):
 @pytest.mark.parametrize("kind", ["csr", "csc", "float8", "nested", "conj"])
 @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning", "ignore:The PyTorch API of nested")
 def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
-    def trained(rules: object) -> Tensor:
+    def trained(rules: Any) -> Tensor:
         torch.manual_seed(0)
         model = Given(kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def outputs(given: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
         session.remove()
     grad = model[2].weight.grad
     assert grad is not None
-    return output.detach(), grad, torch.rand(3)
+    return output.detach(), cast("Tensor", grad), torch.rand(3)
 
 
 @pytest.mark.parametrize("tensor", ["input", "output.grad"])

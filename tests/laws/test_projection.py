@@ -175,7 +175,8 @@ def test_norms_of_large_tensors_have_six_digits(numel: int, dtype: torch.dtype) 
 
 def test_records_have_two_columns() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    first = nn.Linear(4, 3)
+    model = nn.Sequential(first, nn.Linear(3, 1))
     rules = {
         "version": 1,
         "rules": [
@@ -190,7 +191,8 @@ def test_records_have_two_columns() -> None:
         inputs = torch.randn(2, 4)
         output = model(inputs)
         output.sum().backward()
-        grad = model[0].weight.grad.clone()
+        assert first.weight.grad is not None
+        grad = first.weight.grad.clone()
         optimizer.step()
 
     def recorded(name: str, rule: str) -> Tensor:
@@ -201,5 +203,5 @@ def test_records_have_two_columns() -> None:
     torch.testing.assert_close(recorded("0.weight", "grads"), projections(grad))
     torch.testing.assert_close(recorded("0.weight", "contributions"), projections(grad))
     torch.testing.assert_close(recorded("1", "outputs"), projections(output))
-    torch.testing.assert_close(recorded("0.weight", "weights"), projections(model[0].weight))
+    torch.testing.assert_close(recorded("0.weight", "weights"), projections(first.weight))
     assert session.latest("0.weight", "numel", rule="contributions") == 12

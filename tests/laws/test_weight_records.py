@@ -39,7 +39,7 @@ def with_rule(**rule: Any) -> dict[str, Any]:
     return {**RULES, "rules": [*RULES["rules"], rule]}
 
 
-def net() -> nn.Sequential:
+def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
 
@@ -115,8 +115,8 @@ def check(session: gradsurgeon.Session, seen: Seen) -> None:
                 equal_nan=True,
             )
         norms = [seen[step][name][1].double().norm().item() for step in sorted(seen)]
-        found = [value for _, value in session.history(name, "l2", rule="weights")]
-        assert found == pytest.approx(norms, rel=1e-5, nan_ok=True)
+        recorded = [value for _, value in session.history(name, "l2", rule="weights")]
+        assert recorded == pytest.approx(norms, rel=1e-5, nan_ok=True)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -265,7 +265,7 @@ class Sharpness(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = [param for group in self.param_groups for param in group["params"]]
         climbs = [param.grad * 0.5 for param in params]
         torch._foreach_add_(params, climbs)
@@ -319,7 +319,7 @@ def test_updates_inside_backward_have_records() -> None:
     optimizers = {param: SGD([param], lr=0.1) for param in model.parameters()}
     session = gradsurgeon.apply(model, RULES, optimizer=[*optimizers.values()])
 
-    def update(param: Tensor) -> None:
+    def update(param: Any) -> None:
         optimizers[param].step()
         optimizers[param].zero_grad()
 

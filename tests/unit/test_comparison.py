@@ -93,8 +93,9 @@ class TestBorder:
         )
         assert (found.step, found.phase, found.inside) == (0, "update", "")
         assert {one.tensor for one in found.first} == {"value"}
-        assert "the final gradient of emb.weight agrees, the weight emb.weight after" in first_lines(
-            found
+        assert (
+            "the final gradient of emb.weight agrees, the weight emb.weight after"
+            in first_lines(found)
         )
 
     def test_calls_of_one_module(self, made: Any) -> None:

@@ -155,11 +155,17 @@ def test_a_layer_that_dies_in_the_course_of_the_run_is_called_out() -> None:
         "fc2.weight": [*alive, 1.0, *dead[1:]],
         "back": [*alive, *dead[:-1], 2.0],
         "resting": [1.0] * 28 + [0.0] * 2,
+        # On its way to 0 a layer may pass through what is left of a sum.
+        "abrupt": [*[1.0] * 13, 1e-34, *[0.0] * 16],
+        # A training that converges.
+        "shrinking": [*[1e-2**step for step in range(12)], *[0.0] * 18],
+        "converged": [1.0] * 2 + [1e-9] * 16 + [0.0] * 12,
     }
     lines = [line.strip() for line in report(records(measured)).text(width=110).splitlines()]
     assert [line for line in lines if line.startswith("norm exactly 0")] == [
         "norm exactly 0 since step 12, and until the end: fc1.weight, fc1.bias",
         "norm exactly 0 since step 13, and until the end: fc2.weight",
+        "norm exactly 0 since step 14, and until the end: abrupt",
     ]
 
 
