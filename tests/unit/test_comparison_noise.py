@@ -18,6 +18,8 @@ from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon import RecordError
 from gradsurgeon.cli import main
 
+pytestmark = pytest.mark.slow
+
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
 SCALED = FAULTS["attention scaled by 1/d"].change
 Make = Callable[..., pathlib.Path]
