@@ -228,6 +228,11 @@ def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(flat, how, lengths=lengths, unsafe=True)
 
 
+def differs(old: Tensor, new: Tensor) -> Tensor:
+    """Return which elements differ; NaN equals NaN, because an element that stays NaN has not changed."""
+    return old.ne(new) & ~(old.isnan() & new.isnan())
+
+
 def ends(grad: Tensor) -> tuple[float, float]:
     elements = grad if grad.layout == torch.strided else values(grad)
     if not elements.numel():

@@ -159,10 +159,9 @@ def _ratio_of_parts(parts: Tensor) -> Tensor:
 
 
 def _moved(pair: Tensor) -> Tensor:
-    before, after = pair
-    # NaN equals NaN here: a weight that stays NaN has not moved.
-    moved = before.ne(after) & ~(before.isnan() & after.isnan())
-    share: Tensor = moved.sum() / moved.numel()
+    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
+
+    share: Tensor = _numbers.differs(*pair).float().mean()
     return share
 
 

@@ -20,9 +20,9 @@ class CheckLoop(CheckRule):
     ## What stays quiet
     A model that trains in evaluation mode from the start, or from a stage on that no evaluation began; a script that
     has returned to training mode after an evaluation before. Evaluations are seen as calls of the model without
-    gradients, by the diagnosis of a `nan-trap`; without one, every such change of mode is told. Attacks and evaluations between steps; gradients that the
-    script decays instead of clearing; accumulation over several optimizers; passes of a GAN through the other player;
-    gradients divided by a constant while they are scaled.
+    gradients, by the diagnosis of a `nan-trap`; without one, every such change of mode is told. Attacks and
+    evaluations between steps; gradients that the script decays instead of clearing; accumulation over several
+    optimizers; passes of a GAN through the other player; gradients divided by a constant while they are scaled.
 
     ## Cost
     A few elements of four gradients per optimizer, for twenty updates, then in three of each hundred; and the

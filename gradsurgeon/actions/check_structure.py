@@ -17,8 +17,8 @@ class CheckStructure(CheckRule):
     initialisation with a constant: they stay equal, so the layer learns as one unit.
 
     ## What stays quiet
-    A tied weight that is one tensor; a copy in a model whose `config.tie_word_embeddings` is False; layers that were copied from one another; tables of one constant; a head
-    that starts at 0, whose units get different gradients.
+    A tied weight that is one tensor; a copy in a model whose `config.tie_word_embeddings` is False; layers that were
+    copied from one another; tables of one constant; a head that starts at 0, whose units get different gradients.
 
     ## Cost
     One comparison of a few elements per weight at the first update. Equal weights are compared whole.

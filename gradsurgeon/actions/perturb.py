@@ -78,8 +78,7 @@ class Perturb(EditRule):
                 tensor.copy_(apply(tensor))
 
         def alters(tensor: Tensor) -> Tensor:
-            edited = apply(tensor)
-            return (edited.ne(tensor) & ~(edited.isnan() & tensor.isnan())).any()
+            return _numbers.differs(tensor, apply(tensor)).any()
 
         return Edit(apply, apply_, alters)
 

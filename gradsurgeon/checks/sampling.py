@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradsurgeon import _numbers
 from gradsurgeon.tensors import sampling
 
 # Elements per tensor; smaller tensors are compared whole.
@@ -22,12 +23,8 @@ def sample(tensor: Tensor, at: Tensor | None = None) -> Tensor:
 
 def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
     """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
-    # NaN equals NaN here: a weight that stays NaN has not moved.
-    shares = [
-        (before.ne(after) & ~(before.isnan() & after.isnan())).float().mean()
-        for before, after in zip(old, new, strict=True)
-    ]
-    return torch.stack(shares)
+    pairs = zip(old, new, strict=True)
+    return torch.stack([_numbers.differs(*pair).float().mean() for pair in pairs])
 
 
 def largest(grad: Tensor) -> Tensor:

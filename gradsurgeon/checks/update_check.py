@@ -24,7 +24,6 @@ PATIENCE = 100
 # A gradient that mathematics makes 0, as of a bias before a batch norm, is rounding noise: this far below the others.
 _NOISE = 1e-4
 _SMALL = 1e-5
-_HALF = (torch.float16, torch.bfloat16)
 
 _STILL = "{{names}} did not move in {updates} updates although gradients come: "
 _CAUSES = {
@@ -179,7 +178,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
     if group is None:
         # A part in evaluation mode, such as a network inside the loss, is not meant to train.
         cause = "" if update.is_resting(tensor) else "unowned"
-        return cause, PATIENCE if param.dtype in _HALF else WINDOW
+        return cause, PATIENCE if param.dtype in _numbers.HALF else WINDOW
     if not owner.performed:
         return "skipped", WINDOW
     lr = _learning_rate(group)
@@ -194,7 +193,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
         isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
         for one in update.state.get(tensor, {}).values()
     )
-    patience = PATIENCE if param.dtype in _HALF and has_copy else WINDOW
+    patience = PATIENCE if param.dtype in _numbers.HALF and has_copy else WINDOW
     return "unwritten" if is_unwritten else "rounded", patience
 
 
@@ -208,7 +207,7 @@ def _told(cause: str, update: Update, tensor: int) -> str:
         weight=weight,
         gap=weight * torch.finfo(param.dtype).eps,
         small=f"; its largest gradient is {largest:.1e}" if largest < _SMALL else "",
-        remedy=(_REDUCED if param.dtype in _HALF else _FULL).format(dtype=dtype),
+        remedy=(_REDUCED if param.dtype in _numbers.HALF else _FULL).format(dtype=dtype),
     )
 
 

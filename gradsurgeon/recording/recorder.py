@@ -127,22 +127,6 @@ class Recorder:
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())
 
-    def add_all(
-        self,
-        keys: Sequence[Key],
-        step: int,
-        columns: Sequence[int],
-        values: Tensor,
-        *,
-        replace: bool,
-        grads: Sequence[Tensor] = (),
-    ) -> None:
-        """Add one row for each key: several keys stand for the columns of ``values``."""
-        parts = [values] if len(keys) == 1 else torch.split(values, 1, dim=1)
-        for key, part in zip(keys, parts, strict=True):
-            numbers = part if grads or len(keys) == 1 else part.squeeze(1)
-            self.add(key, step, columns, numbers, replace=replace, grads=grads)
-
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
         self._pending.add(rule, name, step, tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,20 @@ def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
         # The statistic of a tensor without elements is the same everywhere.
         places_of[_dist.sharing(tensor) if tensor.numel() else ()].append(place)
     return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
+
+
+def by_column(
+    keys: Sequence[Key], values: Tensor, *, are_parts: bool
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each key of a statistic with its numbers.
+
+    Several keys stand for the columns of ``values``. Numbers that ranks are going to merge keep a second dimension.
+    """
+    if len(keys) == 1:
+        yield keys[0], values
+        return
+    for key, column in zip(keys, torch.split(values, 1, dim=1), strict=True):
+        yield key, column if are_parts else column.squeeze(1)
 
 
 class Row(NamedTuple):

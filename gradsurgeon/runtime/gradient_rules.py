@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.recording.rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
@@ -57,7 +58,8 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
                 grads, values = gradients.parts(stat, tensors)
             else:
                 values = gradients.statistics(stat, tensors)
-            context.recorder.add_all(keys, step, columns, values, replace=True, grads=grads)
+            for key, numbers in by_column(keys, values, are_parts=shared):
+                context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         context.event_log.count_fired(rule.id, step, len(tensors))
 
 

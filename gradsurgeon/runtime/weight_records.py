@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
+from gradsurgeon.recording.rows import by_column
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.optimizers import Update
@@ -29,12 +30,11 @@ class WeightRecords:
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_update(self, step: Step) -> None:
-        counter = step.counter
-        if not self._due(step):
+        if not (due := self._due(step)):
             return
-        changing = (bound for bound in self._due(step) if bound.rule.ref.side == "update")
+        changing = (bound for bound in due if bound.rule.ref.side == "update")
         tensors = {tensor for bound in changing for tensor in bound.tensors}
-        self._before[counter] = {
+        self._before[step.counter] = {
             tensor: _sample(param)
             for tensor in tensors
             if (param := self._context.parameters.param(tensor)) is not None
@@ -56,26 +56,27 @@ class WeightRecords:
 
     def _record(self, bound: BoundRule, before: dict[int, Tensor] | None) -> None:
         context, step = self._context, bound.counter.step
-        tensors, params = [], []
-        for tensor, param in zip(
-            bound.tensors, context.parameters.params(bound.tensors), strict=True
-        ):
-            if param is not None and (before is None or tensor in before):
-                tensors.append(tensor)
-                params.append(param.detach())
-        if not tensors:
+        found = zip(bound.tensors, context.parameters.params(bound.tensors), strict=True)
+        there = {
+            tensor: param.detach()
+            for tensor, param in found
+            if param is not None and (before is None or tensor in before)
+        }
+        if not there:
             return
+        tensors, params = list(there), list(there.values())
         columns, shared = bound.columns(tensors), _dist.any_sharded(params)
+        measured = measure.parts if shared else measure.statistics
+        grads = params if shared else ()
         with torch.no_grad():
+            changes = [] if before is None else [_pair(before[t], there[t]) for t in tensors]
             for stat, keys in bound.keys.items():
                 if before is None:
-                    values = (
-                        measure.parts(stat, params) if shared else measure.statistics(stat, params)
-                    )
+                    values = measured(stat, params)
                 else:
-                    values = _of_change(stat, params, [before[t] for t in tensors], parts=shared)
-                grads = params if shared else ()
-                context.recorder.add_all(keys, step, columns, values, replace=False, grads=grads)
+                    values = _scaled(stat, measured(stat, _changes(stat, changes)), params, changes)
+                for key, numbers in by_column(keys, values, are_parts=shared):
+                    context.recorder.add(key, step, columns, numbers, replace=False, grads=grads)
         context.event_log.count_fired(bound.rule.id, step, len(tensors))
 
 
@@ -85,22 +86,22 @@ def _sample(param: Tensor) -> Tensor:
     return sample(part, -(-SAMPLE * part.numel() // max(SAMPLE, param.numel(), 1)))
 
 
-def _of_change(
-    stat: str, params: Sequence[Tensor], before: Sequence[Tensor], *, parts: bool
-) -> Tensor:
-    """Return a statistic of the changes of parameters, or the numbers from which ranks merge it."""
-    how = STATISTICS[stat]
-    pairs = [
-        torch.stack([_numbers.in_float32(old), _numbers.in_float32(_sample(param))])
-        for old, param in zip(before, params, strict=True)
-    ]
-    changes = pairs if how.of_update else [pair[1] - pair[0] for pair in pairs]
-    values = measure.parts(stat, changes) if parts else measure.statistics(stat, changes)
+def _pair(old: Tensor, param: Tensor) -> Tensor:
+    """Return elements of a parameter before and after an update. Shape ``[2, n]``, float32 at least."""
+    return torch.stack([_numbers.in_float32(old), _numbers.in_float32(_sample(param))])
+
+
+def _changes(stat: str, pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return pairs if STATISTICS[stat].of_update else [pair[1] - pair[0] for pair in pairs]
+
+
+def _scaled(stat: str, values: Tensor, params: Sequence[Tensor], pairs: Sequence[Tensor]) -> Tensor:
+    """Return numbers of samples, scaled to the parts of parameters that this rank holds."""
     # Sums grow with the number of elements.
-    power = 0.5 if stat == "l2" else 1.0 if how.merge == "sum" else 0.0
+    power = 0.5 if stat == "l2" else 1.0 if STATISTICS[stat].merge == "sum" else 0.0
     sizes = [
-        _dist.local(param).numel() / max(1, len(old))
-        for param, old in zip(params, before, strict=True)
+        _dist.local(param).numel() / max(1, pair.shape[1])
+        for param, pair in zip(params, pairs, strict=True)
     ]
     if power == 0.0 or max(sizes) <= 1.0:
         return values

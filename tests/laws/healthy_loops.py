@@ -210,11 +210,16 @@ def gradient_penalty() -> Training:
     return Training(model, [optimizer], loop)
 
 
-def several_optimizers() -> Training:
-    """One optimizer steps after each pass, the other after each fourth, on what has accumulated."""
+def _of_two_paces() -> tuple[nn.Module, SGD, SGD]:
+    """Return a model, the optimizer of its head, and that of its body."""
     body, head = nn.Linear(16, 16), nn.Linear(16, 4)
     model = nn.Sequential(body, nn.Tanh(), head)
-    often, rarely = SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
+    return model, SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
+
+
+def several_optimizers() -> Training:
+    """One optimizer steps after each pass, the other after each fourth, on what has accumulated."""
+    model, often, rarely = _of_two_paces()
     loss_at = fit(model)
 
     def loop() -> None:
@@ -709,9 +714,7 @@ def head_copied_from_the_table() -> Training:
 
 def rare_updates() -> Training:
     """One optimizer steps after each eighth pass only, on what has accumulated since."""
-    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
-    model = nn.Sequential(body, nn.Tanh(), head)
-    often, rarely = SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
+    model, often, rarely = _of_two_paces()
     loss_at = fit(model)
 
     def loop() -> None:
