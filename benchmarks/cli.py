@@ -21,6 +21,7 @@ from benchmarks import (
     pages,
     plot,
     ranks,
+    readme,
     records,
     report,
     results,
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _list()
         if arguments.render:
             return _render()
+        if arguments.show is not None:
+            return _show(arguments.show)
         if arguments.check is not None:
             return _check(arguments)
         return _run(arguments)
@@ -114,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
         "--render", action="store_true", help="write the tables of the two READMEs anew, and stop"
     )
     other.add_argument(
+        "--show", nargs="?", const="", metavar="FILE",
+        help="print all tables of FILE, or of the newest committed result, and stop",
+    )  # fmt: skip
+    other.add_argument(
         "--check", nargs="?", const="", metavar="FILE",
         help="compare the ratios of a quick run with those of FILE, or of the newest committed result; "
         "exit with 1 where they are worse",
@@ -136,9 +143,15 @@ def _render() -> int:
     shown = results.shown()
     if not shown:
         raise ResultError(f"{results.FOLDER} has no full result to show")
-    for path, text in report.rendered(shown).items():
+    for path, text in readme.rendered(shown).items():
         path.write_text(text, encoding="utf-8")
         print(path)
+    return 0
+
+
+def _show(file: str) -> int:
+    path = Path(file) if file else results.baseline(devices()[0])
+    print(report.report(results.load(path)))
     return 0
 
 

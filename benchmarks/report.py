@@ -1,22 +1,19 @@
-"""Results as tables, and the parts of two pages that are made of them."""
+"""Everything that a result has, as tables: what the suite prints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import (
     device_counts,
     device_page,
     diagnosis,
-    formatting,
     like_for_like,
     losses,
     losses_page,
     overhead,
     pages,
-    peers,
     ranks,
     records,
     rule_sets,
@@ -26,27 +23,13 @@ from benchmarks import (
     trackers,
     votes,
 )
-from benchmarks.cases import BARE
 from benchmarks.formatting import duration, number, size, spread, table
-from benchmarks.machine import PEERS, ROOT
+from benchmarks.machine import PEERS
 from benchmarks.measure import exponent
 from benchmarks.overhead import Row
 from benchmarks.results import Result
 from benchmarks.targets import Judged, judged
 from benchmarks.workloads import WORKLOADS
-
-BEGIN = "<!-- benchmarks: begin; `python -m benchmarks --render` writes this -->\n"
-END = "<!-- benchmarks: end -->\n"
-PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
-# What a reader compares first.
-_FRONT = (
-    rule_sets.OBSERVE,
-    rule_sets.CLIP_BITES,
-    peers.CLIP_BITES,
-    "Lightning grad_norm",
-    "wandb.watch, log_freq=1",
-    "detect_anomaly",
-)
 
 
 def about_machine(result: Result) -> str:
@@ -59,14 +42,14 @@ def about_machine(result: Result) -> str:
     )
 
 
-def _of(result: Result, group: str) -> list[Row]:
+def rows_of(result: Result, group: str) -> list[Row]:
     return [row for row in result["rows"] if row["group"] == group]
 
 
 def main_rows(result: Result, workload: str) -> list[Row]:
     """Return the rows of a workload without those of single actions, where there are numbers."""
     single = {title for title, _ in rule_sets.alone()}
-    rows = [row for row in _of(result, overhead.GROUP) if row["workload"] == workload]
+    rows = [row for row in rows_of(result, overhead.GROUP) if row["workload"] == workload]
     return [row for row in rows if row["case"] not in single and "skipped" not in row]
 
 
@@ -93,7 +76,7 @@ def costs(result: Result) -> str:
     """Return one table per workload: what rules and peers cost on top of its step."""
     parts = []
     for workload in WORKLOADS:
-        rows = [row for row in _of(result, overhead.GROUP) if row["workload"] == workload.name]
+        rows = [row for row in rows_of(result, overhead.GROUP) if row["workload"] == workload.name]
         numbers = [row for row in rows if "skipped" not in row]
         if numbers:
             step = duration(numbers[0]["base_us"]["median"])
@@ -138,7 +121,9 @@ def jobs(result: Result) -> str:
     """Return one table per workload: our way to do a job, beside others and the floor."""
     parts = []
     for workload in WORKLOADS:
-        rows = [row for row in _of(result, like_for_like.GROUP) if row["workload"] == workload.name]
+        rows = [
+            row for row in rows_of(result, like_for_like.GROUP) if row["workload"] == workload.name
+        ]
         if rows:
             parts.append(f"**{workload.name}**: {workload.about}.\n")
             head = ("", "ours", "cheapest peer", "x peer", "floor", "x floor", "others")
@@ -171,13 +156,13 @@ def _times(ratio: float | None) -> str:
 
 def several_losses(result: Result) -> str:
     """Return one table per trunk: what it costs to see several losses apart."""
-    return losses_page.tables(_of(result, losses.GROUP))
+    return losses_page.tables(rows_of(result, losses.GROUP))
 
 
 def growth(result: Result) -> str:
     """Return the tables of how costs grow, each with its exponents."""
     parts = []
-    rows = _of(result, scaling.GROUP)
+    rows = rows_of(result, scaling.GROUP)
     for axis in dict.fromkeys(row["axis"] for row in rows):
         own = [row for row in rows if row["axis"] == axis]
         about = own[0]["about"]
@@ -212,7 +197,7 @@ _CALL_COLUMNS: dict[str, Callable[[Row], str]] = {
 def updates(result: Result) -> str:
     """Return one table per model: what rules add to the update where gradients are there."""
     parts = []
-    rows = _of(result, step_alone.GROUP)
+    rows = rows_of(result, step_alone.GROUP)
     for shape in dict.fromkeys(row["workload"] for row in rows):
         own = [row for row in rows if row["workload"] == shape]
         parts.append(f"**{shape}**; the bare update takes {_median(own[0]['base_us'])}.\n")
@@ -223,7 +208,7 @@ def updates(result: Result) -> str:
 
 def between_ranks(result: Result) -> str:
     """Return the table of collectives."""
-    rows = _of(result, ranks.GROUP)
+    rows = rows_of(result, ranks.GROUP)
     head = ("ranks", "wrapper", "tensors", "", "collectives", "bytes")
     return table(head, ((
         str(row["world"]), row["wrapper"], str(row["params"]), row["case"],
@@ -234,7 +219,7 @@ def between_ranks(result: Result) -> str:
 
 def votes_of_ranks(result: Result) -> str:
     """Return the table of what it costs ranks to decide alike."""
-    rows = _of(result, votes.GROUP)
+    rows = rows_of(result, votes.GROUP)
     head = ("ranks", "", "to vote", "to read the decision", "all votes of a pass, at the store")
     how = {
         "real": "measured",
@@ -252,12 +237,12 @@ def _of_vote(row: Row, key: str) -> str:
 
 def on_a_device(result: Result) -> str:
     """Return the table of what a step asks of a device."""
-    return device_page.table_of(_of(result, device_counts.GROUP))
+    return device_page.table_of(rows_of(result, device_counts.GROUP))
 
 
 def long_runs(result: Result) -> str:
     """Return the table of records, with the exponents of what they take."""
-    rows = _of(result, records.GROUP)
+    rows = rows_of(result, records.GROUP)
     head = (
         "steps", "on disk", "bytes per step", "training", "to open", "to read one norm of all steps",
     )  # fmt: skip
@@ -280,7 +265,7 @@ def drawn_pages(result: Result) -> str:
     head = ("steps", "parameters", "computing", "page")
     return table(head, ((
         f"{row['steps']:,}", f"{row['tensors']:,}", duration(row["seconds"] * 1e6), size(row["bytes"])
-    ) for row in _of(result, pages.GROUP)))  # fmt: skip
+    ) for row in rows_of(result, pages.GROUP)))  # fmt: skip
 
 
 def sent_to_trackers(result: Result) -> str:
@@ -291,7 +276,7 @@ def sent_to_trackers(result: Result) -> str:
         duration(row["thread_s"] * 1e6) if "thread_s" in row else row["why"],
         duration(row["step_s"] * 1e6) if "step_s" in row else "",
         duration(row["end_s"] * 1e6) if "end_s" in row else "",
-    ) for row in _of(result, trackers.GROUP)))  # fmt: skip
+    ) for row in rows_of(result, trackers.GROUP)))  # fmt: skip
 
 
 def commands(result: Result) -> str:
@@ -299,12 +284,12 @@ def commands(result: Result) -> str:
     head = ("", "computing", "waiting")
     return table(head, ((
         row["what"], duration(row["seconds"]["median"] * 1e6), duration(row["wall"]["median"] * 1e6)
-    ) for row in _of(result, startup.GROUP)))  # fmt: skip
+    ) for row in rows_of(result, startup.GROUP)))  # fmt: skip
 
 
 def when_it_happens(result: Result) -> str:
     """Return what each way against a NaN costs, and word for word what it says of each fault."""
-    rows = _of(result, diagnosis.GROUP)
+    rows = rows_of(result, diagnosis.GROUP)
     costs = table(("nothing wrong", "x step"), (
         (row["way"], spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
     ))  # fmt: skip
@@ -348,60 +333,6 @@ def report(result: Result) -> str:
     if result.get("note"):  # by hand, where a file is not what one run of the suite wrote
         parts.append(f"**Note:** {result['note']}\n")
     for title, group, section in _SECTIONS:
-        if not group or _of(result, group):
+        if not group or rows_of(result, group):
             parts.append(f"### {title}\n\n{section(result)}")
     return "\n".join(parts)
-
-
-def page(shown: Sequence[tuple[Path, Result]]) -> str:
-    """Return the generated part of `benchmarks/README.md`."""
-    parts = []
-    for path, result in shown:
-        plot = path.with_suffix(".png")
-        picture = f"![steps with rules and peers](results/{plot.name})\n\n" if plot.exists() else ""
-        source = f"From [{path.name}](results/{path.name}).\n\n"
-        parts.append(f"## {result['machine']['device']}\n\n{source}{picture}{report(result)}")
-    return "\n".join(parts)
-
-
-def front(shown: Sequence[tuple[Path, Result]]) -> str:
-    """Return the generated part of the front page: steps with rules beside steps with peers."""
-    without_cuda = all(result["machine"]["kind"] != "cuda" for _, result in shown)
-    return "\n".join(_front(result, without_cuda=without_cuda) for _, result in shown)
-
-
-def _front(result: Result, *, without_cuda: bool) -> str:
-    names = [one.name for one in WORKLOADS if one.forward and main_rows(result, one.name)]
-    ratios = {
-        (row["case"], name): f"{row['step_ratio']['median']:.2f}"
-        for name in names
-        for row in main_rows(result, name)
-    }
-    cases = [case for case in (BARE.name, *_FRONT) if (case, names[0]) in ratios]
-    absent = {"CUDA": "not run"} if without_cuda else {}
-    rows = (
-        [case, *(ratios.get((case, name), "") for name in names), *absent.values()]
-        for case in cases
-    )
-    found = judged(result["rows"], result["machine"]["kind"])
-    met = sum(one.verdict == "met" for one in found)
-    known = sum(one.value is not None for one in found)
-    head = f"Time of a training step, 1 without anything, on {about_machine(result)}:\n\n"
-    tail = f"\n{met} of the {known} targets measured there are met.\n"
-    return head + table(["", *names, *absent], rows) + tail
-
-
-def filled(text: str, made: str) -> str:
-    """Return a page with its generated part replaced.
-
-    Raises:
-        ValueError: it has no place for one.
-    """
-    lacking = f"the page lacks the lines {BEGIN!r} and {END!r}"
-    return formatting.filled(text, BEGIN, made, END, lacking)
-
-
-def rendered(shown: Sequence[tuple[Path, Result]]) -> dict[Path, str]:
-    """Return the two pages as they should be, by path."""
-    made = {PAGE: page(shown), FRONT: front(shown)}
-    return {path: filled(path.read_text(encoding="utf-8"), text) for path, text in made.items()}

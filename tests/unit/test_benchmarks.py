@@ -23,6 +23,7 @@ from benchmarks import (
     pages,
     peers,
     plot,
+    readme,
     report,
     results,
     rule_sets,
@@ -63,7 +64,7 @@ def asked(case: str, params: int, dtypes: str = "float32", **more: Any) -> dict[
 
 
 def test_what_is_generated_is_fresh() -> None:
-    pages = report.rendered(results.shown())
+    pages = readme.rendered(results.shown())
     assert {path.name for path in pages} == {"README.md"}
     assert len(pages) == 2
     for path, text in pages.items():
@@ -82,12 +83,12 @@ def test_no_peer_is_missing_from_the_committed_results() -> None:
 
 def test_a_page_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="the page lacks the lines"):
-        report.filled("nothing\n", "text")
+        readme.filled("nothing\n", "text")
 
 
 def test_only_the_part_between_the_lines_is_replaced() -> None:
-    text = f"before\n{report.BEGIN}old\n{report.END}after\n"
-    assert report.filled(text, "new\n") == f"before\n{report.BEGIN}\nnew\n\n{report.END}after\n"
+    text = f"before\n{readme.BEGIN}old\n{readme.END}after\n"
+    assert readme.filled(text, "new\n") == f"before\n{readme.BEGIN}\nnew\n\n{readme.END}after\n"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,10 @@ def test_without_a_cuda_device_the_front_page_says_that_cuda_was_not_run() -> No
     versions = {"torch": "1", "python": "3"}
     host = results.new("cpu", rows, versions=versions, date="2026-01-31", quick=False, seconds=1)
     cuda = {**host, "machine": {**host["machine"], "kind": "cuda"}}
-    alone = report.front([(Path("host"), host)])
+    alone = readme.front([(Path("host"), host)])
     assert "|  | mlp | CUDA |" in alone
     assert f"| {rule_sets.OBSERVE} | 1.50 | not run |" in alone
-    both = report.front([(Path("host"), host), (Path("cuda"), cuda)])
+    both = readme.front([(Path("host"), host), (Path("cuda"), cuda)])
     assert both.count("|  | mlp |\n") == 2
     assert "not run" not in both
 

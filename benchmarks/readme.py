@@ -1,0 +1,213 @@
+"""The parts of two READMEs that are made of results: what a reader of them compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import (
+    diagnosis,
+    formatting,
+    like_for_like,
+    losses,
+    overhead,
+    pages,
+    peers,
+    records,
+    rule_sets,
+    scaling,
+    step_alone,
+    votes,
+)
+from benchmarks.cases import BARE
+from benchmarks.formatting import duration, number, size, spread, table
+from benchmarks.machine import ROOT
+from benchmarks.overhead import Row
+from benchmarks.report import about_machine, commands, main_rows, rows_of, targets
+from benchmarks.results import Result
+from benchmarks.targets import judged
+from benchmarks.workloads import WORKLOADS
+
+BEGIN = "<!-- benchmarks: begin; `python -m benchmarks --render` writes this -->\n"
+END = "<!-- benchmarks: end -->\n"
+PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
+# What the front page shows: the rules, a call that most scripts make, and what people turn on in trouble.
+_FRONT = (rule_sets.OBSERVE, peers.CLIP_BITES, "detect_anomaly")
+# The fault whose messages are shown side by side.
+_FAULT = "root of a negative, masked in the forward pass"
+
+
+def _by_workload(
+    head: str, rows: Sequence[Row], key: str, show: Callable[[Row], str], *, by: str = "workload"
+) -> str:
+    """Return a table with a line per value of ``key`` and a column per workload."""
+    columns = list(dict.fromkeys(row[by] for row in rows))
+    cells = {(row[key], row[by]): show(row) for row in rows}
+    names = dict.fromkeys(row[key] for row in rows)
+    lines = ([name, *(cells.get((name, column), "") for column in columns)] for name in names)
+    return table([head, *columns], lines)
+
+
+def _steps(result: Result) -> str:
+    rows = [row for one in WORKLOADS for row in main_rows(result, one.name)]
+    return _by_workload(
+        "x bare step", rows, "case", lambda row: number(row["step_ratio"]["median"])
+    )
+
+
+def _updates(result: Result) -> str:
+    rows = rows_of(result, step_alone.GROUP)
+    return _by_workload("x `clip_grad_norm_`", rows, "case", lambda row: spread(row["clip_ratio"]))
+
+
+def _beside_others(result: Result) -> str:
+    def show(row: Row) -> str:
+        of_peer, of_floor = (_times(row[key]) for key in ("of_peer", "of_floor"))
+        return f"{of_peer}, {of_floor}"
+
+    rows = rows_of(result, like_for_like.GROUP)
+    peers_of = {row["job"]: f"{row['cheapest']}; {row['floor']}" for row in rows}
+    told = "".join(f"* {job}: {ways}\n" for job, ways in peers_of.items())
+    made = _by_workload("x cheapest peer, x floor", rows, "job", show)
+    return f"{made}\nThe peer and the floor of each:\n\n{told}"
+
+
+def _times(ratio: float | None) -> str:
+    return "noise" if ratio is None else number(ratio)
+
+
+def _several_losses(result: Result) -> str:
+    rows = [row for row in rows_of(result, losses.GROUP) if "skipped" not in row]
+    named = [row | {"at": f"{row['workload']}, {row['losses']} losses"} for row in rows]
+    return _by_workload(
+        "x plain step", named, "case", lambda row: number(row["step_ratio"]["median"]), by="at"
+    )
+
+
+def _growth(result: Result) -> str:
+    rows = rows_of(result, scaling.GROUP)
+    lines = []
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        own = [row for row in rows if row["axis"] == axis]
+        powers = scaling.exponents(own)
+        told = ", ".join(f"{name} {power:.2f}" for name, power in powers.items())
+        last = own[-1]
+        cost = last["extra_us"]["median"] if "extra_us" in last else last["seconds"] * 1e6
+        at = [f"{row['at']:,}" for row in own]
+        lines.append((own[0]["about"], f"{at[0]} to {at[-1]} {axis}", duration(cost), told))
+    return table(("", "range", "extra time at the end", "exponents"), lines)
+
+
+def _when_it_happens(result: Result) -> str:
+    rows = rows_of(result, diagnosis.GROUP)
+    healthy = [row for row in rows if row["fault"] == diagnosis.HEALTHY]
+    told = [row for row in rows if row["fault"] == _FAULT]
+    parts = [
+        table(("nothing wrong", "x step"), ((row["way"], spread(row["ratio"])) for row in healthy))
+    ]
+    parts += [f"**{_FAULT}**\n"] if told else []
+    parts += [f"{row['way']}:\n\n```\n{row['says']}\n```\n" for row in told]
+    return "\n".join(parts)
+
+
+def _votes(result: Result) -> str:
+    rows = rows_of(result, votes.GROUP)
+    return table(("ranks", "", "vote", "read the decision", "all votes of a pass, at the store"), ((
+        str(row["world"]), "measured" if row["how"] == "real" else f"simulated, by {row['how']}",
+        *(f"{row[key] / 1000:.2f} ms" if key in row else "" for key in ("cast_us", "read_us", "pass_us")),
+    ) for row in rows))  # fmt: skip
+
+
+def _runs(result: Result) -> str:
+    """Return what a run takes on disk, and how long it takes to read it and to draw its page."""
+    read = [
+        (f"{row['steps']:,}", f"{row['tensors']:,}", "run directory", size(row["bytes"]),
+         duration(row["history_s"] * 1e6) + " to read one norm of all steps")
+        for row in rows_of(result, records.GROUP)
+    ]  # fmt: skip
+    drawn = [
+        (f"{row['steps']:,}", f"{row['tensors']:,}", "page", size(row["bytes"]),
+         duration(row["seconds"] * 1e6) + " to draw it")
+        for row in rows_of(result, pages.GROUP)
+    ]  # fmt: skip
+    return table(("steps", "parameters", "", "size", "time"), read + drawn)
+
+
+_SECTIONS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
+    ("Targets", "", targets),
+    ("A step under rules and under others", overhead.GROUP, _steps),
+    ("The update alone", step_alone.GROUP, _updates),
+    ("The same work by others", like_for_like.GROUP, _beside_others),
+    ("Several losses", losses.GROUP, _several_losses),
+    ("How it grows", scaling.GROUP, _growth),
+    ("When a NaN comes", diagnosis.GROUP, _when_it_happens),
+    ("Votes of ranks", votes.GROUP, _votes),
+    ("Runs on disk", records.GROUP, _runs),
+    ("Without training", "startup", commands),
+)
+
+
+def page(shown: Sequence[tuple[Path, Result]]) -> str:
+    """Return the generated part of `benchmarks/README.md`."""
+    return "\n".join(_device(path, result) for path, result in shown)
+
+
+def _device(path: Path, result: Result) -> str:
+    plot = path.with_suffix(".png")
+    picture = f"![steps with rules and peers](results/{plot.name})\n\n" if plot.exists() else ""
+    note = f"\n**Note:** {result['note']}\n" if result.get("note") else ""
+    parts = [
+        f"## {result['machine']['device']}\n\nFrom [{path.name}](results/{path.name}); "
+        f"`python -m benchmarks --show` prints all that is in it.\n\n{picture}"
+        f"{about_machine(result)}.\n{note}"
+    ]
+    parts += [
+        f"### {title}\n\n{section(result)}"
+        for title, group, section in _SECTIONS
+        if not group or rows_of(result, group)
+    ]
+    return "\n".join(parts)
+
+
+def front(shown: Sequence[tuple[Path, Result]]) -> str:
+    """Return the generated part of the front page: steps with rules beside steps with peers."""
+    without_cuda = all(result["machine"]["kind"] != "cuda" for _, result in shown)
+    return "\n".join(_front(result, without_cuda=without_cuda) for _, result in shown)
+
+
+def _front(result: Result, *, without_cuda: bool) -> str:
+    names = [one.name for one in WORKLOADS if one.forward and main_rows(result, one.name)]
+    ratios = {
+        (row["case"], name): f"{row['step_ratio']['median']:.2f}"
+        for name in names
+        for row in main_rows(result, name)
+    }
+    cases = [case for case in (BARE.name, *_FRONT) if (case, names[0]) in ratios]
+    absent = {"CUDA": "not run"} if without_cuda else {}
+    rows = (
+        [case, *(ratios.get((case, name), "") for name in names), *absent.values()]
+        for case in cases
+    )
+    found = judged(result["rows"], result["machine"]["kind"])
+    met = sum(one.verdict == "met" for one in found)
+    known = sum(one.value is not None for one in found)
+    head = f"Time of a training step, 1 without anything, on {about_machine(result)}:\n\n"
+    tail = f"\n{met} of the {known} targets measured there are met.\n"
+    return head + table(["", *names, *absent], rows) + tail
+
+
+def filled(text: str, made: str) -> str:
+    """Return a page with its generated part replaced.
+
+    Raises:
+        ValueError: it has no place for one.
+    """
+    lacking = f"the page lacks the lines {BEGIN!r} and {END!r}"
+    return formatting.filled(text, BEGIN, made, END, lacking)
+
+
+def rendered(shown: Sequence[tuple[Path, Result]]) -> dict[Path, str]:
+    """Return the two pages as they should be, by path."""
+    made: dict[Path, Any] = {PAGE: page(shown), FRONT: front(shown)}
+    return {path: filled(path.read_text(encoding="utf-8"), text) for path, text in made.items()}
