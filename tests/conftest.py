@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import forks
 import pytest
 from ranks import FINAL_WEIGHTS
+
+# A file that is slow as a whole.
+SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 # Python's collector would walk through all of torch some thousand times, and find nothing there.
 gc.set_threshold(50_000, 20, 50)
@@ -35,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _is_whole(config):
         # Before `fuzzing` is imported.
         os.environ.setdefault("GRADSURGEON_TEST_SHARE", "0.1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Every worker imports every file, and with some of them a trainer or a tracker.
+    left_out = collection_path.name.startswith("test_") and not _is_whole(config)
+    if left_out and SLOW_FILE.search(collection_path.read_text(encoding="utf-8")):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from models import data
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -61,6 +60,9 @@ def accelerated(
     precision: str = "no",
     scaler: GradScaler | None = None,
 ) -> None:
+    # Late: of many workers that import this file one runs its tests.
+    from accelerate import Accelerator
+
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision
     )
@@ -120,6 +122,8 @@ def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: 
 
 
 def test_a_wrapped_optimizer_that_is_named_is_the_one_inside() -> None:
+    from accelerate import Accelerator
+
     model, optimizer = make()
     accelerator = Accelerator(cpu=True)
     model, wrapped = accelerator.prepare(model, optimizer)
