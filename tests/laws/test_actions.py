@@ -13,8 +13,8 @@ from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, Edit, EditRule, Example, LossRule, Rule
+from gradsurgeon.cli.explain import action_page
 
 CASES = [
     (name, number, point)
@@ -99,11 +99,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_explain_names_the_file_of_the_tests_of_an_action(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["explain", name]) == 0
-    word, _, file = capsys.readouterr().out.splitlines()[-1].partition(": ")
+def test_explain_names_the_file_of_the_tests_of_an_action(name: str) -> None:
+    word, _, file = action_page(ACTIONS[name])[-1].partition(": ")
     text = (ROOT / file).read_text(encoding="utf-8")
     assert word == "tests"
     assert f'"{name}"' in text

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -82,8 +83,7 @@ def accelerated(
 
 
 @pytest.mark.cell("`accelerate`", "backward", "accumulated", "step", "modules")
-@pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "GradScaler"])
-@pytest.mark.parametrize("name", RULES)
+@singly(scaled=[False, True], name=RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: bool) -> None:
     hand = TABLE[name]
     wanted = hand_written(hand, logged=LOGGED)
@@ -99,8 +99,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: boo
         assert by_hand.distance(without.weights, wanted.weights) > 1e-4
 
 
-@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
-@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@singly(micro=[0, 1], then=["skip-step", "raise"])
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: int) -> None:
     model, optimizer = make()
     fault = Fault(model, "2", call=2 * PARTS + micro)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import singly
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
@@ -101,8 +102,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, tmp_path: P
         assert by_hand.distance(without.weights, wanted.weights) > 1e-4
 
 
-@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
-@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@singly(micro=[0, 1], then=["skip-step", "raise"])
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
     then: str, micro: int, tmp_path: Path
 ) -> None:
