@@ -54,13 +54,7 @@ def call(
         env: further variables, for a process of its own: Python reads some when it starts.
     """
     if code is None and env is None:
-        words = ["-m", "gradsurgeon", *arguments]
-        done = forks.start(words, cwd=cwd, env=environment()).wait(TIMEOUT)
-        out, err = (
-            io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
-            for text in (done.stdout, done.stderr)
-        )
-        return subprocess.CompletedProcess(words, done.returncode, out, err)
+        return forked("-m", "gradsurgeon", *arguments, cwd=cwd)
     start = ["-m", "gradsurgeon"] if code is None else ["-c", code]
     return subprocess.run(
         [sys.executable, *start, *arguments],
@@ -72,6 +66,16 @@ def call(
         timeout=TIMEOUT,
         check=False,
     )
+
+
+def forked(*words: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Do in a fork of a Python that has imported torch what `python` does with these words."""
+    done = forks.start(words, cwd=cwd, env={**environment(), **env}).wait(TIMEOUT)
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
+        for text in (done.stdout, done.stderr)
+    )
+    return subprocess.CompletedProcess(words, done.returncode, out, err)
 
 
 def call_here(*arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
