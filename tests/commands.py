@@ -1,7 +1,8 @@
-"""The command line as a user has it: a process, its exit code, and its two streams."""
+"""The command line as a user has it: a process, or a fork, its exit code, and its two streams."""
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import IO
 from unittest import mock
 
+import forks
 from bounds import TIMEOUT
 
 from gradsurgeon import cli
@@ -43,6 +45,16 @@ def call(
     code: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
+    """Call the command, in a fork of a Python that has imported torch where nothing else is asked for.
+
+    Args:
+        arguments: what comes after `gradsurgeon`.
+        cwd: the working directory.
+        code: what a process of its own runs instead of the module.
+        env: further variables, for a process of its own: Python reads some when it starts.
+    """
+    if code is None and env is None:
+        return forked("-m", "gradsurgeon", *arguments, cwd=cwd)
     start = ["-m", "gradsurgeon"] if code is None else ["-c", code]
     return subprocess.run(
         [sys.executable, *start, *arguments],
@@ -54,6 +66,16 @@ def call(
         timeout=TIMEOUT,
         check=False,
     )
+
+
+def forked(*words: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Do in a fork of a Python that has imported torch what `python` does with these words."""
+    done = forks.start(words, cwd=cwd, env={**environment(), **env}).wait(TIMEOUT)
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(text), encoding="utf-8").read()
+        for text in (done.stdout, done.stderr)
+    )
+    return subprocess.CompletedProcess(words, done.returncode, out, err)
 
 
 def call_here(*arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:

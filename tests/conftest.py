@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import forks
 import pytest
 from ranks import FINAL_WEIGHTS
+
+MEASURES = "COVERAGE_PROCESS_CONFIG"
+# A file that is slow as a whole.
+SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 # Python's collector would walk through all of torch some thousand times, and find nothing there.
 gc.set_threshold(50_000, 20, 50)
@@ -37,6 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("GRADSURGEON_TEST_SHARE", "0.1")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Every worker imports every file, and with some of them a trainer or a tracker.
+    left_out = collection_path.name.startswith("test_") and not _is_whole(config)
+    if left_out and SLOW_FILE.search(collection_path.read_text(encoding="utf-8")):
+        return True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not _is_whole(config):
@@ -50,58 +65,38 @@ def _is_whole(config: pytest.Config) -> bool:
     return bool(config.option.everything or config.option.markexpr or named)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_search() -> None:
-    # Sessions look for optimizers among all live objects. What is there before the tests of a file
-    # begin, such as torch itself, need not be searched a hundred times.
-    gc.collect()
-    gc.freeze()
+# Three fixtures for what would be seven: each costs every one of thousands of tests half a millisecond.
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _measured() -> str | None:
+def _session() -> Iterator[str | None]:
     # What makes Python measure coverage from its start. Where torch is imported it takes half as long
     # again, and hundreds of processes run through the same few files.
-    return os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _forks() -> Iterator[None]:
-    yield
+    yield os.environ.pop(MEASURES, None)
     forks.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _children_of_a_file(_measured: str | None, request: pytest.FixtureRequest) -> Iterator[None]:
+def _file(_session: str | None, request: pytest.FixtureRequest) -> Iterator[None]:
+    # Sessions look for optimizers among all live objects. What is there before the tests of a file
+    # begin, such as torch itself, need not be searched a hundred times.
+    gc.collect()
+    gc.freeze()
     # Before whatever processes its tests share.
-    with pytest.MonkeyPatch.context() as patch:
-        _measure(_measured, request, patch)
+    with _measured(_session, request):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _children_of_a_test(
-    _measured: str | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _measure(_measured, request, monkeypatch)
-
-
-def _measure(how: str | None, request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> None:
-    if how and request.node.get_closest_marker("cover_children"):
-        patch.setenv("COVERAGE_PROCESS_CONFIG", how)
-    else:
-        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
+def _test(_session: str | None, request: pytest.FixtureRequest) -> Iterator[None]:
     # Torch-free tests must stay torch-free.
     if "torch" in sys.modules:
         import torch
 
         torch.manual_seed(0)
         torch.set_num_threads(1)
-    yield
+    with _measured(_session, request):
+        yield
     if "gradsurgeon.runtime.registry" in sys.modules:
         from gradsurgeon.runtime import registry
 
@@ -112,6 +107,18 @@ def _same_start() -> Iterator[None]:
     if "torch._dynamo.convert_frame" in sys.modules:
         # What one test has compiled, rules on modules would drop in the next one, with a warning.
         cast("Any", sys.modules["torch._dynamo"]).reset()
+
+
+@contextmanager
+def _measured(how: str | None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let coverage be measured in children where a test, or a whole file, asks for it."""
+    before = os.environ.pop(MEASURES, None)
+    if how and request.node.get_closest_marker("cover_children"):
+        os.environ[MEASURES] = how
+    yield
+    os.environ.pop(MEASURES, None)
+    if before is not None:
+        os.environ[MEASURES] = before
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -24,12 +24,12 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -80,7 +80,7 @@ class Server:
     """The Python that forks."""
 
     def __init__(self) -> None:
-        self._folder = TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory()
         self._numbers = itertools.count()
         read, self._requests = os.pipe()
         kept = {key: value for key, value in os.environ.items() if not key.startswith(STEERING)}
@@ -214,6 +214,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], folder: str) -> NoRe
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
+    tempfile.tempdir = None  # which the variables of the script name
     execve = os.execve
 
     def replace(program: str, command: list[str], env: dict[str, str]) -> NoReturn:

@@ -29,6 +29,10 @@ QUICK = (
 
 # What these show is in what they train, not in how Python starts or ends: both storeys run them in forks.
 IN_FORKS = (
+    "changes directory, resumes",
+    "configured by exec",
+    "accelerate",
+    "Trainer",
     "gan",
     "actor and critic",
     "LBFGS",

@@ -1,7 +1,8 @@
 """The values that a test runs with: pairs instead of whole products, and values that only the slow storey has.
 
 A fault that depends on one or two parameters shows in the pairs as it does in the whole product. A test that leaves
-out a combination loses the pairs that only that case has: give such values a test of their own.
+out a combination loses the pairs that only that case has: give such values a test of their own. Where the values do
+not concern one another, or the test is long, `singly` gives the quick storey every value, and the slow one the pairs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,35 @@ import pytest
 
 def pairwise(**values: Collection[Any]) -> pytest.MarkDecorator:
     """Return a parametrization, instead of one `parametrize` for each parameter with its values."""
+    return _parametrized(values, every=True)
+
+
+def singly(**values: Collection[Any]) -> pytest.MarkDecorator:
+    """Return the cases of `pairwise`; the quick storey takes some in which every single value is in one."""
+    return _parametrized(values, every=False)
+
+
+def _parametrized(values: dict[str, Collection[Any]], *, every: bool) -> pytest.MarkDecorator:
     columns = [list(column) for column in values.values()]
-    cases = [[column[i] for column, i in zip(columns, row, strict=True)] for row in rows(columns)]
-    ids = ["-".join(map(_id, values, case)) for case in cases]
-    return pytest.mark.parametrize(tuple(values), cases, ids=ids)
+    chosen = rows(columns)
+    quick = chosen if every else covering(chosen)
+    cases = []
+    for row in chosen:
+        case = [column[i] for column, i in zip(columns, row, strict=True)]
+        name = "-".join(map(_id, values, case))
+        marks = () if row in quick else pytest.mark.slow
+        cases.append(pytest.param(*case, id=name, marks=marks))
+    return pytest.mark.parametrize(tuple(values), cases)
+
+
+def covering(cases: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return few of these cases in which every value is that is in any of them."""
+    missing = {cell for case in cases for cell in enumerate(case)}
+    found = []
+    while missing:
+        found.append(max(cases, key=lambda case: len(missing & set(enumerate(case)))))
+        missing -= set(enumerate(found[-1]))
+    return found
 
 
 def _id(name: str, value: Any) -> str:

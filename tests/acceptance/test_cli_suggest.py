@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from commands import ROOT, WITHOUT_TORCH, call, call_here
+from pairs import slow
 from runs import write
 from torch import nn
 
@@ -70,7 +71,7 @@ def test_what_is_not_stationary_makes_the_exit_code_1(here: pathlib.Path) -> Non
     assert "gradsurgeon: spikes-all: not stationary: the 98% quantile " in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["act", "observe"])
+@pytest.mark.parametrize("mode", ["act", *slow("observe")])
 @pytest.mark.parametrize(
     ("edit", "measured", "told"),
     [

@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
+from bounds import TIMEOUT
+from commands import environment
+from ranks import torchrun
 
 import gradsurgeon
 
@@ -35,23 +39,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Make:
         key = (way, rules, *options)
         if key not in known:
             known[key] = folder / f"run-{len(known)}"
-            command = [sys.executable, "-m", "gradsurgeon", "run", "--quiet", "--rules", rules]
-            command += ["--record", str(known[key]), *options]
-            if ranks > 1:
-                command += ["-m", "torch.distributed.run", "--standalone"]
-                command += ["--nproc-per-node", str(ranks)]
-            done = subprocess.run(
-                [*command, SCRIPT, way, str(folder / "checkpoint.pt")],
-                cwd=folder,
-                check=False,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
+            words = ["-m", "gradsurgeon", "run", "--quiet", "--rules", rules]
+            words += ["--record", str(known[key]), *options]
+            words += torchrun(ranks) if ranks > 1 else ()
+            words += [SCRIPT, way, str(folder / "checkpoint.pt")]
+            done = _started(folder, words) if ranks > 1 else _forked(folder, words)
+            assert done.returncode == 0, done.stderr[-3000:].decode()
         return known[key]
 
     return make
+
+
+def _started(folder: Path, words: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, check=False, capture_output=True, timeout=TIMEOUT
+    )
+
+
+def _forked(folder: Path, words: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return forks.start(words, cwd=folder, env=environment()).wait(TIMEOUT)
 
 
 def noise(run: Make, way: str = "plain", eps: str = "1e-6", rules: str = PACK) -> list[Path]:

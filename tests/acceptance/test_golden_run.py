@@ -11,10 +11,10 @@ import gradsurgeon
 from gradsurgeon.cli import main
 
 
-@pytest.fixture
-def noise(tmp_path: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three runs with noise of the size of rounding."""
-    found = []
+    folder, found = tmp_path_factory.mktemp("noise"), []
     for seed in range(3):
         rule = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": 1e-6}
         rules = [
@@ -22,7 +22,7 @@ def noise(tmp_path: Path) -> list[Path]:
             for word, tensor in (("in", "input"), ("back", "output.grad"))
         ]
         given = {"version": 1, "include": [golden.PACK], "rules": rules}
-        found.append(golden.record(tmp_path / f"noise{seed}", given))
+        found.append(golden.record(folder / f"noise{seed}", given))
     return found
 
 

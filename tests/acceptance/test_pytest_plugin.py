@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
+import time
 import tomllib
 
+import forks
 import pytest
+from bounds import TIMEOUT
 from commands import ROOT
 
 pytest_plugins = ["pytester"]
@@ -82,7 +86,15 @@ def runner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest
 
 def run(runner: pytest.Pytester, text: str, *options: str) -> pytest.RunResult:
     runner.makepyfile(test_it=HEAD + text)
-    return runner.runpytest_subprocess("--strict-markers", *options)
+    return forked(runner, "--strict-markers", *options)
+
+
+def forked(runner: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """Run pytest in a fork of a Python that has imported torch."""
+    start, words = time.perf_counter(), ["-m", "pytest", *options]
+    done = forks.start(words, cwd=runner.path, env=os.environ).wait(TIMEOUT)
+    out, err = (text.decode().splitlines() for text in (done.stdout, done.stderr))
+    return pytest.RunResult(done.returncode, out, err, time.perf_counter() - start)
 
 
 def part(done: pytest.RunResult, test: str) -> str:
@@ -248,7 +260,7 @@ def test_skipped_step(gradsurgeon_sessions):
     assert all(param.isfinite().all() for param in model.parameters())
 """
     (runner.path / "inner" / "test_it.py").write_text(HEAD + text)
-    done = runner.runpytest_subprocess("inner")
+    done = forked(runner, "inner")
     done.assert_outcomes(passed=2, failed=1)
     assert "step 1, rule own" in part(done, "test_raised")
 

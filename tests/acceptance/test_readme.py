@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import forked
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
@@ -20,18 +19,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
     assert gradsurgeon.load(text).rules
     (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
-    lint = run("-m", "gradsurgeon", "lint", "rules.yaml", cwd=tmp_path)
+    lint = forked("-m", "gradsurgeon", "lint", "rules.yaml", cwd=tmp_path)
     assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", "1 file clean\n")
 
 
@@ -44,7 +37,7 @@ def newcomer(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
-    done = run("train.py", cwd=newcomer)
+    done = forked("train.py", cwd=newcomer)
     assert (done.returncode, done.stderr) == (0, "")
     kept, latest, history, status = done.stdout.splitlines()[-4:]
     assert "4 rules, 4 parameters, 161 elements" in done.stdout
@@ -59,10 +52,10 @@ def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("params", "parms", 1), encoding="utf-8")
     shown = next(block for block in blocks("") if "unknown key" in block)
-    lint = run("-m", "gradsurgeon", "lint", "rules.yaml", cwd=newcomer)
+    lint = forked("-m", "gradsurgeon", "lint", "rules.yaml", cwd=newcomer)
     assert lint.returncode == 1
     assert shown in lint.stdout
-    script = run("train.py", cwd=newcomer)
+    script = forked("train.py", cwd=newcomer)
     assert script.returncode == 1
     assert "RuleFileError: 1 problem in the rules" in script.stderr
     assert shown in script.stderr
@@ -72,7 +65,7 @@ def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
 def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("fc*.bias", "fc3.*", 1), encoding="utf-8")
-    done = run("train.py", cwd=newcomer)
+    done = forked("train.py", cwd=newcomer)
     assert done.returncode == 1
     assert (
         'rules.yaml:5:13: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
@@ -89,7 +82,7 @@ def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:
             lines.append(line[4:] if inside else line)
     script = "\n".join(lines)
     (newcomer / "plain.py").write_text(script, encoding="utf-8")
-    done = run("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "plain.py", cwd=newcomer)
+    done = forked("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "plain.py", cwd=newcomer)
     assert done.returncode == 0, done.stderr
     shown = next(block for block in blocks("") if "updated by SGD" in block)
     assert shown.replace("/home/me", str(newcomer)) in done.stderr
@@ -103,7 +96,7 @@ def test_every_action_is_in_the_table() -> None:
 @pytest.mark.slow
 def test_every_option_of_run_is_in_the_table() -> None:
     rows = re.findall(r"^\| `(--[a-z-]+)[^`]*` \|", README, re.MULTILINE)
-    shown = run("-m", "gradsurgeon", "run", "--help", cwd=ROOT).stdout
+    shown = forked("-m", "gradsurgeon", "run", "--help", cwd=ROOT).stdout
     options = re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)
     # The commands above the table show how a rule file is given.
     assert sorted(rows) == sorted({*options} - {"--rules"})

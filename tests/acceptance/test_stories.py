@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from bounds import TIMEOUT
-from commands import ROOT, environment
+from commands import ROOT, forked
 
 import gradsurgeon
 
@@ -34,15 +32,7 @@ class Told(NamedTuple):
 
 
 def _call(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(STORIES / f"{name}.py"), *arguments],
-        cwd=folder,
-        env={**environment(), "TMPDIR": str(folder)},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIMEOUT,
-        check=False,
-    )
+    return forked(str(STORIES / f"{name}.py"), *arguments, cwd=folder, TMPDIR=str(folder))
 
 
 def _tell(name: str, folder: Path) -> Told:
@@ -143,15 +133,7 @@ def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> N
 
 def test_an_optimizer_misses_adapters_and_the_launcher_says_so(tmp_path: Path) -> None:
     script = STORIES / "lora_left_out.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsurgeon", "run", str(script)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIMEOUT,
-        check=False,
-    )
+    done = forked("-m", "gradsurgeon", "run", str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (said,) = re.findall(r"^> (step 11, .*)$", GUIDE, re.MULTILINE)
     assert f"gradsurgeon: {said}" in done.stderr.splitlines()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -125,8 +126,7 @@ POINTS: dict[str, dict[str, Any]] = {
     "step",
     differs="is not training: its results are left alone, with one notice",
 )
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("use", USES)
+@singly(point=POINTS, use=USES)
 def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: str) -> None:
     wanted = USES[use](make())
     model = make()
@@ -183,8 +183,7 @@ ACTING += ["autograd.functional.hessian"]
 
 
 @pytest.mark.cell("`torch.autograd.grad`, `torch.func`", "modules")
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("use", ACTING)
+@singly(name=MODULES, use=ACTING)
 def test_rules_on_modules_act_as_hooks_by_hand(use: str, name: str) -> None:
     plain = make()
     by_hand(plain, name)
@@ -207,9 +206,9 @@ def looks_back(use: str, name: str) -> bool:
     "modules",
     differs="transforms of `torch.func` and batches are left alone, with one notice",
 )
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(
-    "use", ["autograd.grad is_grads_batched", "func.grad", "vmap of func.grad", "func.jacrev"]
+@singly(
+    name=MODULES,
+    use=["autograd.grad is_grads_batched", "func.grad", "vmap of func.grad", "func.jacrev"],
 )
 def test_rules_on_modules_leave_transforms_alone_and_say_so(use: str, name: str) -> None:
     plain = make()
@@ -496,8 +495,9 @@ def test_hooks_on_the_step_of_a_named_optimizer_run_in_the_order_of_their_coming
 # --- validation between steps ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", [*MODULES, "scale input.grad", "scale input"])
+@singly(
+    mode=[torch.no_grad, torch.inference_mode], name=[*MODULES, "scale input.grad", "scale input"]
+)
 def test_validation_between_steps_changes_nothing(name: str, mode: Callable[[], Any]) -> None:
     rule = MODULES.get(name) or {"action": "scale", "factor": 0.5, "tensor": name.split()[1]}
     ends = []

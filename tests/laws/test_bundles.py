@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import singly
 from torch import nn
 
 import gradsurgeon
@@ -240,9 +241,8 @@ def test_memory_stays_in_the_order_of_the_file(
         gradsurgeon.replay(place, net.build())
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
+@singly(
+    key=[
         "calls",
         "torch",
         "step",
@@ -255,8 +255,8 @@ def test_memory_stays_in_the_order_of_the_file(
         "device",
         "code",
     ],
+    value=[{"a": 1}, [[]], "x", -1, None],
 )
-@pytest.mark.parametrize("value", [{"a": 1}, [[]], "x", -1, None])
 def test_hostile_entries_end_in_an_error_or_a_diagnosis(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, key: str, value: Any
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 from laws import trainings
 from laws.bypass_worker import BYPASSED
 from laws.trainings import Training
+from pairs import slow
 from ranks import run_ranks
 from runs import meta
 from torch import Tensor
@@ -165,7 +166,7 @@ def hundred_thousand(path: Path, bad: int | None) -> Tensor:
     return norms
 
 
-@pytest.mark.parametrize("bad", [61_803, 99_999])
+@pytest.mark.parametrize("bad", [61_803, *slow(99_999)])
 def test_a_bad_batch_in_a_hundred_thousand_steps_is_found(tmp_path: Path, bad: int) -> None:
     norms = hundred_thousand(tmp_path / "run", bad)
     (remark,) = only(stored(tmp_path / "run"), "largest spike")
@@ -224,25 +225,27 @@ def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[dict[str, Any
 @pytest.mark.parametrize(
     "healthy",
     [
-        trainings.warm_up_and_cosine,
-        trainings.step_decay,
-        trainings.unfreezing,
-        trainings.gan,
-        trainings.reinforce,
         trainings.batch_norms,
-        trainings.key_biases,
-        trainings.transformer,
-        trainings.experts,
-        trainings.experts_with_zeros,
         trainings.overfitting,
-        trainings.stochastic_depth,
         trainings.accumulation,
-        trainings.recurrence,
         trainings.lazy_penalty,
         trainings.zero_initialised,
-        trainings.alternating_tasks,
-        trainings.warm_restarts,
-        trainings.rare_rows,
+        *slow(
+            trainings.warm_up_and_cosine,
+            trainings.step_decay,
+            trainings.unfreezing,
+            trainings.gan,
+            trainings.reinforce,
+            trainings.key_biases,
+            trainings.transformer,
+            trainings.experts,
+            trainings.experts_with_zeros,
+            trainings.stochastic_depth,
+            trainings.recurrence,
+            trainings.alternating_tasks,
+            trainings.warm_restarts,
+            trainings.rare_rows,
+        ),
     ],
 )
 def test_a_healthy_training_has_no_remark(healthy: Callable[[], Training], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -99,8 +100,7 @@ def a_new_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim
 Goes = Callable[[Any, torch.optim.Optimizer], torch.optim.Optimizer]
 
 
-@pytest.mark.parametrize("goes_on", [same_optimizer, one_more_group, a_new_optimizer])
-@POINT
+@singly(goes_on=[same_optimizer, one_more_group, a_new_optimizer], point=POINTS)
 def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: Goes) -> None:
     model = make()
     model[0].requires_grad_(False)
@@ -138,8 +138,7 @@ def spectral(model: Any) -> None:
     parametrizations.spectral_norm(model[0])
 
 
-@pytest.mark.parametrize("change", [pruned, parametrized, spectral])
-@POINT
+@singly(change=[pruned, parametrized, spectral], point=POINTS)
 def test_a_parameter_that_is_renamed_keeps_its_rules(point: str, change: Any) -> None:
     model = make()
     optimizer = sgd(model)
@@ -170,8 +169,7 @@ def test_weight_norm_makes_parameters_of_its_own() -> None:
     assert session.events[0].message.startswith("matches 2 parameters that came after")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@POINT
+@singly(dtype=[torch.float64, torch.bfloat16], point=POINTS)
 def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
     model = make()
     optimizer = sgd(model)
@@ -188,8 +186,7 @@ def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
 # --- a head of another shape ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("goes_on", [one_more_group, exchanged_in_place, a_new_optimizer])
-@POINT
+@singly(goes_on=[one_more_group, exchanged_in_place, a_new_optimizer], point=POINTS)
 def test_a_replaced_head_comes_under_the_rules_on_its_name(point: str, goes_on: Goes) -> None:
     model = make()
     optimizer: torch.optim.Optimizer = sgd(model)
@@ -267,9 +264,7 @@ class Adapted(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("frozen", [True, False], ids=["base frozen", "base trained"])
-@pytest.mark.parametrize("goes_on", [one_more_group, a_new_optimizer])
-@POINT
+@singly(goes_on=[one_more_group, a_new_optimizer], point=POINTS, frozen=[True, False])
 def test_adapters_are_said_not_to_be_under_the_rules(
     point: str, goes_on: Goes, frozen: bool
 ) -> None:
@@ -460,8 +455,7 @@ def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
     assert len(session.events) == 1
 
 
-@POINT
-@pytest.mark.parametrize("change", ["replaced", "added"])
+@singly(point=POINTS, change=["replaced", "added"])
 @pytest.mark.filterwarnings("ignore:2.weight was replaced")
 def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, change: str) -> None:
     model = make()

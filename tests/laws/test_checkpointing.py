@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -264,8 +265,7 @@ WATCHING = [
 ]
 
 
-@pytest.mark.parametrize("frozen", [("a",), ("b",), ("a", "b"), ("a", "b", "last")], ids=str)
-@pytest.mark.parametrize("reentrant", KINDS, ids=IDS)
+@singly(frozen=[("a",), ("b",), ("a", "b"), ("a", "b", "last")], reentrant=KINDS)
 def test_a_block_without_trainable_parameters_is_watched(
     reentrant: bool | None, frozen: tuple[str, ...]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, same
-from pairs import pairwise
+from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -90,7 +90,7 @@ REAL = [name for name in CASES if name not in COMPLEX]
 
 @pytest.mark.cell("one process", "backward", "step")
 @pytest.mark.filterwarnings(BOUNDS)
-@pairwise(name=REAL, edit=EDITS, at=["backward", "step"])
+@singly(name=REAL, edit=EDITS, at=["backward", "step"])
 def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
     as_by_hand(CASES[name], edit, at)
 
@@ -121,7 +121,7 @@ def as_by_hand(case: Case, edit: str, at: str) -> None:
 
 
 @pytest.mark.filterwarnings(BOUNDS)
-@pairwise(name=REAL, edit=EDITS, at=["backward", "step"])
+@singly(name=REAL, edit=EDITS, at=["backward", "step"])
 def test_observe_mode_changes_nothing_and_counts_the_same(name: str, edit: str, at: str) -> None:
     case, (options, _) = CASES[name], EDITS[edit]
     plain = run(case, case.make(), steps=1)

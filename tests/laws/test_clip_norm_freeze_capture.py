@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
-from pairs import pairwise
+from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -146,7 +146,7 @@ def clipped_by_hand(
 NAMES = [name for name, case in CASES.items() if not case.sparse and not case.half]
 
 
-@pairwise(name=NAMES, norm_type=[2, "inf"], at=["step", "backward"], max_norm=[0.05, 1e3])
+@singly(name=NAMES, norm_type=[2, "inf"], at=["step", "backward"], max_norm=[0.05, 1e3])
 def test_clip_per_parameter_equals_clip_grad_norm(
     name: str, norm_type: Any, at: str, max_norm: float
 ) -> None:
@@ -165,7 +165,7 @@ def test_clip_per_parameter_equals_clip_grad_norm(
         assert torch.allclose(a, b, rtol=1e-6)
 
 
-@pairwise(name=NAMES, norm_type=[2], max_norm=[0.05, 1e3])
+@singly(name=NAMES, norm_type=[2], max_norm=[0.05, 1e3])
 def test_clip_per_rule_equals_clip_grad_norm(name: str, norm_type: float, max_norm: float) -> None:
     case = CASES[name]
     model = case.make()
@@ -292,7 +292,7 @@ def rule(**options: Any) -> dict[str, Any]:
     return {"version": 1, "rules": [{"id": "r", "params": "*", **options}]}
 
 
-@pairwise(
+@singly(
     dtype=[*DTYPES, torch.complex64],
     unit=[1e30, 1e-20, 1e-30],
     size=SIZES,
@@ -349,10 +349,7 @@ def test_what_is_not_finite_has_no_finite_norm(dtype: torch.dtype, bad: float) -
         assert found.isnan() if math.isnan(bad) else found.isinf()
 
 
-@pytest.mark.parametrize("per", ["parameter", "rule"])
-@pytest.mark.parametrize("at", ["step", "backward"])
-@pytest.mark.parametrize("size", [1e20, 1e30])
-@pytest.mark.parametrize("dtype", DTYPES)
+@singly(per=["parameter", "rule"], at=["step", "backward"], size=[1e20, 1e30], dtype=DTYPES)
 def test_clip_norm_cuts_it(dtype: torch.dtype, size: float, at: str, per: str) -> None:
     if (at, per) == ("backward", "rule"):
         return

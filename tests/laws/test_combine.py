@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pairs import singly
 from several_losses import (
     OPTIONS,
     TRUNKS,
@@ -42,8 +43,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
 pytestmark = pytest.mark.usefixtures("doubles")
 
 
-@pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+@singly(model_name=MODELS, method=METHODS)
 def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: str) -> None:
     make, losses_of = MODELS[model_name]
     model, x = make(), torch.randn(5, 6)
@@ -90,8 +90,7 @@ def same(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> boo
 
 
 @pytest.mark.filterwarnings("ignore:.*no loss is called:gradsurgeon.GradSurgeonWarning")
-@pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("armed", ["nothing", "conflict", "observed", "other losses", "paused"])
+@singly(trunk=TRUNKS, armed=["nothing", "conflict", "observed", "other losses", "paused"])
 def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) -> None:
     model, x = Heads(TRUNKS[trunk]()), torch.randn(5, 6)
     expected = plain(model, x)
@@ -261,8 +260,7 @@ def test_a_memory_only_constrains() -> None:
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("method", ["upgrad", "dualproj", "cagrad", "mgda", "imtl-g"])
+@singly(size=[1e-6, 1e-3, 1.0, 1e4], method=["upgrad", "dualproj", "cagrad", "mgda", "imtl-g"])
 def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) -> None:
     model, x = Heads(), torch.randn(5, 6)
     combine = {"action": "combine", "method": method, **OPTIONS.get(method, {})}
@@ -355,8 +353,7 @@ def test_a_plain_backward_pass_is_said_at_once() -> None:
         two(model, x)["seg"].backward()
 
 
-@pytest.mark.parametrize("culprit", ["seg", "depth"])
-@pytest.mark.parametrize("method", METHODS)
+@singly(culprit=["seg", "depth"], method=METHODS)
 def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, culprit: str) -> None:
     names = ["seg", "depth", "third"]
     model, x = Heads(), torch.randn(5, 6)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import singly
 from several_losses import OPTIONS, aggregator, drawing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -87,8 +88,7 @@ def armed(model: nn.Module, *given: dict[str, Any], **options: Any) -> gradsurge
 # --- what arrives -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"constant"}))
+@singly(heads=[2, 4], method=sorted(set(METHODS) - {"constant"}))
 def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: int) -> None:
     if method == "krum" and heads < 3:
         pytest.skip("krum takes three gradients at least")

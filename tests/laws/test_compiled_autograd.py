@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -142,8 +143,7 @@ def run(way: str, micro: int = 1, kept: str = "") -> Outcome:
 
 
 @pytest.mark.cell("compiled autograd", "backward", "accumulated", "step", "modules")
-@pytest.mark.parametrize("rule", IDS)
-@pytest.mark.parametrize("way", WAYS)
+@singly(rule=IDS, way=WAYS)
 def test_a_rule_acts_as_without_it(way: str, rule: str) -> None:
     wanted, found = run("eager"), run(way)
     assert wanted.status[rule].fired > 0

@@ -21,6 +21,7 @@ import torch
 from bounds import TIMEOUT
 from laws import spawned
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -96,8 +97,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize("name", COPIES)
+@singly(kind=RULES, name=COPIES)
 def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
     model = make()
     with gradsurgeon.apply(model, rules(RULES[kind])) as session:
@@ -254,8 +254,7 @@ class Keeps(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["acting", "removed"])
-@pytest.mark.parametrize("name", [name for name in COPIES if name != "state_dict"])
+@singly(removed=[False, True], name=[name for name in COPIES if name != "state_dict"])
 def test_a_session_on_its_model_is_none_on_copies(name: str, removed: bool) -> None:
     model = Keeps()
     session = model.session

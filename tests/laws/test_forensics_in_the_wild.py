@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from laws.test_forensics import TRAP, Net, batch, brief, diagnosed, mean
+from pairs import singly
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -145,8 +146,7 @@ CULPRITS = (
 )
 
 
-@pytest.mark.parametrize("act", CULPRITS, ids=lambda act: act.__name__)
-@pytest.mark.parametrize("deterministic", [False, True])
+@singly(act=CULPRITS, deterministic=[False, True])
 def test_memory_that_is_shared_or_written_again_does_not_mislead(
     act: Callable[[Tensor], Tensor], deterministic: bool
 ) -> None:
@@ -724,9 +724,7 @@ _NOTHING = (
 )
 
 
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("seed", [0, 1, 8])
-@pytest.mark.parametrize("chance", [random.random, np.random.random])
+@singly(finite=[True, False], seed=[0, 1, 8], chance=[random.random, np.random.random])
 def test_random_numbers_of_python_and_numpy_are_those_of_the_step(
     chance: Callable[[], float], seed: int, finite: bool
 ) -> None:

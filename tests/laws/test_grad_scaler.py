@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from pairs import pairwise
+from pairs import singly
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -73,7 +73,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:rule r0. bounds the contribution")
-@pairwise(name=RULES, kind=KINDS, unscale=[True, False], given=[True, False])
+@singly(name=RULES, kind=KINDS, unscale=[True, False], given=[True, False])
 def test_the_same_rule_does_the_same_with_and_without_a_scaler(
     name: str, kind: str, unscale: bool, given: bool
 ) -> None:

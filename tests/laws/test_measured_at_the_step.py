@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -62,9 +63,7 @@ def write(model: nn.Module, way: Callable[[Tensor, float], None], factor: float)
         way(param, factor)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("watched", [True, False])
-@pytest.mark.parametrize("factor", [0.01, 10.0])
+@singly(way=WAYS, watched=[True, False], factor=[0.01, 10.0])
 def test_clips_and_records_measure_what_is_there(
     way: Callable[[Tensor, float], None], watched: bool, factor: float
 ) -> None:

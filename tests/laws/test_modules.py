@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -215,8 +216,7 @@ def test_scaled_input_gradients_equal_a_hand_written_identity(name: str) -> None
         assert torch.allclose(found[key], grad, rtol=1e-5, atol=1e-6), key
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tensor", ["output", "input"])
+@singly(name=MODELS, tensor=["output", "input"])
 def test_scaled_values_equal_hand_written_hooks(name: str, tensor: str) -> None:
     def half(value: Any) -> Any:
         if isinstance(value, Tensor):

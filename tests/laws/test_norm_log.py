@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -142,10 +143,10 @@ def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyP
         assert session.latest("0") == pytest.approx(norms[-1])
 
 
-@pytest.mark.parametrize(
-    "steps", [{"from": 3}, {"to": 3}, {"from": 2, "to": 5}, {"every": 3}, {"from": 1, "every": 2}]
+@singly(
+    steps=[{"from": 3}, {"to": 3}, {"from": 2, "to": 5}, {"every": 3}, {"from": 1, "every": 2}],
+    tensor=["output", "input", "output.grad", "input.grad"],
 )
-@pytest.mark.parametrize("tensor", ["output", "input", "output.grad", "input.grad"])
 def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with gradsurgeon.apply(model, rules(logging(tensor, steps=steps))) as session:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import singly
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -56,11 +57,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64],
+@singly(
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64],
+    shape=[(1,), (7, 3), (40, 500), (300, 901), (2, 3, 50, 901)],
 )
-@pytest.mark.parametrize("shape", [(1,), (7, 3), (40, 500), (300, 901), (2, 3, 50, 901)])
 def test_both_are_the_signed_sums_of_the_definition(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, data
-from pairs import pairwise
+from pairs import singly
 from running_bounds import ByHand
 from spikes import (
     ABOVE,
@@ -118,7 +118,7 @@ def optimizers(kind: str, model: Any) -> Iterator[list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.filterwarnings("ignore:rule spikes. gradients come to")
-@pairwise(kind=KINDS, above=ABOVE, per=PER, then=["clip", "skip-step"])
+@singly(kind=KINDS, above=ABOVE, per=PER, then=["clip", "skip-step"])
 def test_each_optimizer_has_a_bound_and_goes_on_with_it(
     kind: str, above: str, per: str, then: str
 ) -> None:
@@ -443,7 +443,7 @@ def train_by_hand(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, ByHand
 @pytest.mark.cell("GradScaler and accumulation", "step")
 @pytest.mark.cell("`torch.compile`, rules first", "step")
 @pytest.mark.cell("`torch.compile`, rules after the first call", "step")
-@pairwise(name=SETUPS, above=ABOVE, per=PER, then=["clip", "skip-step"])
+@singly(name=SETUPS, above=ABOVE, per=PER, then=["clip", "skip-step"])
 def test_the_bound_is_that_of_the_papers(name: str, above: str, per: str, then: str) -> None:
     setup, rule = SETUPS[name], spike_trap(above, per, then)
     wanted, hand = train_by_hand(setup, rule)
@@ -486,8 +486,7 @@ def test_lbfgs_moves_by_what_the_bound_lets_through(per: str) -> None:
     assert {kept[0] for kept in learnt(session).values()} == {len(FACTORS)}
 
 
-@pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("name", CASES)
+@singly(per=PER, name=CASES)
 def test_gradients_of_every_kind_are_measured_and_cut(name: str, per: str) -> None:
     case, rule = CASES[name], spike_trap("times", per, "clip")
     model, wanted, hand = case.make(), case.make(), ByHand(**rule)

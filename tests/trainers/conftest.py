@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from accelerate.state import AcceleratorState
 
 
 @pytest.fixture
 def own_environment() -> Iterator[None]:
+    from accelerate.state import AcceleratorState
+
     before = dict(os.environ)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -61,6 +61,9 @@ def accelerated(
     precision: str = "no",
     scaler: GradScaler | None = None,
 ) -> None:
+    # Late: of many workers that import this file one runs its tests.
+    from accelerate import Accelerator
+
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision
     )
@@ -80,8 +83,7 @@ def accelerated(
 
 
 @pytest.mark.cell("`accelerate`", "backward", "accumulated", "step", "modules")
-@pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "GradScaler"])
-@pytest.mark.parametrize("name", RULES)
+@singly(scaled=[False, True], name=RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: bool) -> None:
     hand = TABLE[name]
     wanted = hand_written(hand, logged=LOGGED)
@@ -97,8 +99,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: boo
         assert by_hand.distance(without.weights, wanted.weights) > 1e-4
 
 
-@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
-@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@singly(micro=[0, 1], then=["skip-step", "raise"])
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: int) -> None:
     model, optimizer = make()
     fault = Fault(model, "2", call=2 * PARTS + micro)
@@ -120,6 +121,8 @@ def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: 
 
 
 def test_a_wrapped_optimizer_that_is_named_is_the_one_inside() -> None:
+    from accelerate import Accelerator
+
     model, optimizer = make()
     accelerator = Accelerator(cpu=True)
     model, wrapped = accelerator.prepare(model, optimizer)

@@ -6,14 +6,13 @@ passes and clips; torch calls step hooks before it. The rules have to act after 
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from models import data
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -37,33 +36,8 @@ def batches() -> Any:
     return data(5, STEPS * PARTS, 3, 4)
 
 
-class Net(lightning.LightningModule):
-    """Five layers, trained by either of the two ways."""
-
-    def __init__(self, *, manual: bool = False, kind: Any = torch.optim.SGD) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2, bias=False)
-        )
-        self.automatic_optimization = not manual
-        self._kind = kind
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        found = loss(batch, self)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            self.manual_backward(found / PARTS)
-            if index % PARTS == PARTS - 1:
-                self.clip_gradients(
-                    optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm"
-                )
-                optimizer.step()
-                optimizer.zero_grad()
-        return found
-
-    def configure_optimizers(self) -> Any:
-        return self._kind(self.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+def net(**options: Any) -> Any:
+    return importlib.import_module("trainers.lightning_models").Net(loss, **options)
 
 
 def loss(x: Tensor, model: Any) -> Tensor:
@@ -72,6 +46,8 @@ def loss(x: Tensor, model: Any) -> Tensor:
 
 
 def fit(model: Any, path: Path, **options: Any) -> None:
+    import lightning
+
     automatic = {"accumulate_grad_batches": PARTS, "gradient_clip_val": CLIP}
     trainer = lightning.Trainer(
         max_epochs=1,
@@ -89,7 +65,7 @@ def fit(model: Any, path: Path, **options: Any) -> None:
 
 
 def hand_written(hand: Hand, **options: Any) -> by_hand.End:
-    model = Net()
+    model = net()
     optimizer = model.configure_optimizers()
     steps = [[partial(_part, x) for x in step] for step in batches().split(PARTS)]
     return by_hand.train(model, optimizer, steps, hand, **options)
@@ -108,7 +84,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
 ) -> None:
     hand = TABLE[name]
     wanted = hand_written(hand, logged=LOGGED)
-    model = Net(manual=manual)
+    model = net(manual=manual)
     with gradsurgeon.apply(model, hand.rules()) as session:
         fit(model, tmp_path)
         assert session.step == STEPS
@@ -129,7 +105,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
     then: str, micro: int, manual: bool, tmp_path: Path
 ) -> None:
-    model = Net(manual=manual)
+    model = net(manual=manual)
     fault = Fault(model, "net.2", call=2 * PARTS + micro)
     error = None
     with gradsurgeon.apply(model, by_hand.trap(then)) as session:
@@ -177,7 +153,7 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
 
     clip = {"id": "clip", "action": "clip-norm", "max_norm": 0.03, "params": LOGGED}
     after = {"id": "after", "action": "norm-log", "at": "step", "params": LOGGED}
-    model = Net(manual=manual, kind=make)
+    model = net(manual=manual, kind=make)
     with gradsurgeon.apply(model, {"version": 1, "rules": [clip, after]}) as session:
         fit(model, tmp_path)
     assert session.events == []
@@ -188,7 +164,7 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
 @MANUAL
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
-    model = Net(manual=manual)
+    model = net(manual=manual)
     with gradsurgeon.apply(model, TABLE["clamp, step"].rules()) as session:
         fit(model, tmp_path, precision=precision)
         assert session.step == STEPS
@@ -202,9 +178,11 @@ def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_scaler(name: str, tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
     hand = TABLE[name]
     wanted = hand_written(hand, logged=LOGGED)
-    model = Net()
+    model = net()
 
     class Unrounded(MixedPrecision):
         """The scaler alone: float16 would hide a small mistake."""
@@ -220,29 +198,9 @@ def test_a_scaler(name: str, tmp_path: Path) -> None:
     wanted.check(model, session.history(LOGGED, rule="norms"))
 
 
-class Gan(lightning.LightningModule):
-    """Two optimizers; the second steps twice as often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.g = nn.Linear(4, 4)
-        self.d = nn.Linear(4, 1)
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        generator, critic = self.optimizers()
-        for own in [generator, critic] if index % 2 == 0 else [critic]:
-            own.zero_grad()
-            self.manual_backward(self.d(self.g(batch)).mean())
-            own.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.g, self.d)]
-
-
 def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": "*"}
-    model = Gan()
+    model = importlib.import_module("trainers.lightning_models").Gan()
     with gradsurgeon.apply(model, {"version": 1, "rules": [norms]}) as session:
         fit(model, tmp_path)
         assert session.step == STEPS * PARTS
@@ -252,6 +210,8 @@ def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
 
 
 def test_what_fabric_wraps_keeps_its_names() -> None:
+    import lightning
+
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)

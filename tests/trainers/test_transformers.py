@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import singly
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
@@ -35,6 +29,9 @@ LOGGED = "transformer.wte.weight"
 
 
 def make() -> Any:
+    # Late: of many workers that import this file one runs its tests.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -50,6 +47,8 @@ def texts() -> list[dict[str, Tensor]]:
 
 
 def trainer(model: nn.Module, path: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         output_dir=str(path),
         per_device_train_batch_size=2,
@@ -103,8 +102,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, tmp_path: P
         assert by_hand.distance(without.weights, wanted.weights) > 1e-4
 
 
-@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
-@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@singly(micro=[0, 1], then=["skip-step", "raise"])
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
     then: str, micro: int, tmp_path: Path
 ) -> None:
@@ -127,17 +125,21 @@ def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
         assert all(weight.isfinite().all() for weight in model.parameters())
 
 
-class Watching(TrainerCallback):
-    """Sees the gradients between the clipping of the trainer and the update."""
+def watching(model: nn.Module) -> Any:
+    from transformers import TrainerCallback
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.clipped: list[float] = []
+    class Watching(TrainerCallback):
+        """Sees the gradients between the clipping of the trainer and the update."""
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        weight = self._model.get_parameter(LOGGED)
-        assert weight.grad is not None
-        self.clipped.append(weight.grad.norm().item())
+        def __init__(self) -> None:
+            self.clipped: list[float] = []
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            weight = model.get_parameter(LOGGED)
+            assert weight.grad is not None
+            self.clipped.append(weight.grad.norm().item())
+
+    return Watching()
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -152,10 +154,10 @@ def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
         ],
     }
     model = make()
-    watching = Watching(model)
+    seen = watching(model)
     with gradsurgeon.apply(model, rules) as session:
         made = trainer(model, tmp_path, optim=optim, bf16=True)
-        made.add_callback(watching)
+        made.add_callback(seen)
         made.train()
         # The wrapper of accelerate and what it wraps are one optimizer, with one clock.
         assert session.step == STEPS
@@ -163,8 +165,8 @@ def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
     assert [s for s, _ in session.history(LOGGED, rule="clipped")] == list(range(STEPS))
     clipped = [norm for _, norm in session.history(LOGGED, rule="clipped")]
     halved = [norm for _, norm in session.history(LOGGED, rule="halved")]
-    assert clipped == pytest.approx(watching.clipped, rel=1e-5)
-    assert halved == pytest.approx([norm / 2 for norm in watching.clipped], rel=1e-5)
+    assert clipped == pytest.approx(seen.clipped, rel=1e-5)
+    assert halved == pytest.approx([norm / 2 for norm in seen.clipped], rel=1e-5)
     assert session.status()["half"].fired == STEPS * len(list(model.parameters()))
 
 

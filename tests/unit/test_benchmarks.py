@@ -300,6 +300,7 @@ def test_the_command_tells_a_doctored_baseline(
     assert out.count("| WORSE |") == 1
 
 
+@pytest.mark.slow
 def test_a_baseline_without_anything_to_compare_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_step_can_be_measured_with_everything_on_it() -> None:
     json.dumps(rows)
 
 
+@pytest.mark.slow
 def test_every_job_is_done_in_all_ways() -> None:
     rows = list(like_for_like.of_workload(SMALL, "cpu", ONCE))
     assert [one["job"] for one in rows] == [job.name for job in like_for_like.JOBS]

@@ -450,7 +450,7 @@ class TestMarkdown:
         assert "|" not in written
 
     def test_it_is_cut_where_comments_end(self) -> None:
-        names = manifest(layers=2000)
+        names = manifest(layers=600)
         words = [f"{a}-{b}" for a in "abcdefghij" for b in range(60)]
         old = [zero(word, params=f"h.{at}.*") for at, word in enumerate(words)]
         new = [zero(word, params=f"h.{at}.attn.*") for at, word in enumerate(words)]

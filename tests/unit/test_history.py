@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from pairs import slow
 from runs import meta, values
 
 from gradsurgeon.report.history import History, Track, Whole
@@ -269,7 +270,7 @@ def hold_wholes(
         assert all(map(same, one[2], other[2]))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 30))])
 @pytest.mark.parametrize("newest", [None, 20])
 def test_every_number_is_that_of_the_records(
     tmp_path: pathlib.Path, seed: int, newest: int | None
@@ -348,13 +349,13 @@ def long_histories() -> dict[str, list[float | None]]:
 @pytest.mark.parametrize(
     ("number", "moved"),
     [
-        (STEPS, 0),
-        (STEPS - 1, 0),
-        (480 * FEW, 0),
         (480 * FEW + 1, 0),
         (3, 0),
-        (STEPS, 1),
         (STEPS, 2000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(STEPS, 0), (STEPS - 1, 0), (480 * FEW, 0), (STEPS, 1)]
+        ),
     ],
 )
 @pytest.mark.parametrize("pending", [False, True])

@@ -89,6 +89,7 @@ class TestReview:
         )
         assert "rules.yaml:3:62: error: unknown key `strenght` (did you mean `strength`?)" in out
 
+    @pytest.mark.slow
     def test_plan(self, folder: pathlib.Path) -> None:
         given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
         code, out, error = self.run(folder, "plan", "rules.yaml", *given)
@@ -104,6 +105,7 @@ class TestReview:
         ]
         assert rules["trap"]["hook"] == "end of backward, step pre-hook"
 
+    @pytest.mark.slow
     def test_diff(self, folder: pathlib.Path) -> None:
         given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
         code, out, error = self.run(folder, "diff", "rules.yaml", "new.yaml", *given)
@@ -112,6 +114,7 @@ class TestReview:
         fields = {rule: [field["name"] for field in own] for rule, own in changed.items()}
         assert fields == {"flipped": ["strength"], "trap": ["limit"]}
 
+    @pytest.mark.slow
     def test_explain(self, folder: pathlib.Path) -> None:
         code, out, _ = self.run(folder, "explain", "--import", "own_actions", "flip")
         assert code == 0
@@ -121,6 +124,7 @@ class TestReview:
         listed = self.run(folder, "explain", "--import", "own_actions")[1]
         assert all(f"\n{name} " in listed for name in OWN)
 
+    @pytest.mark.slow
     def test_a_module_that_cannot_be_imported(self, folder: pathlib.Path) -> None:
         code, out, error = self.run(folder, "lint", "rules.yaml", "--import", "gone")
         assert (code, out) == (2, "")

@@ -6,7 +6,7 @@ import math
 from itertools import combinations, product
 
 import pytest
-from pairs import pairwise, rows
+from pairs import covering, pairwise, rows, singly
 
 SIZES = [(9, 4, 2, 2), (12, 4, 2), (11, 4, 4), (3, 3, 3, 4), (1, 5, 2), (3, 4, 2, 2, 3, 5)]
 
@@ -33,10 +33,33 @@ def test_cases_have_names() -> None:
     mark = pairwise(dtype=[float, "half"], late=[True, False], per=["rule"]).mark
     names, cases = mark.args
     assert names == ("dtype", "late", "per")
-    assert cases[0] == [float, True, "rule"]
-    assert mark.kwargs["ids"] == [
+    assert cases[0].values == (float, True, "rule")
+    assert [case.id for case in cases] == [
         "float-late-rule",
         "float-no late-rule",
         "half-late-rule",
         "half-no late-rule",
     ]
+
+
+@pytest.mark.parametrize("sizes", [(11, 5), *SIZES], ids=str)
+def test_every_value_is_in_one_of_few_cases(sizes: tuple[int, ...]) -> None:
+    cases = rows([list(range(size)) for size in sizes])
+    few = covering(cases)
+    assert set(few) <= set(cases)
+    assert {cell for case in few for cell in enumerate(case)} == {
+        (column, value) for column, size in enumerate(sizes) for value in range(size)
+    }
+    assert len(few) <= 1.5 * max(sizes)
+
+
+def test_the_quick_storey_takes_every_value_and_the_slow_one_the_pairs() -> None:
+    (_, cases), (_, pairs) = (
+        kind(a=["x", "y", "z"], b=[1, 2]).mark.args for kind in (singly, pairwise)
+    )
+    assert [case.id for case in cases] == [case.id for case in pairs]
+    assert not any(case.marks for case in pairs)
+    quick = [case.values for case in cases if not case.marks]
+    assert len(quick) == 3
+    assert {value for values in quick for value in values} == {"x", "y", "z", 1, 2}
+    assert {mark.name for case in cases for mark in case.marks} == {"slow"}

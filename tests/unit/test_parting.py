@@ -17,6 +17,7 @@ def test_every_fault_is_at_its_place_and_harmless_changes_are_quiet(
     assert f"{len(parting.FAULTS)} of {len(parting.FAULTS)} faults at their place" in out
 
 
+@pytest.mark.slow
 def test_a_fault_at_another_place_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 from commands import call_here
+from pairs import singly
 from runs import meta, write
 
 from gradsurgeon import RecordError, open_run
@@ -29,8 +30,7 @@ def cut(file: pathlib.Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-@pytest.mark.parametrize("size", [0, 1000, 40_000])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@singly(size=[0, 1000, 40_000], rank=[0, 1, 2])
 def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported(
     ranks: pathlib.Path, rank: int, size: int
 ) -> None:

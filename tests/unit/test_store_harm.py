@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+from pairs import singly
 from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
@@ -308,8 +309,7 @@ def read_all(path: pathlib.Path) -> None:
         assert set(run.status()) >= set()
 
 
-@pytest.mark.parametrize("most", [64, 10**9])
-@pytest.mark.parametrize("kind", ["few", "many", "head", "cut", "json"])
+@singly(most=[64, 10**9], kind=["few", "many", "head", "cut", "json"])
 def test_whatever_is_damaged_is_refused_by_name_or_read(
     kind: str, most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
