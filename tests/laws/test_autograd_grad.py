@@ -123,7 +123,7 @@ POINTS: dict[str, dict[str, Any]] = {
     "backward",
     "accumulated",
     "step",
-    differs="is not training: its results are left alone, with one notice",
+    differs="not training: its results stay untouched, with one notice",
 )
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("use", USES)
@@ -205,7 +205,7 @@ def looks_back(use: str, name: str) -> bool:
 @pytest.mark.cell(
     "`torch.autograd.grad`, `torch.func`",
     "modules",
-    differs="transforms of `torch.func` and batches are left alone, with one notice",
+    differs="transforms of `torch.func` and their batches stay untouched, with one notice",
 )
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(

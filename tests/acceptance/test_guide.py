@@ -1,0 +1,224 @@
+"""What the README and the guide show is what a reader gets: commands run and print that, pages are short, links resolve.
+
+A block of a page that is marked `console` has commands after `$ `, and below each the lines that it prints, in their
+order; `...` stands for others, and numbers are masked, since they differ between machines. The text `# exit code 1`
+says how the command ends. A page's blocks that begin with the name of a file are files beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import guide
+import pytest
+from bounds import TIMEOUT
+from commands import call_here, environment, git
+
+TEXTS = {"README": guide.ROOT / "README.md", **guide.PAGES}
+MAX_WORDS, MAX_WIDTH, README_LINES = 1500, 180, 170
+# Their commands are run by other tests: stories, CI, launchers, and the run with all kinds of events.
+LISTED = ("nan", "review", "rules")
+
+
+class Command(NamedTuple):
+    line: str
+    shown: list[str]
+    code: int
+
+
+def commands(page: str) -> list[Command]:
+    found: list[Command] = []
+    for block in guide.blocks(page, "console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, *shown = part.rstrip().splitlines()
+            code = 1 if "# exit code 1" in shown else 0
+            found.append(Command(line, [one for one in shown if not one.startswith("# ")], code))
+    return found
+
+
+def masked(line: str) -> str:
+    """Return a line without its numbers, and with single blanks."""
+    return " ".join(re.sub(r"(?<![\w.])-?\d[\d.,]*(e[-+]?\d+)?", "#", line).split())
+
+
+def first_missing(shown: list[str], printed: str) -> str | None:
+    """Return the first line shown that is not printed after the lines shown before it."""
+    lines = iter(map(masked, printed.splitlines()))
+    for line in map(masked, shown):
+        start, cut, _ = line.partition(" ...")
+        if line != "..." and not any(
+            one.startswith(start) if cut else one == line for one in lines
+        ):
+            return line
+    return None
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Path:
+    """Return a checkout with a script, its model, rules, a run of them, and the names of the model."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    script = guide.RULES / "stories" / "went_nan.py"
+    shutil.copy(script, folder / "train.py")
+    for file in (guide.ROOT / "tests" / "cases" / "review").glob("*.*"):
+        shutil.copy(file, folder)
+    guide.write_files(guide.text("start"), folder)
+    (folder / "wrong.yaml").write_text(
+        'version: 1\nrules:\n  - id: a\n    action: zero\n    parms: "fc*.bias"\n'
+    )
+    (rule,) = re.findall(r"`(\{id: sizes[^`]*)`", guide.text("extending"))
+    (folder / "sizes.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n")
+    return folder
+
+
+def bash(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of a page where `gradsurgeon`, `python` and `pytest` are those of this test."""
+    tools = cwd.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, start in (("gradsurgeon", "-m gradsurgeon"), ("python", ""), ("pytest", "-m pytest")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {start} "$@"\n')
+        (tools / name).chmod(0o755)
+    env = environment()
+    env["PATH"] = f"{tools}:{env['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", line],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    done.stdout = done.stdout.replace(f"{cwd}/", "")
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [name for name, path in TEXTS.items() if "```console" in path.read_text()]
+)
+def test_commands_print_what_is_shown(page: str, reader: Path) -> None:
+    text = TEXTS[page].read_text(encoding="utf-8")
+    guide.write_files(text, reader)
+    if page == "nan":  # the run that the page has made by then
+        assert bash("python train.py", reader).returncode == 1
+    for command in commands(text):
+        done = bash(command.line, reader)
+        assert done.returncode == command.code, (command.line, done.stdout)
+        assert (first_missing(command.shown, done.stdout), done.stdout) == (None, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LISTED)
+def test_listed_commands_run(page: str, reader: Path) -> None:
+    package = reader / "train"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text(
+        "from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))\n"
+    )
+    (reader / "rules.yaml").write_text(
+        'version: 1\nrules: [{id: norms, action: norm-log, params: "*"}]\n'
+    )
+    made = bash("gradsurgeon params --model train.net:build -o params.json", reader)
+    assert made.returncode == 0, made.stdout
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        git(reader, *words)
+    git(reader, "update-ref", "refs/remotes/origin/main", "HEAD")
+    (listed, *_) = (
+        one for one in guide.blocks(guide.text(page), "") if one.startswith("gradsurgeon ")
+    )
+    done = bash(listed, reader)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_option_named_exists(page: str, tmp_path: Path) -> None:
+    text = TEXTS[page].read_text(encoding="utf-8")
+    text = re.sub(r" -- .*| train\.py.*", "", text)  # what follows is for the script
+    for command, rest in re.findall(r"\bgradsurgeon ([a-z]+) ([^`\n#]*)", text):
+        options = re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
+        if options:
+            told = call_here(command, "--help", cwd=tmp_path).stdout
+            assert [one for one in options if one not in told] == [], (command, rest)
+
+
+@pytest.mark.parametrize("page", guide.PAGES)
+def test_pages_are_short(page: str) -> None:
+    text = guide.text(page)
+    assert len(text.split()) <= MAX_WORDS
+    generated = re.sub(r"<!-- example: the .*?<!-- example: end -->", "", text, flags=re.DOTALL)
+    wide = [
+        one for one in generated.splitlines() if len(one) > MAX_WIDTH and not one.startswith("|")
+    ]
+    assert wide == []
+    _, _, begin, *_ = text.splitlines()
+    assert begin.startswith("After this page ")
+
+
+def test_the_readme_is_read_to_the_end() -> None:
+    lines = (guide.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= README_LINES
+    first = "\n".join(lines[:30])
+    assert "NaN" in lines[2]
+    assert "$ gradsurgeon run " in first
+    assert "diagnosis (reproduced)" in first
+    assert "](rules/page.png)" in first
+
+
+def test_the_index_has_every_page() -> None:
+    index = (guide.RULES / "README.md").read_text(encoding="utf-8")
+    assert sorted(
+        re.findall(r"^\* \[.*?\]\(guide/(.*?)\.md\): .+\.$", index, re.MULTILINE)
+    ) == list(guide.PAGES)
+
+
+def documents() -> list[Path]:
+    """Return the pages of this repository that people read."""
+    found = [
+        *guide.ROOT.glob("*.md"),
+        *(guide.ROOT / ".github").glob("*.md"),
+        *guide.RULES.rglob("*.md"),
+    ]
+    return [
+        *found,
+        *(guide.ROOT / folder / "README.md" for folder in ("benchmarks", "gradsurgeon", "tests")),
+    ]
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(guide.ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", unfenced(page)):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), (target, anchor)
+
+
+def test_links_in_the_code_lead_somewhere() -> None:
+    named = r"rules/(?:README|reference|python-api|guide/[\w-]+)\.md(?:#[\w-]+)?"
+    for folder in ("gradsurgeon", "benchmarks", "tests", "rules"):
+        for file in (guide.ROOT / folder).rglob("*.py"):
+            for link in re.findall(named, file.read_text(encoding="utf-8")):
+                target, _, anchor = link.partition("#")
+                assert (guide.ROOT / target).exists(), (file, link)
+                assert not anchor or anchor in anchors(guide.ROOT / target), (file, link)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", unfenced(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def unfenced(page: Path) -> str:
+    """Return a page without its blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
