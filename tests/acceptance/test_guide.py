@@ -19,6 +19,8 @@ import pytest
 from bounds import TIMEOUT
 from commands import call_here, environment, git
 
+import gradsurgeon
+
 TEXTS = {"README": guide.ROOT / "README.md", **guide.PAGES}
 MAX_WORDS, MAX_WIDTH, README_LINES = 1500, 180, 170
 # Their commands are run by other tests: stories, CI, launchers, and the run with all kinds of events.
@@ -127,6 +129,44 @@ def test_listed_commands_run(page: str, reader: Path) -> None:
         if " | " not in line:  # `test_guide_ci` runs it
             code, printed = run(line, reader)
             assert code == 0, (line, printed)
+
+
+def test_losses_go_to_backward_as_shown() -> None:
+    import torch
+    from torch import nn
+
+    trunk, x = nn.Linear(3, 4), torch.ones(2, 3)
+    model = nn.ModuleDict({"trunk": trunk, "seg": nn.Linear(4, 1), "depth": nn.Linear(4, 1)})
+    rules, _ = guide.blocks(guide.text("losses"), "yaml")
+    (code,) = guide.blocks(guide.text("losses"), "python")
+    seg_loss, depth_loss = (model[name](trunk(x)).square().sum() for name in ("seg", "depth"))
+    with gradsurgeon.apply(model, rules, optimizer=[]) as session:
+        exec(code, {"gradsurgeon": gradsurgeon, "seg_loss": seg_loss, "depth_loss": depth_loss})
+        assert session.latest("seg/depth", rule="tasks", stat="cosine") is not None
+    assert trunk.weight.grad is not None
+
+
+@pytest.mark.slow
+def test_callbacks_are_made_as_shown(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch
+    import transformers
+    from torch import nn
+
+    monkeypatch.chdir(reader)
+    made, trained, *_ = guide.blocks(guide.text("integrations"), "python")
+    exec(made, {"lightning": lightning.pytorch})
+    args = transformers.TrainingArguments("out", report_to="none", use_cpu=True)
+    known = {"Trainer": transformers.Trainer, "model": nn.Linear(1, 1), "args": args, "data": [1]}
+    exec(trained, known)
+
+
+def test_a_tracker_is_given_as_in_the_script_that_is_run() -> None:
+    _, _, code, _ = guide.blocks(guide.text("integrations"), "python")
+    script = (guide.RULES / "integrations" / "train_with_trackers.py").read_text(encoding="utf-8")
+    for line in re.findall(
+        r"^from .*|^import .*|    sinks\.\w+\(|sinks=trackers", code, re.MULTILINE
+    ):
+        assert line in script, line
 
 
 @pytest.mark.slow
