@@ -13,7 +13,6 @@ from benchmarks import (
     losses,
     overhead,
     pages,
-    peers,
     records,
     rule_sets,
     scaling,
@@ -32,8 +31,8 @@ from benchmarks.workloads import WORKLOADS
 BEGIN = "<!-- benchmarks: begin; `python -m benchmarks --render` writes this -->\n"
 END = "<!-- benchmarks: end -->\n"
 PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
-# What the front page shows: the rules, a call that most scripts make, and what people turn on in trouble.
-_FRONT = (rule_sets.OBSERVE, peers.CLIP_BITES, "detect_anomaly")
+# What the front page shows: observing, a clip as well, and what people turn on in trouble.
+_FRONT = (rule_sets.OBSERVE, rule_sets.CLIP_BITES, "detect_anomaly")
 # The fault whose messages are shown side by side.
 _FAULT = "root of a negative, masked in the forward pass"
 
@@ -183,7 +182,8 @@ def _front(result: Result, *, without_cuda: bool) -> str:
         for name in names
         for row in main_rows(result, name)
     }
-    cases = [case for case in (BARE.name, *_FRONT) if (case, names[0]) in ratios]
+    cases = [case for case in _FRONT if (case, names[0]) in ratios]
+    noise = sorted(ratios[BARE.name, name] for name in names)
     absent = {"CUDA": "not run"} if without_cuda else {}
     rows = (
         [case, *(ratios.get((case, name), "") for name in names), *absent.values()]
@@ -192,8 +192,9 @@ def _front(result: Result, *, without_cuda: bool) -> str:
     found = judged(result["rows"], result["machine"]["kind"])
     met = sum(one.verdict == "met" for one in found)
     known = sum(one.value is not None for one in found)
-    head = f"Time of a training step, 1 without anything, on {about_machine(result)}:\n\n"
-    tail = f"\n{met} of the {known} targets measured there are met.\n"
+    head = f"Relative step time (1.00 = no instrumentation) on {about_machine(result)}:\n\n"
+    tail = f"\nThe step without anything, measured again, takes {noise[0]} to {noise[-1]}. "
+    tail += f"{met} of the {known} targets measured there are met.\n"
     return head + table(["", *names, *absent], rows) + tail
 
 

@@ -12,7 +12,7 @@ from benchmarks import formatting, results
 from benchmarks.machine import ROOT
 
 RESULTS = results.FOLDER / "spikes" / "spikes.json"
-PICTURE, GUIDE = ROOT / "rules" / "spikes.png", ROOT / "rules" / "README.md"
+PICTURE, GUIDE = ROOT / "rules" / "spikes.png", ROOT / "rules" / "guide" / "spikes.md"
 BEGIN = "<!-- spikes: begin; `python -m benchmarks.spikes` writes this -->\n"
 END = "<!-- spikes: end -->\n"
 _HEAD = (

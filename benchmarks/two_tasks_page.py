@@ -9,7 +9,7 @@ from benchmarks import formatting, results, spikes_page
 from benchmarks.machine import ROOT
 
 RESULTS = results.FOLDER / "two_tasks" / "two_tasks.json"
-PICTURE, GUIDE = ROOT / "rules" / "two_tasks.png", ROOT / "rules" / "README.md"
+PICTURE, GUIDE = ROOT / "rules" / "two_tasks.png", ROOT / "rules" / "guide" / "two-tasks.md"
 BEGIN = "<!-- two tasks: begin; `python -m benchmarks.two_tasks` writes this -->\n"
 END = "<!-- two tasks: end -->\n"
 _HEAD = ("trained", "digits read", "ink explained")

@@ -133,9 +133,8 @@ def git(folder: pathlib.Path, *arguments: str) -> str:
 
 def pasted(language: str = "") -> str:
     """Return what the guide tells to paste for editors and CI, in that language."""
-    guide = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
-    part = guide.partition("\n## Editors and CI\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    page = (ROOT / "rules" / "guide" / "ci.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     return "\n".join(text for kind, text in blocks if kind == language)
 
 

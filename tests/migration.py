@@ -26,9 +26,8 @@ class Row:
 
 
 def table() -> list[Row]:
-    guide = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
-    part = guide.partition("## From what you write today\n")[2].partition("\n## ")[0]
-    lines = part.partition("| today |")[2].strip().splitlines()[2:]
+    guide = (ROOT / "rules" / "guide" / "hooks.md").read_text(encoding="utf-8")
+    lines = guide.partition("| today |")[2].strip().splitlines()[2:]
     return [_row(*(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines]
 
 

@@ -84,7 +84,7 @@ rules = [
 OWN = """\
 ## Actions of your own
 
-The [guide](README.md#actions-of-your-own) has an example. An action is a class derived from the kind that fits; what its
+The [guide](guide/extending.md) has an example. An action is a class derived from the kind that fits; what its
 `compile` returns says what the action does.
 """
 

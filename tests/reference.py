@@ -1,4 +1,7 @@
-"""The page `rules/reference.md`: what `gradsurgeon explain` prints of every action and every check of lint."""
+"""The page `rules/reference.md`: what `gradsurgeon explain` prints of actions and checks, output for programs, set-ups."""
+
+import json_forms
+import setups
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.explain import action_page, check_page, keys, options_table, table
@@ -9,7 +12,8 @@ HEAD = """\
 # Reference
 
 Every option of every rule, every action, and every check of `gradsurgeon lint`. `gradsurgeon explain NAME` prints the same
-in a terminal. The [guide](README.md) shows how to use them.
+in a terminal. At the end: [output for programs](#the-report-as-json), and the [tests behind the set-ups](#tests-behind-the-set-ups).
+The [guide](README.md) shows how to use them.
 
 <!-- Written by `python tests/unit/test_rules_readme.py` from the actions and checks themselves: do not edit. -->
 
@@ -35,4 +39,10 @@ def page() -> str:
         for name, about in READING_CHECKS.items()
     ]
     lines += table([("check", "severity", "finds", "what to do"), *rows])
+    lines += ["", json_forms.TEXT, "## Tests behind the set-ups", ""]
+    lines += [
+        "Each row of [the table of set-ups](guide/setups.md) holds because these tests pass.",
+        "",
+    ]
+    lines += table([("set-up", "tests"), *setups.tests_behind(setups.collected())])
     return HEAD + "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The table of set-ups in `rules/README.md`, made of the tests that back it.
+"""The table of set-ups in `rules/guide/setups.md`, made of the tests that back it.
 
 A test says by `@pytest.mark.cell(SETUP, *POINTS)` which cells it backs. Where rules act there as they
 do in one process, that is all; else it says how, or why they are refused:
@@ -115,7 +115,7 @@ def is_slow(mark: ast.expr) -> bool:
 
 
 def table(cells: list[Cell]) -> str:
-    """Return the table as Markdown, with its notes and the tests behind every row."""
+    """Return the table as Markdown, with its notes."""
     notes: dict[str, int] = {}
     lines = [
         "| set-up | `at: backward` | `at: accumulated` | `at: step` | modules and tags |",
@@ -126,12 +126,16 @@ def table(cells: list[Cell]) -> str:
         lines.append(f"| {setup} | {' | '.join(row)} |")
     lines.append("")
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    lines += ["", "<details>", "<summary>The tests that back each row</summary>", ""]
+    return "\n".join(lines) + "\n"
+
+
+def tests_behind(cells: list[Cell]) -> list[tuple[str, str]]:
+    """Return each set-up with the tests that back its cells."""
+    rows = []
     for setup in SETUPS:
         tests = dict.fromkeys(cell.test for cell in cells if cell.setup == setup)
-        lines.append(f"* {setup}: {', '.join(f'`{test}`' for test in tests)}")
-    lines += ["", "</details>"]
-    return "\n".join(lines) + "\n"
+        rows.append((setup, " ".join(f"`{test}`" for test in tests)))
+    return rows
 
 
 def _cell(cells: list[Cell], notes: dict[str, int]) -> str:
@@ -140,9 +144,9 @@ def _cell(cells: list[Cell], notes: dict[str, int]) -> str:
     words = []
     if any(not cell.differs and not cell.refused for cell in cells):
         words.append("acts")
-    for cell in cells:
-        note = cell.differs or cell.refused
-        if note:
-            number = notes.setdefault(note, len(notes) + 1)
-            words.append(f"{'refused' if cell.refused else 'acts differently'} ({number})")
-    return ", ".join(dict.fromkeys(words))
+    for verb in ("differs", "refused"):
+        told = dict.fromkeys(text for cell in cells if (text := getattr(cell, verb)))
+        numbers = [str(notes.setdefault(text, len(notes) + 1)) for text in told]
+        if numbers:
+            words.append(f"{verb} ({', '.join(numbers)})")
+    return ", ".join(words)

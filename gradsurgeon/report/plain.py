@@ -1,4 +1,4 @@
-"""A report as plain values, for programs. What is in it is documented under ``gradsurgeon report`` in the guide."""
+"""A report as plain values, for programs. The reference documents it under ``The report as JSON``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gradsurgeon.report import from_run
 from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
 
-GUIDE = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
+RULES = pathlib.Path(__file__).parents[2] / "rules"
 KINDS = (
     "trap, spike, check, skipped-step, scaler-skip, never-fired, hook-lost, hook-rearmed, notice"
 )
@@ -369,19 +369,19 @@ def test_the_guide_shows_what_works(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "runs" / "today", trap(11))
-    part = (
-        GUIDE.read_text(encoding="utf-8")
-        .partition("## Looking at a run\n")[2]
-        .partition("\n## ")[0]
-    )
+    page = (RULES / "guide" / "runs.md").read_text(encoding="utf-8")
+    part = page.partition("\n## Watch a run\n")[0]
     commands = re.findall(r"^gradsurgeon (.*?) *#", part, re.MULTILINE)
     codes = [call_here(*command.split(), cwd=tmp_path).returncode for command in commands]
     assert codes == [0, 0, 1, 0, 0]
-    (code,) = re.findall(r"^```python\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    code, _ = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     exec("import gradsurgeon\n" + code.replace("*.weight", "?"))
     assert re.search(r"^w +64\.0$", capsys.readouterr().out, re.MULTILINE)
     done = call_here("report", "runs/today", "--format", "json", cwd=tmp_path)
     found = json.loads(done.stdout)
+    form = (
+        (RULES / "reference.md").read_text(encoding="utf-8").partition("## The report as JSON")[2]
+    )
     for key in (*found, *found["rules"][0], *found["norms"][0], "step", "value", "times"):
-        assert f"`{key}`" in part, key
+        assert f"`{key}`" in form, key

@@ -1,4 +1,4 @@
-"""The stories of `rules/README.md`: each comes out as it is told, and its page holds what the guide says."""
+"""The stories of the guide: each comes out as it is told, and its page holds what the guide says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import gradsurgeon
 pytestmark = pytest.mark.slow
 
 STORIES = ROOT / "rules" / "stories"
-GUIDE = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "rules" / "guide"
 
 
 class Told(NamedTuple):
@@ -135,7 +135,8 @@ def test_an_optimizer_misses_adapters_and_the_launcher_says_so(tmp_path: Path) -
     script = STORIES / "lora_left_out.py"
     done = forked("-m", "gradsurgeon", "run", str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (said,) = re.findall(r"^> (step 11, .*)$", GUIDE, re.MULTILINE)
+    page = (GUIDE / "checks.md").read_text(encoding="utf-8")
+    said = " ".join(re.findall(r"^> (.*)$", page, re.MULTILINE))
     assert f"gradsurgeon: {said}" in done.stderr.splitlines()
     assert (
         "checked: debug-updates, debug-loop, debug-structure, debug-ranks; found: 1 fault"
@@ -153,11 +154,12 @@ def test_a_refactoring_slips_and_compare_names_the_block(tmp_path: Path) -> None
     done = _call("refactoring_slip", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     answer, _, told = done.stdout.partition("\n\nin 50 steps ")
-    part = GUIDE.partition("<!-- story: begin -->\n")[2].partition("<!-- story: end -->")[0]
+    page = (GUIDE / "compare.md").read_text(encoding="utf-8")
+    part = page.partition("<!-- story: begin -->\n")[2].partition("<!-- story: end -->")[0]
     assert _plain(answer) == _plain(part.replace("```\n", ""))
     assert answer.startswith("They part at step 0, forward: input of blocks.1.attn.out.\n")
     assert "\nstep 0, forward: the input of blocks.1.attn agrees, " in answer
     (apart,) = re.findall(r"never further apart than ([\d.]+)", told)
-    (bound,) = re.findall(r"the two losses are never ([\d.]+) apart", GUIDE.replace("\n", " "))
+    (bound,) = re.findall(r"the two losses are never ([\d.]+) apart", page.replace("\n", " "))
     assert float(apart) < float(bound)
     assert (tmp_path / "refactoring_slip.png").stat().st_size > 50_000

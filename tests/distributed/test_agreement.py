@@ -158,7 +158,7 @@ def test_spikes_of_what_a_rank_has_alone_are_refused(ranks: list[dict[str, Any]]
     "accumulated",
     "step",
     "modules",
-    refused="ranks that take different numbers of steps cannot agree: give every rank as many batches",
+    refused="ranks with different numbers of steps cannot agree: give every rank the same number of batches",
 )
 def test_uneven_inputs_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:

@@ -24,10 +24,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cell(
-    "DDP", "backward", "modules", differs="this rank's own share, before the reduction"
+    "DDP",
+    "backward",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
 )
 @pytest.mark.cell(
-    "FSDP2 (`fully_shard`)", "modules", differs="this rank's own share, before the reduction"
+    "FSDP2 (`fully_shard`)",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
 )
 @pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
 def test_rules_do_what_hooks_do(ranks: list[dict[str, Any]], kind: str, what: str) -> None:

@@ -68,8 +68,7 @@ SAID = {
 @pytest.mark.cell(
     "DDP",
     "backward",
-    differs="bounds what each rank contributes, not the average; one warning says so. `scale` and `zero` "
-    "mean the same as at `step`",
+    differs="bounds each rank's contribution, not the average, with one warning; `scale` and `zero` mean the same as at `step`",
 )
 @pytest.mark.parametrize("kind", WORDS)
 def test_a_bound_on_what_ddp_averages_is_told_of_once(
@@ -90,8 +89,7 @@ def test_a_bound_on_what_ddp_averages_is_told_of_once(
 @pytest.mark.cell(
     "DDP",
     "step",
-    differs="one norm over what DDP averages and what it was told to leave alone differs by rank; one warning "
-    "says so",
+    differs="a norm over both averaged and ignored parameters differs by rank, with one warning",
 )
 @pytest.mark.parametrize("kind", NORMS)
 def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_told_of_once(

@@ -120,7 +120,7 @@ def test_ranks_agree_on_a_model_that_is_sharded_between_two_steps(
 @pytest.mark.cell(
     "FSDP2 (`fully_shard`)",
     "backward",
-    refused="autograd hands no hook what one pass contributes to a sharded parameter: use `at: step`, or `at: accumulated` for what only looks",
+    refused="no hook sees the contribution of one pass to a sharded parameter: use `at: step`, or `at: accumulated` to look",
 )
 @pytest.mark.parametrize(
     ("action", "remedy"),
@@ -151,7 +151,7 @@ def test_sharding_after_apply_is_refused_where_contributions_were_meant(
     "accumulated",
     "step",
     "modules",
-    refused="its flat parameters pass no hook and have no whole norms: shard with `fully_shard`",
+    refused="flat parameters pass no hook and have no whole norms: shard with `fully_shard`",
 )
 @pytest.mark.parametrize(
     "how", ["FSDP1", "FSDP1 modules", "FSDP1 later, True", "FSDP1 later, False"]
@@ -187,7 +187,7 @@ def test_tensor_parallel_rules_mean_the_whole_parameter(
 @pytest.mark.cell(
     "tensor parallel",
     "backward",
-    refused="norms and statistics, and bounds on what is still to be summed over ranks: use `at: step`",
+    refused="norms and statistics, and bounds on gradients that still await a sum over ranks: use `at: step`",
 )
 def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_meet(
     ranks: list[dict[str, Any]],

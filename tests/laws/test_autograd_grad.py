@@ -124,7 +124,7 @@ POINTS: dict[str, dict[str, Any]] = {
     "backward",
     "accumulated",
     "step",
-    differs="is not training: its results are left alone, with one notice",
+    differs="not training: its results stay untouched, with one notice",
 )
 @singly(point=POINTS, use=USES)
 def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: str) -> None:
@@ -204,7 +204,7 @@ def looks_back(use: str, name: str) -> bool:
 @pytest.mark.cell(
     "`torch.autograd.grad`, `torch.func`",
     "modules",
-    differs="transforms of `torch.func` and batches are left alone, with one notice",
+    differs="transforms of `torch.func` and their batches stay untouched, with one notice",
 )
 @singly(
     name=MODULES,

@@ -170,9 +170,7 @@ def largest(model: Twice) -> float:
 @pytest.mark.cell(
     "activation checkpointing, reentrant",
     "backward",
-    differs="a parameter that is used in a region and elsewhere as well gets its gradient in parts, one by "
-    "one: bounds hold for each part, `norm-log` records one of them; one warning says so. `scale` and "
-    "`zero` mean the same",
+    differs="a parameter used inside and outside a region gets its gradient in parts: bounds hold per part, `norm-log` records one part, with one warning",
 )
 @pytest.mark.parametrize(
     "rule",

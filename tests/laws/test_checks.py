@@ -22,7 +22,7 @@ import gradsurgeon
 from gradsurgeon import CheckError, Event, actions
 from gradsurgeon.checks.base import Pass, Update
 
-GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
+GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
 CHECKS: dict[str, Any] = {
     "version": 1,
     "rules": [

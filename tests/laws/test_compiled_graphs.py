@@ -207,7 +207,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
 @pytest.mark.cell(
     "`torch.compile`, rules after the first call",
     "modules",
-    differs="all compiled code of the process is dropped and made anew, with one warning",
+    differs="all compiled code of the process is recompiled, with one warning",
 )
 @pytest.mark.parametrize(
     "way", ["the model", *slow("in place", "the step function", "an earlier session")]

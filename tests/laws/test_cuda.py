@@ -233,7 +233,7 @@ def test_a_rule_that_would_be_silenced_refuses(rule: dict[str, Any]) -> None:
     "backward",
     "step",
     "modules",
-    differs="replays repeat the edits and count no step, no firing and no change; one notice says so",
+    differs="replays repeat the edits and count neither steps nor firings, with one notice",
 )
 @pytest.mark.cuda
 @cuda

@@ -50,7 +50,7 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 @pytest.mark.cell(
     "accumulation",
     "backward",
-    differs="bounds the contribution of each backward pass, not their sum; one warning says so. `scale` and `zero` mean the same as at `step`",
+    differs="bounds each backward pass, not the sum, with one warning; `scale` and `zero` mean the same as at `step`",
 )
 @pytest.mark.cell("accumulation", "step")
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_linear_rules_at_both_points_agree_with_one_big_batch(action: str) -> No
 
 
 @pytest.mark.cell(
-    "accumulation", "accumulated", differs="the record of a step is that of its last pass"
+    "accumulation", "accumulated", differs="the record of a step comes from its last pass"
 )
 @pytest.mark.cell("one process", "accumulated")
 def test_accumulated_records_the_last_pass_and_backward_each() -> None:
@@ -446,7 +446,7 @@ def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
 @pytest.mark.cell(
     "updates written by hand",
     "step",
-    differs="the end of a backward pass that began on empty gradients is the step, unless `session.tick()` marks the steps; `freeze` is refused",
+    differs="a backward pass that starts on empty gradients ends the step, unless `session.tick()` marks steps; `freeze` is refused",
 )
 @pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
 def test_hand_written_updates(in_place: bool) -> None:

@@ -120,12 +120,12 @@ def by_hand(point: str, setup: Setup) -> tuple[list[Tensor], list[float]]:
 @pytest.mark.cell(
     "GradScaler and accumulation",
     "backward",
-    differs="bounds the contribution of each backward pass, not their sum; one warning says so. `scale` and `zero` mean the same as at `step`",
+    differs="bounds each backward pass, not the sum, with one warning; `scale` and `zero` mean the same as at `step`",
 )
 @pytest.mark.cell(
     "GradScaler and accumulation",
     "accumulated",
-    differs="the record of a step is that of its last pass",
+    differs="the record of a step comes from its last pass",
 )
 @pytest.mark.cell("one process", "backward", "accumulated", "step", "modules")
 @pytest.mark.cell("one process, fused optimizer", "backward", "accumulated", "step", "modules")

@@ -278,8 +278,7 @@ def test_without_ticks_a_second_pass_would_enter_twice(then: str) -> None:
 @pytest.mark.cell(
     "updates written by hand",
     "step",
-    differs="the end of a backward pass that began on empty gradients is the step, unless `session.tick()` marks "
-    "the steps; `freeze` is refused",
+    differs="a backward pass that starts on empty gradients ends the step, unless `session.tick()` marks steps; `freeze` is refused",
 )
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("above", "per", "then"), RULES)

@@ -97,7 +97,7 @@ def test_grad_cam_is_that_of_the_paper(model: Net, session: Session, category: i
 def test_the_guide_computes_a_grad_cam(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guide = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
+    guide = pathlib.Path(__file__).parents[2] / "rules" / "guide" / "runs.md"
     pictures = guide.read_text(encoding="utf-8").partition("\n## Pictures\n")[2]
     rules, code = (
         pictures.split(f"```{language}\n")[1].split("```")[0] for language in ("yaml", "python")

@@ -11,6 +11,7 @@ import pathlib
 import re
 import time
 
+import guide
 import pytest
 
 from gradsurgeon import packs, planning, review, schema, source
@@ -112,16 +113,13 @@ class TestSensibleFiles:
         including.write_text(f'version: 1\ninclude: ["{packs.PREFIX}{spec}"]\n')
         assert review.lint(str(including)) == []  # nobody can change a pack
 
-    @pytest.mark.parametrize("page", ["README.md", "rules/README.md"])
-    def test_the_examples_of_the_guides(self, page: str, tmp_path: pathlib.Path) -> None:
-        text = (ROOT / page).read_text(encoding="utf-8").partition("do not edit below")[0]
-        shown = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        assert shown
-        for one in shown:
-            if name := re.match(r"# (\S+\.yaml)\n", one):
-                (tmp_path / name[1]).parent.mkdir(exist_ok=True)
-                (tmp_path / name[1]).write_text(one, encoding="utf-8")
-        for one in shown:
+    @pytest.mark.parametrize(
+        "page", [ROOT / "README.md", *guide.PAGES.values()], ids=lambda page: page.stem
+    )
+    def test_the_examples_of_the_guide(self, page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+        text = page.read_text(encoding="utf-8")
+        guide.write_files(text, tmp_path)
+        for one in guide.blocks(text, "yaml"):
             (tmp_path / "shown.yaml").write_text(one, encoding="utf-8")
             warned = {
                 problem.check

@@ -188,7 +188,7 @@ class TestLock:
         text = found.path.read_text(encoding="utf-8")
         assert packs.content_hash(text) == found.sha256, (
             f"{found.path.name} has changed since it was published as {spec}: undo that, or publish a "
-            "new version as rules/README.md says"
+            "new version as rules/guide/maintainers.md says"
         )
 
     @pytest.mark.parametrize("spec", SPECS)

@@ -1,4 +1,4 @@
-"""The pages in `rules/` and `rules.schema.json`: what they say holds, what is generated is fresh.
+"""The pages in `rules/`, the guide, and `rules.schema.json`: what they say holds, what is generated is fresh.
 
 Run this file as a script to write what is generated anew.
 """
@@ -20,16 +20,17 @@ from gradsurgeon import packs, schema, source
 from gradsurgeon.cli.schema import document_schema
 from gradsurgeon.match import compile_pattern
 
-FOLDER = Path(__file__).parents[2] / "rules"
-README, REFERENCE, API = (FOLDER / name for name in ("README.md", "reference.md", "python-api.md"))
-SCHEMA = FOLDER / "rules.schema.json"
-TEXT = README.read_text(encoding="utf-8")
-# What follows is made of the tests.
-MARK = "do not edit below this line. -->\n"
-GUIDE = TEXT.partition(MARK)[0]
+if __name__ == "__main__":  # under pytest `tests` is on the path
+    sys.path.append(str(Path(__file__).parents[1]))
+
+import guide
+
+REFERENCE, API, SCHEMA = (
+    guide.RULES / name for name in ("reference.md", "python-api.md", "rules.schema.json")
+)
+REVIEW, SETUPS = guide.PAGES["review"], guide.PAGES["setups"]
+GUIDE = guide.whole()
 REMEDY = "run `python tests/unit/test_rules_readme.py`"
-
-
 EXAMPLE = Path(__file__).parents[1] / "cases" / "review"
 
 
@@ -39,21 +40,28 @@ def generated() -> dict[Path, str]:
     import reference
     import setups
 
-    guide = with_example("the change", the_change(), with_example("the comment", comment(), GUIDE))
+    review = between("<!-- example: the change -->", the_change(), guide.text("review"))
     return {
-        README: f"{guide}{MARK}\n{setups.table(setups.collected())}",
+        REVIEW: between(
+            "<!-- example: the comment -->", comment(), review, "<!-- example: end -->"
+        ),
+        SETUPS: between(
+            "<!-- set-ups: begin; `python tests/unit/test_rules_readme.py` writes this -->",
+            f"\n{setups.table(setups.collected())}\n",
+            guide.text("setups"),
+            "<!-- set-ups: end -->",
+        ),
         REFERENCE: reference.page(),
         API: python_api.page(),
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 
 
-def with_example(title: str, text: str, guide: str) -> str:
-    """Return the guide with a part of its worked example made anew."""
-    begin, end = f"<!-- example: {title} -->\n", "<!-- example: end -->\n"
-    before, found, rest = guide.partition(begin)
+def between(begin: str, text: str, page: str, end: str = "<!-- example: end -->") -> str:
+    """Return a page with the part between two lines made anew."""
+    before, found, rest = page.partition(f"{begin}\n")
     assert found
-    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
+    return "".join((before, found, text, end, rest.partition(end)[2]))
 
 
 def the_change() -> str:
@@ -65,12 +73,8 @@ def the_change() -> str:
 def comment() -> str:
     """Return what the command prints that the guide names; that it does is tested with the command."""
     command = "diff old.yaml new.yaml --params params.json --format markdown"
-    assert f"`gradsurgeon {command}`" in GUIDE
+    assert f"`gradsurgeon {command}`" in guide.text("review")
     return (EXAMPLE / "expected.md").read_text(encoding="utf-8")
-
-
-def blocks(text: str) -> list[str]:
-    return re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def table(header: str) -> list[list[str]]:
@@ -86,16 +90,14 @@ def words(cell: str) -> list[str]:
 
 def shown() -> list[str]:
     """Return every rule file that the guide and the reference show."""
-    return [*blocks(TEXT), *blocks(REFERENCE.read_text(encoding="utf-8"))]
+    text = REFERENCE.read_text(encoding="utf-8")
+    return [*guide.blocks(GUIDE, "yaml"), *guide.blocks(text, "yaml")]
 
 
 @pytest.fixture(params=range(len(shown())))
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return one of the files shown, with those beside it that have names."""
-    for text in blocks(GUIDE):
-        if name := re.match(r"# (\S+\.yaml)\n", text):
-            (tmp_path / name[1]).parent.mkdir(exist_ok=True)
-            (tmp_path / name[1]).write_text(text, encoding="utf-8")
+    guide.write_files(GUIDE, tmp_path)
     path = tmp_path / "shown.yaml"
     path.write_text(shown()[request.param], encoding="utf-8")
     return path
@@ -104,11 +106,13 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def rules_of(rule_id: str) -> schema.RuleSet:
     """Return the block of the guide that holds a rule."""
     return gradsurgeon.load(
-        next(text for text in blocks(GUIDE) if re.search(rf"id: {rule_id}\s", text))
+        next(text for text in guide.blocks(GUIDE, "yaml") if re.search(rf"id: {rule_id}\s", text))
     )
 
 
-@pytest.mark.parametrize("path", [README, REFERENCE, API, SCHEMA], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [REVIEW, SETUPS, REFERENCE, API, SCHEMA], ids=lambda path: path.name
+)
 def test_what_is_generated_is_fresh(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == generated()[path], REMEDY
 
@@ -158,7 +162,7 @@ def test_every_check_is_in_the_reference() -> None:
     reference = REFERENCE.read_text(encoding="utf-8")
     found = re.findall(r"^### `(.*)` \((.*)\)$", reference, re.MULTILINE)
     assert found == [(name, check.severity) for name, check in CHECKS.items()]
-    table = reference.partition("## Checks of reading")[2]
+    table = reference.partition("## Checks of reading")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(reading_checks.READING_CHECKS)
 
 
@@ -166,15 +170,12 @@ def test_the_table_of_points_is_that_of_the_code() -> None:
     from gradsurgeon.actions import TARGETS
     from gradsurgeon.actions._base import POINTS
 
-    assert [words(row[0])[0] for row in table("`at` | is")] == list(POINTS)
+    assert [words(row[0])[0] for row in table("`at` | moment")] == list(POINTS)
     assert [words(row[0])[0] for row in table("key | names")] == list(TARGETS)
 
 
 def test_included_files_come_first(tmp_path: Path) -> None:
-    for text in blocks(GUIDE):
-        if name := re.match(r"# (\S+\.yaml)\n", text):
-            (tmp_path / name[1]).parent.mkdir(exist_ok=True)
-            (tmp_path / name[1]).write_text(text, encoding="utf-8")
+    guide.write_files(guide.text("packs"), tmp_path)
     rules = gradsurgeon.load(tmp_path / "train.yaml").rules
     assert [rule.id for rule in rules] == ["nan-trap-all", "bounded-attention", "norms"]
 
@@ -187,9 +188,7 @@ def test_schedules() -> None:
 
 @pytest.mark.slow
 def test_an_action_of_your_own(tmp_path: Path) -> None:
-    part = GUIDE.partition("## Actions of your own")[2]
-    (module,) = re.findall(r"^```python\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
-    (tmp_path / "my_actions.py").write_text(module, encoding="utf-8")
+    guide.write_files(guide.text("extending"), tmp_path)
     (rule,) = re.findall(r"`(\{id: \w+, action: my_actions:[^`]*)`", GUIDE)
     (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n", encoding="utf-8")
     for options, code in (([], 1), (["--import", "my_actions"], 0)):
@@ -204,7 +203,7 @@ class TestOnModels:
         import torch
         from torch import nn
 
-        rules = gradsurgeon.load(next(text for text in blocks(GUIDE) if "# order.yaml" in text))
+        rules = gradsurgeon.load(guide.named(GUIDE)["order.yaml"])
         model = nn.Sequential()
         model.fc1 = nn.Linear(3, 2, bias=False)
         plan = gradsurgeon.plan(model, rules)
@@ -259,15 +258,16 @@ class TestOnModels:
 def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:
     import setups
 
-    rows = TEXT.partition("## Set-ups\n")[2].partition("\n\n1. ")[0]
+    rows = guide.text("setups").partition("\n\n1. ")[0]
     assert [setup for setup in setups.SETUPS if f"| {setup} | " not in rows] == []
     assert "not tested" not in rows
 
 
 def test_the_diagnosis_of_the_guide_is_what_the_script_gets(tmp_path: Path) -> None:
-    part = GUIDE.partition("<!-- worked example: begin")[2].partition("<!-- worked example: end")[0]
-    code, said = re.findall(r"```(?:python)?\n(.*?)```", part, re.DOTALL)
-    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    page = guide.text("nan")
+    part = page.partition("<!-- worked example: begin")[2].partition("<!-- worked example: end")[0]
+    (said,) = guide.blocks(part, "")
+    guide.write_files(part, tmp_path)
     import forks
     from bounds import TIMEOUT
     from commands import environment
@@ -279,6 +279,5 @@ def test_the_diagnosis_of_the_guide_is_what_the_script_gets(tmp_path: Path) -> N
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
     for path, text in generated().items():
         path.write_text(text, encoding="utf-8")

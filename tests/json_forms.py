@@ -1,0 +1,40 @@
+"""The part of the reference on output for programs. `test_cli_report_formats` holds its keys against a real report."""
+
+TEXT = """\
+## The report as JSON
+
+`gradsurgeon report RUN --format json` prints one object. NaN and infinity are the texts `"NaN"`, `"Infinity"` and `"-Infinity"`.
+
+| key | value |
+|---|---|
+| `version` | 1 |
+| `title` | text |
+| `ended` | `state` (`running`, `ended`, `stopped` or `unknown`), `words`, and the words of each of `ranks` |
+| `steps` | first and last |
+| `notes` | sentences |
+| `remarks` | what stands out, each a sentence |
+| `params` | names of parameters |
+| `rules` | objects with `id`, `action`, `role` and `status`, which is `null` before the first step |
+| `events` | the events, with `kind`, `rank` and `message` |
+| `norms` | an object per tensor, below |
+| `conflicts` | an object per rule that compares losses, below |
+| `combined` | an object per rule that combines losses, below |
+| `median_of_one_step_in` | n: in a long run the medians come from every n-th step |
+| `inside` | the runs inside the directory |
+
+**`norms`**: `name`; `kind` (`gradient`, `output`, `output gradient`, ...); the `rule` and `point` that measured it; the `first`, `median`, `largest`
+and `last` norm; `spike` (`step`, `value`, and how many `times` the median before it, or `null`); `nonfinite` (how many norms);
+`nonfinite_step` (the first one, or `null`); `zero_since` (the step from which on it is 0, or `null`).
+
+**`conflicts`**: `rule`, `losses`, `steps`, `one_call_in` (of long runs one call in so many is read), and `pairs`. A pair has `part` (a parameter or
+module, empty for all matches), `first`, `second`, `calls`, `missing` (calls in which a loss had no finite gradient; they are left out), the
+mean `cosine`, the `least` one, `below` (the share of calls below 0), `below_from` (the first such step, or `null`), `ratio` (geometric mean) and `opposed` (mean).
+
+**`combined`**: `rule`, `steps`, `one_call_in`, `calls`, `changed` (the share in which the result differs from the sum), the mean `distance` from the
+sum, the `largest` distance and its `largest_step`, and `weights` (`name`, `calls`, `mean`, `least`, `largest`).
+
+## A comparison as JSON
+
+`gradsurgeon compare ... --format json` prints `version` (1), `alike`, `verdict` (the first line of the text), and the attributes of a
+[`Comparison`](python-api.md#comparison) by their names. `first`, `last` and `largest` are tensors: objects with their name, `distance` and `tolerance`. An infinite distance is `null`.
+"""
