@@ -6,14 +6,10 @@ from html.parser import HTMLParser
 from typing import Protocol, cast
 
 HARMLESS = {
-    *("b", "br", "code", "details", "div", "li", "p", "path", "polyline", "pre", "span", "summary"),
-    "svg",
+    *("b", "br", "code", "details", "div", "li", "p", "pre", "span", "summary"),
     *("table", "tbody", "td", "th", "thead", "tr", "ul"),
 }
-ATTRIBUTES = {
-    *("d", "fill", "height", "points", "stroke", "stroke-linecap", "stroke-width", "style"),
-    *("viewbox", "width"),
-}
+ATTRIBUTES = {"style"}
 
 
 class Shown(Protocol):
@@ -30,7 +26,6 @@ class Page(HTMLParser):
         tables: rows of cells, as texts.
         texts: every text, in order.
         folded: how many parts are folded.
-        shapes: points of the lines of pictures.
     """
 
     def __init__(self, shown: object) -> None:
@@ -39,7 +34,6 @@ class Page(HTMLParser):
         self.tables: list[list[list[str]]] = []
         self.texts: list[str] = []
         self.folded = 0
-        self.shapes: list[str] = []
         self._open: list[str] = []
         self.feed(self.html)
         self.close()
@@ -61,7 +55,6 @@ class Page(HTMLParser):
         if tag != "br":
             self._open.append(tag)
         self.folded += tag == "details"
-        self.shapes += [value or "" for name, value in attrs if name in ("points", "d")]
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":

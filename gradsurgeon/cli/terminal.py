@@ -54,19 +54,23 @@ class Terminal:
         self.hint = "q quits" if heard else "Ctrl-C quits"
         self._colours = {} if os.environ.get("NO_COLOR") else _COLOURS
         self._mode: list[Any] = []
-        self._frame = ""
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         sys.stdout.flush()
         self._handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, _exit)}
-        if KEYS:
-            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
-        self._begin()
+        if self._keys is not None:
+            # A stopped process would leave the terminal as it is now.
+            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+            self._mode = termios.tcgetattr(self._keys)
+            tty.setcbreak(self._keys, termios.TCSANOW)
+        _write(ENTER)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        _write(LEAVE)
+        if self._keys is not None:
+            termios.tcsetattr(self._keys, termios.TCSANOW, self._mode)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -78,8 +82,7 @@ class Terminal:
             for line, colour in zip(lines, colours, strict=True)
         )
         below = f"\r\n{_CLEAR_BELOW}" if len(lines) < size()[1] else ""
-        self._frame = f"{_HOME}{drawn}{below}"
-        _write(self._frame)
+        _write(f"{_HOME}{drawn}{below}")
 
     def quits_within(self, seconds: float) -> bool:
         """Wait; return whether somebody has pressed `q` meanwhile."""
@@ -96,25 +99,6 @@ class Terminal:
                 if not pressed:  # the terminal is gone
                     self._keys = None
         return False
-
-    def _begin(self) -> None:
-        if self._keys is not None:
-            self._mode = termios.tcgetattr(self._keys)
-            tty.setcbreak(self._keys, termios.TCSANOW)
-        _write(ENTER)
-
-    def _end(self) -> None:
-        _write(LEAVE)
-        if self._keys is not None:
-            termios.tcsetattr(self._keys, termios.TCSANOW, self._mode)
-
-    def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Give the terminal back while the process is stopped, as by Ctrl-Z."""
-        del number, frame
-        self._end()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._begin()
-        _write(self._frame)
 
 
 def _write(text: str) -> None:

@@ -14,7 +14,8 @@ from gradsurgeon.cli.report import runs_inside, why_no_page
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.screen import LiveRun, Snapshot, ending, screen, status_line
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.screen import look, screen, status_line
 from gradsurgeon.report.web_page import write_page
 from gradsurgeon.store.layout import RUN_FILE
 
@@ -39,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the page of `report --html`, anew every few seconds",
     )
-    parser.add_argument("--once", action="store_true", help="look once, print that and end")
     parser.epilog = (
         "The command ends with the run, or when you press q. If standard output is no terminal, or TERM is "
         "`dumb`, it prints one line per look. NO_COLOR turns colours off."
@@ -62,11 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(_why_not_there(folder))
     page = None if html is None else _Page(folder, Path(html))
     try:
-        if arguments.once:
-            for snapshot in _looks(folder, page, lambda: True):
-                print(*_texts(snapshot), sep="\n")
-        else:
-            (_on_screen if can_draw() else _in_lines)(folder, page, arguments.every)
+        (_on_screen if can_draw() else _in_lines)(folder, page, arguments.every)
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
@@ -97,46 +93,49 @@ class _Page:
         self._folder, self._place = folder, place
         self._next, self._seconds = 0.0, _PAGE_SECONDS
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, *, is_running: bool) -> None:
         begin = time.monotonic()
-        if snapshot.is_running and begin < self._next:
+        if is_running and begin < self._next:
             return
         # The last one is there to stay.
-        seconds = self._seconds if snapshot.is_running else None
+        seconds = self._seconds if is_running else None
         write_page([self._folder], self._place, reload_seconds=seconds)
         end = time.monotonic()
         self._seconds = max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
         self._next = end + self._seconds
 
 
-def _looks(folder: Path, page: _Page | None, quits: Callable[[], bool]) -> Iterator[Snapshot]:
+def _looks(folder: Path, page: _Page | None, quits: Callable[[], bool]) -> Iterator[Report]:
     """Yield the run as it is, again and again until it has ended or somebody quits."""
-    live = LiveRun(folder)
     while True:
-        snapshot = _read(live)
-        yield snapshot
+        report = _look(folder)
+        yield report
         if page is not None:
-            page.update(snapshot)
-        if not snapshot.is_running or quits():
+            page.update(is_running=_is_running(report))
+        if not _is_running(report) or quits():
             return
 
 
-def _read(live: LiveRun) -> Snapshot:
+def _is_running(report: Report) -> bool:
+    return report.ended is not None and report.ended.state == "running"
+
+
+def _look(folder: Path) -> Report:
     for seconds in _RETRY_SECONDS:
         try:
-            return live.read()
+            return look(folder)
         except RecordError:
             time.sleep(seconds)
-    return live.read()
+    return look(folder)
 
 
 def _on_screen(folder: Path, page: _Page | None, every: float) -> None:
     with Terminal() as terminal:
         hint = f"{terminal.hint}; every {every:g} s"
-        for snapshot in _looks(folder, page, lambda: terminal.quits_within(every)):
-            terminal.draw(screen(snapshot, *size(), hint=hint))
-    if not snapshot.is_running:
-        print(*_texts(snapshot), "", ending(snapshot), sep="\n")
+        for report in _looks(folder, page, lambda: terminal.quits_within(every)):
+            terminal.draw(screen(report, *size(), hint=hint))
+    if not _is_running(report):
+        print(*(line.text for line in screen(report, size()[0])), sep="\n")
 
 
 def _in_lines(folder: Path, page: _Page | None, every: float) -> None:
@@ -144,10 +143,6 @@ def _in_lines(folder: Path, page: _Page | None, every: float) -> None:
         time.sleep(every)
         return False
 
-    for snapshot in _looks(folder, page, wait):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
-    print(ending(snapshot))
-
-
-def _texts(snapshot: Snapshot) -> list[str]:
-    return [line.text for line in screen(snapshot, size()[0])]
+    for report in _looks(folder, page, wait):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(report)}", flush=True)
+    print(*report.head, sep="\n")

@@ -85,13 +85,6 @@ class Compared(NamedTuple):
     steps: tuple[int, int]
     every: int = 1
 
-    @property
-    def parts(self) -> dict[str, list[Pair]]:
-        found: dict[str, list[Pair]] = {}
-        for pair in self.pairs:
-            found.setdefault(pair.part, []).append(pair)
-        return found
-
     def worst(self) -> list[Pair]:
         """Return the pairs, the lowest mean cosine first, and last those that were never compared."""
         return sorted(self.pairs, key=lambda one: (math.isnan(one.cosine), one.cosine))
@@ -231,9 +224,6 @@ def _compared(
 ) -> Compared:
     found = dict.fromkeys(loss for pair in pairs for loss in (pair.first, pair.second))
     losses = tuple(dict.fromkeys((*(loss for loss in named if loss in found), *found)))
-    place = {loss: number for number, loss in enumerate(losses)}
-    parts = {part: number for number, part in enumerate(dict.fromkeys(one.part for one in pairs))}
-    pairs.sort(key=lambda one: (parts[one.part], place[one.first], place[one.second]))
     steps = every_cosine.steps
     return Compared(rule, losses, pairs, (int(steps[0]), int(steps[-1])), every)
 

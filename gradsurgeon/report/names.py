@@ -54,28 +54,14 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
     return [name for name in canonical if name in found]
 
 
-def shortened(names: Sequence[str], most: int) -> list[str]:
-    """Return names in at most so many characters, without parts between dots: so that they stay apart, if possible."""
-    # Sometimes the beginning tells names apart, sometimes the inner parts do.
-    tries = [[_without(name, most, inner=inner) for name in names] for inner in (True, False)]
-    return max(tries, key=lambda texts: len({*texts}))
-
-
-def _without(name: str, most: int, *, inner: bool) -> str:
-    """Leave out parts from the first one on, or from the first inner one on. Numbers stay, as they tell layers apart."""
-    parts = name.split(".")
-    order = [*range(1, len(parts) - 1), 0] if inner else [*range(len(parts) - 1)]
-    if len(parts) == 1 or len(name) <= most:
-        return cut_inside(name, most)
-    for place in order:
+def shortened(name: str, most: int) -> str:
+    """Return a name in at most so many characters, without parts between dots; numbers stay, as they tell layers apart."""
+    parts, short = name.split("."), name
+    for place in range(len(parts) - 1):
+        if len(short) <= most:
+            break
         if not parts[place].isdigit():
             parts[place] = "…"
-        if len(short := re.sub(r"…(\.…)+", "…", ".".join(parts))) <= most:
-            return short
-    return cut_inside(name, most)
-
-
-def cut_inside(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer: what tells it from others stands at both ends."""
+            short = re.sub(r"…(\.…)+", "…", ".".join(parts))
     end = (most - 1) // 2
-    return text if len(text) <= most else text[: most - 1 - end] + "…" + text[len(text) - end :]
+    return short if len(short) <= most else f"{short[: most - 1 - end]}…{short[len(short) - end :]}"

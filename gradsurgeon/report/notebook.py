@@ -1,4 +1,4 @@
-"""A report as a notebook shows it: tables, and histories as lines."""
+"""A report as a notebook shows it: its tables as HTML."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from gradsurgeon import _html
 from gradsurgeon.events import Event
 from gradsurgeon.report.rules_and_events import EventGroup, by_kind, event_groups
+from gradsurgeon.report.sparkline import LEGEND
 from gradsurgeon.report.tables import Table
-
-_LEGEND = "history: a log scale per row; red: a norm that is not finite; a tick at the bottom: norm 0; a gap: no gradient"
 
 
 def page(
@@ -22,7 +21,7 @@ def page(
 ) -> _html.Markup:
     """Return a report as a notebook shows it. The first so many tables are `norms`; events are oldest first."""
     parts = [part for table in tables[:norms] for part in table.html()]
-    legend = [_html.listing([_LEGEND])] if norms else []
+    legend = [_html.listing([LEGEND])] if norms else []
     return _html.page(
         *(_html.element("p", _html.bold(line)) for line in head),
         _html.listing(remarks),

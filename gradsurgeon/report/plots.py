@@ -70,7 +70,7 @@ class Picture(Figure):
 
 def plain(text: str) -> str:
     """Return a text of a user's for matplotlib, which reads formulas between dollars."""
-    (shown,) = shortened([printable(text)], _LONGEST)
+    shown = shortened(printable(text), _LONGEST)
     # A label that begins with an underscore would be left out of legends.
     return " " * shown.startswith("_") + shown.replace("$", r"\$")
 

@@ -22,7 +22,7 @@ from gradsurgeon.report.rules_and_events import (
     listed,
     rule_table,
 )
-from gradsurgeon.report.sparkline import NONFINITE, ZERO
+from gradsurgeon.report.sparkline import LEGEND
 from gradsurgeon.report.tables import Table
 from gradsurgeon.store import Records, WholeSeries
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 _COLUMNS = 100
 # How the status of a rule tells that the rule was due and has not fired.
 _DUE = "was due in"
-_LEGEND = (
-    f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
-)
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Report:
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         lines = [list(_lines(table, columns)) for table in self.tables]
         if self.norms:
-            lines[len(self.norms) - 1].append(f"  {_LEGEND}")
+            lines[len(self.norms) - 1].append(f"  {LEGEND}")
         stands_out = [f"  {remark}" for remark in self.remarks]
         lines = [self.head, stands_out, *lines]
         parts = [*lines, list(self.captures), list(event_lines(self.events))]

@@ -65,7 +65,8 @@ class RankFile:
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")
-        if application != layout.APPLICATION or dict(tables) != layout.FORMATS.get(form):
+        found = application, form, dict(tables)
+        if found != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(

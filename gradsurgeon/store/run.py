@@ -313,10 +313,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
             f"{begins if text else 'is empty'}; restore it, or record the run again"
         )
-    if form > FORMAT:
+    if form != FORMAT:
         raise RecordError(
-            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written "
-            "by a newer one; upgrade gradsurgeon"
+            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads format {FORMAT} only: use the "
+            "gradsurgeon that has written it"
         )
     return dict(meta)
 

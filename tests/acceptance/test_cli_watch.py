@@ -173,10 +173,9 @@ class TestInATerminal:
             *(f"  step {step}  trap  norms  w\\x1b[2J  bad" for step in (5, 4, 3)),
         ]
         assert "norm of w: 500 at step 5" in "\n".join(last)
-        assert any(re.search(r" steps/s$", frame[0]) for frame in frames)
         # The last screen stays on the terminal, and why it is the last one.
         after = watched.text.partition(LEAVE)[2].rstrip().split("\r\n")
-        assert after == [*last[:-2], "", *last[1:3]]
+        assert after == last[:-2]
 
     def test_q_ends_it(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
         watched = watching("run", "--every", "600")
@@ -216,22 +215,15 @@ class TestInATerminal:
         assert watched.ended() == (143, "")
         is_restored(watched)
 
-    def test_ctrl_z_gives_the_terminal_back_for_a_while(
+    def test_ctrl_z_does_nothing(
         self, writer: RunWriter, watching: Callable[..., Watching]
     ) -> None:
         watched = watching("run", "--every", "600")
         watched.until(lambda text: "q quits" in text)
         watched.type(b"\x1a")
-        os.waitpid(watched.process.pid, os.WUNTRACED)
-        watched.until(lambda text: text.endswith(LEAVE))
-        assert watched.modes() == watched.mode
-        watched.process.send_signal(signal.SIGCONT)
-        watched.until(lambda text: text.count("q quits") == 2)
-        assert watched.text.count(ENTER) == 2
         watched.type(b"q")
         assert watched.ended() == (0, "")
-        assert watched.text.endswith(LEAVE)
-        assert watched.modes() == watched.mode
+        is_restored(watched)
 
     def test_a_file_that_is_damaged_meanwhile(
         self, writer: RunWriter, watching: Callable[..., Watching], tmp_path: pathlib.Path
@@ -288,7 +280,7 @@ class TestInATerminal:
         writer.close()
         assert watched.ended() == (0, "")
         assert "\x1b" not in watched.text
-        assert watched.text.endswith("ended, clean\r\n")
+        assert "\r\nended, clean\r\nsummary: rules.yaml on Net: steps 0..2" in watched.text
 
 
 class TestElsewhere:
@@ -297,14 +289,14 @@ class TestElsewhere:
             threading.Timer(8.0, process.kill).start()
             done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
-        *lines, last = done.stdout.splitlines()
+        *lines, last, _summary = done.stdout.splitlines()
         assert re.fullmatch(
             r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing",
             last,
         )
         assert len(lines) >= 2
         one = (
-            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)(  [0-9.]+ steps/s)?  "
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)  "
             r"norm of all 2 parameters 2.24  0 events"
         )
         found = [re.fullmatch(one, line) for line in lines]
@@ -312,7 +304,6 @@ class TestElsewhere:
         assert len(steps) == len(lines)
         assert steps == sorted(steps)
         assert steps[-1] > steps[0]
-        assert "steps/s" in lines[1]
 
     def test_a_run_that_is_not_there(self, tmp_path: pathlib.Path) -> None:
         done = call("watch", "run", cwd=tmp_path)

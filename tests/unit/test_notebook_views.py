@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
 from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.tables import log_curve
 from gradsurgeon.store import Key, Records
 
 NAN = math.nan
@@ -137,8 +137,8 @@ def test_a_report_shows_rules_norms_and_events() -> None:
     page = Page(one)
     assert page.texts[0] == str(one).splitlines()[0]
     assert page.rows("median") == [
-        ["a", "", "1", "3", "64", "4", "-"],
-        ["b", "", "0.5", "0.25", "0.5", "0", "1"],
+        ["a", "▁▂█▃▃", "1", "3", "64", "4", "-"],
+        ["b", "█✗▁ _", "0.5", "0.25", "0.5", "0", "1"],
     ]
     assert page.rows("fired") == [["norms", "norm-log", "2", "5", "-", "4", ""]]
     assert page.rows("event") == [
@@ -176,28 +176,15 @@ def test_of_many_events_the_first_and_the_last_are_shown() -> None:
     assert rows[10][1] == "... and 5 more"
 
 
-def test_a_sparkline_is_one_line_per_stretch() -> None:
-    assert log_curve([]).count("<polyline") == 0
-    drawn = str(log_curve([1.0, 10.0, None, 0.1, NAN, 0.0]))
-    step = 160 / 6
-    assert (
-        f'<polyline points="{step / 2:.1f},9.0 {1.5 * step:.1f},2.0 {1.5 * step:.1f},2.0"/>'
-        in drawn
-    )
-    assert f'<polyline points="{3.5 * step:.1f},16.0 {3.5 * step:.1f},16.0"/>' in drawn
-    assert f'<path d="M{4.5 * step:.1f} 0V18" stroke="#e3262d"/>' in drawn
-    assert f'<path d="M{5.5 * step:.1f} 14V18" stroke="currentColor"/>' in drawn
-    assert drawn.count("<p") == 4
-
-
-def test_a_long_history_keeps_its_spike() -> None:
+def test_histories_are_those_of_the_text() -> None:
     values: list[float | None] = [1.0] * 10_000
     values[7003] = 100.0
-    (line,) = Page(report({"a": values})).shapes
-    heights = [float(point.split(",")[1]) for point in line.split()][:-1]
-    assert len(heights) == 80
-    assert heights.index(min(heights)) == 7003 * 80 // 10_000
-    assert sorted(set(heights)) == [2.0, 16.0]
+    one = report({"a": values, "b": [None, 0.0, NAN, *values[3:]]})
+    page, text = Page(one), one.text(width=120).splitlines()
+    for name, curve, *_ in page.rows("median"):
+        assert len(curve) == 32
+        assert any(re.match(f"  {name} +{curve}  ", line) for line in text)
+    assert page.rows("median")[0][1].index("█") == 7003 * 32 // 10_000
 
 
 def test_hostile_texts_are_inert() -> None:
