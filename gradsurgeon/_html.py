@@ -41,12 +41,6 @@ def code(text: object) -> Markup:
     return element("code", text)
 
 
-def listing(texts: Iterable[object]) -> Markup:
-    """Return a list with a point for each text, nothing for none."""
-    items = [element("li", text) for text in texts]
-    return element('ul style="margin:0.2em 0"', *items) if items else Markup()
-
-
 def table(
     head: Sequence[object], rows: Iterable[Sequence[object]], right: Collection[int] = ()
 ) -> Markup:
@@ -62,11 +56,6 @@ def table(
         element("thead", row("th", head)),
         element("tbody", *(row("td", cells) for cells in rows)),
     )
-
-
-def folded(summary: object, *content: object) -> Markup:
-    """Return what shows only its summary until somebody opens it."""
-    return element("details", element("summary", summary), *content)
 
 
 def page(*parts: object) -> Markup:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from gradsurgeon import _html
 from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report import notebook
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -84,8 +84,7 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        norms = len(self.norms)
-        return notebook.page(self.head, self.tables, self.remarks, self.events, norms=norms)
+        return _html.element("pre", self.text(width=_COLUMNS))
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.

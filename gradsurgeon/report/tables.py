@@ -1,11 +1,10 @@
-"""A table of a report, as plain cells, and its renderings as text and HTML. The page reads the same cells."""
+"""A table of a report, as plain cells, and as text. The page reads the same cells."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from gradsurgeon import _html
 from gradsurgeon.planning.table import grid
 from gradsurgeon.report.sparkline import level_line, sparkline
 
@@ -49,12 +48,7 @@ class Table(NamedTuple):
         marks = ["", *(self.marks or [""] * len(self.rows))]
         widths = [2 + max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         room = columns - (sum(widths) - widths[_HISTORY] + 2) - max(map(len, marks))
-        rows = self._drawn(max(_SPARK_LEAST, min(_SPARK_WIDTH, room)))
-        for line, mark in zip(grid([self.head, *rows], right=self.right), marks, strict=True):
-            yield line + mark
-
-    def _drawn(self, width: int) -> list[list[str]]:
-        """Return the rows with their curves, each in at most so many characters."""
+        width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
         rows = [list(row) for row in self.rows]
         for row, curve in zip(rows, self.curves, strict=False):
             row[_HISTORY] = (
@@ -62,18 +56,8 @@ class Table(NamedTuple):
                 if self.ends is None
                 else level_line(curve, width, *self.ends)
             )
-        return rows
-
-    def html(self) -> Iterator[_html.Markup]:
-        """Yield the table as a notebook shows it."""
-        yield _html.element("p", _html.bold(self.title))
-        if self.head:
-            rows: list[list[object]] = [[*row] for row in self._drawn(_SPARK_WIDTH)]
-            for row in rows[: len(self.curves)]:
-                row[_HISTORY] = _html.element('span style="white-space:pre"', row[_HISTORY])
-            yield _html.table(self.head, rows, right=self.right)
-        if self.notes:
-            yield _html.listing(self.notes)
+        for line, mark in zip(grid([self.head, *rows], right=self.right), marks, strict=True):
+            yield line + mark
 
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -127,64 +126,10 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
     return Report(**(given | more))
 
 
-def test_a_report_shows_rules_norms_and_events() -> None:
-    trap = Event("trap", "trap", 3, 0, "a", "step 3: bad\nthe border lies there")
-    again = Event("trap", "trap", 4, 0, "a", "step 4: bad\nthe border lies there")
-    one = report(
-        {"a": [1.0, 2.0, 64.0, 3.0, 4.0], "b": [0.5, NAN, 0.25, None, 0.0]},
-        events=(trap, again, Event("notice", "", 5, 0, "", "all else")),
-    )
-    page = Page(one)
-    assert page.texts[0] == str(one).splitlines()[0]
-    assert page.rows("median") == [
-        ["a", "▁▂█▃▃", "1", "3", "64", "4", "-"],
-        ["b", "█✗▁ _", "0.5", "0.25", "0.5", "0", "1"],
-    ]
-    assert page.rows("fired") == [["norms", "norm-log", "2", "5", "-", "4", ""]]
-    assert page.rows("event") == [
-        ["3", "trap", "trap", "a", "x2, steps 3..4", "step 3: badthe border lies there"],
-        ["5", "notice", "", "", "", "all else"],
-    ]
-    assert page.folded == 1
-    remark = "non-finite: 1 parameter, first at step 1: b; until step 1, finite again since"
-    assert remark in page.texts
-
-
-def test_what_text_and_page_say_of_a_report_is_the_same() -> None:
-    calm: list[float | None] = [1.0] * 40
-    histories = {f"h.{i}": [*calm] for i in range(60)}
-    histories["h.50"][20] = 1e3
-    one = report(histories)
-    page, text = Page(one), one.text(width=120)
-    assert len(page.rows("median")) == 40
-    notes = "and 20 more; those that stand out and the largest are shown"
-    assert notes in page.texts
-    assert notes in text
-    spike = "1e+03 at step 20, 129x the steps before it; most in h.50"
-    assert f"largest spike: the norm of all 60 parameters, {spike}" in page.texts
-    assert one.remarks
-    assert all(remark in page.texts and f"  {remark}\n" in text for remark in one.remarks)
-    assert next(row for row in page.rows("median") if row[0] == "h.50")[4] == "1e+03"
-    empty = Page(report({}))
-    assert "norms: no l2 recorded; recorded: nothing" in empty.texts
-
-
-def test_of_many_events_the_first_and_the_last_are_shown() -> None:
-    events = [Event("notice", "", step, 0, f"p{step}", "said") for step in range(25)]
-    rows = Page(report({"a": [1.0]}, events=events)).rows("event")
-    assert [row[0] for row in rows] == [*map(str, range(10)), "", *map(str, range(15, 25))]
-    assert rows[10][1] == "... and 5 more"
-
-
-def test_histories_are_those_of_the_text() -> None:
-    values: list[float | None] = [1.0] * 10_000
-    values[7003] = 100.0
-    one = report({"a": values, "b": [None, 0.0, NAN, *values[3:]]})
-    page, text = Page(one), one.text(width=120).splitlines()
-    for name, curve, *_ in page.rows("median"):
-        assert len(curve) == 32
-        assert any(re.match(f"  {name} +{curve}  ", line) for line in text)
-    assert page.rows("median")[0][1].index("█") == 7003 * 32 // 10_000
+def test_a_report_shows_its_text() -> None:
+    event = Event("trap", "trap", 3, 0, "a", "step 3: bad\nthe border lies there")
+    one = report({"a": [1.0, 64.0], "b": [NAN, 0.25]}, events=(event,))
+    assert Page(one).texts == list(filter(None, one.text(width=100).splitlines()))
 
 
 def test_hostile_texts_are_inert() -> None:

@@ -341,7 +341,7 @@ class TestSize:
         rows = [line for line in lines if "weight  " in line]
         assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            assert re.match(r"  ….\d+\.…\.(q_proj\.)?weight  +[▁▂▃▄▅▆▇█]{8,}  +\d", row), row
+            assert re.match(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d", row), row
             # No number is cut.
             assert row.endswith("  -")
 
