@@ -46,7 +46,7 @@ def look(path: Path) -> Report:
         RecordError: it is not there, is damaged, or its files are just being made.
         GradSurgeonError: numpy is missing.
     """
-    with open_run(path, partly=True) as run:
+    with open_run(path) as run:
         width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
         rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
         return from_run(run, newest=rows)

@@ -63,23 +63,15 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     """Return the report of a run directory, finished or still being written. Reads all that it needs.
 
     Args:
-        run: open. The file of a rank that turns out to be damaged is left aside, and the report names it.
+        run: open.
         newest: read only so many of the newest rows of each series.
     """
-    from gradsurgeon.store.rank_file import RankFileError  # noqa: PLC0415 # it needs SQLite
-    from gradsurgeon.store.run import set_aside  # noqa: PLC0415 # it needs SQLite
-
-    while True:
-        try:
-            report = unread(run, newest)
-            if is_installed("numpy"):
-                report = replace(report, ranks=_ranks(run, report.rules, newest))
-                # The files may be closed before somebody looks at the report.
-                _ = report.steps, report.history.tracks, report.losses
-        except RankFileError as error:
-            set_aside(run, error)
-        else:
-            return report
+    report = unread(run, newest)
+    if is_installed("numpy"):
+        report = replace(report, ranks=_ranks(run, report.rules, newest))
+        # The files may be closed before somebody looks at the report.
+        _ = report.steps, report.history.tracks, report.losses
+    return report
 
 
 def unread(run: Run, newest: int | None = None) -> Report:
@@ -117,10 +109,6 @@ def unread(run: Run, newest: int | None = None) -> Report:
     )
 
 
-def title_of(run: Run) -> str:
-    return _title(run.meta)
-
-
 def _title(about: Mapping[str, Any]) -> str:
     rules, model = section(about, "rules"), section(about, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
@@ -131,7 +119,6 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
         yield "observed only: no rule changed anything"
     if len(run.ranks) > 1:
         yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
-    yield from (f"without rank {rank}: {text}" for rank, text in sorted(run.broken.items()))
     if missing:
         files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
         yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"

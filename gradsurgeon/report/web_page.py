@@ -93,9 +93,8 @@ def write_page(
     problems: list[str] = []
     for path in runs:
         try:
-            with open_run(path, partly=True) as run:
+            with open_run(path) as run:
                 readable.append(page_data(run))
-                problems += run.broken.values()
         except RecordError as error:
             problems.append(str(error))
     if not readable:

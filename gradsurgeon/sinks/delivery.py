@@ -13,7 +13,7 @@ from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.sinks.summary import Measured, summary
+from gradsurgeon.sinks.summary import Measured, Prefixes, summary
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
 
@@ -66,8 +66,7 @@ class Delivery(Outlet):
         # Only the thread uses these.
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        # The series of each rule and statistic, in the order in which they came: each optimizer has its own.
-        self._parts: defaultdict[tuple[str, str, str], list[Key]] = defaultdict(list)
+        self._prefixes = Prefixes()
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, Measured] = {}
         self._kinds: Counter[str] = Counter()
@@ -215,13 +214,10 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: Measured) -> None:
-        names, parts = row.key.names, self._parts[row.key[:3]]
-        if row.key not in parts:
-            parts.append(row.key)
+        names, prefix = row.key.names, self._prefixes.of(row.key)
+        if names not in self._chosen:
             columns = select(self._compiled, names)
             self._chosen[names] = frozenset(names[column] for column in columns)
-        part = parts.index(row.key) + 1
-        prefix = row.key.rule if part == 1 else f"{row.key.rule}/part-{part}"
         if (item := summary(row, prefix, self._chosen[names])) is None:
             return
         scalars = {self._named(name): value for name, value in item.scalars.items()}

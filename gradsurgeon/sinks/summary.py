@@ -47,6 +47,20 @@ class Measured(NamedTuple):
         return total if math.isfinite(total) else math.inf
 
 
+class Prefixes:
+    """The beginnings of names of numbers over several tensors: each of several optimizers has a series, and its own."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, str, str], list[Key]] = {}
+
+    def of(self, key: Key) -> str:
+        known = self._series.setdefault(key[:3], [])
+        if key not in known:
+            known.append(key)
+        part = known.index(key) + 1
+        return key.rule if part == 1 else f"{key.rule}/part-{part}"
+
+
 def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:
     """Return what a sink gets of a row, ``None`` if nothing was measured.
 

@@ -285,7 +285,7 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
         assert f"\n  {remark}\n" in text
         assert f"\n  {remark}\n" in plain
         assert remark in lines
-        assert remark in notebook.texts
+        assert f"  {remark}" in notebook.texts
     words, diagnosis = (
         found["ended"]["words"],
         "step 40: NaN born in the forward pass of h.1, train.py:9",
