@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from torch import Tensor
@@ -211,19 +211,7 @@ class Session(RecordQueries):
         aliases = {alias: thing.name for thing in things for alias in thing.aliases}
         known = dict.fromkeys(thing.name for thing in things)
         known |= dict.fromkeys(sorted(set().union(*measured.values())))
-        return Lookup(tuple(known), aliases, logged, records.series, self._due_since)
-
-    def _due_since(self, rule_id: str, name: str, step: int) -> int:
-        """Count the finished steps of a parameter after a step in which a rule was due, up to three."""
-        context = self._attachment.context
-        tensors = context.program.names
-        if name not in tensors:
-            return 0  # a module need not run in every step
-        over = context.counters[tensors.index(name)].step
-        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
-        last = over if schedule.to is None else min(over, schedule.to)
-        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
-        return len(list(islice(due, 3)))
+        return Lookup(tuple(known), aliases, logged, records.series)
 
     def __enter__(self) -> Self:
         return self

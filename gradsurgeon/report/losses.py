@@ -263,17 +263,10 @@ def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | Non
         losses: those that the rule compares, as far as they are known: only they tell of a loss called
             ``train/seg`` where it ends.
     """
-    for slash in _places(name, "/"):
-        left, right = name[:slash], name[slash + 1 :]
-        if right in losses:
-            for colon in (-1, *_places(left, ":")):
-                if left[colon + 1 :] in losses:
-                    return left[: max(0, colon)], left[colon + 1 :], right
     part, _, pair = name.rpartition(":")
     words = pair.split("/")
-    middle = (len(words) + 1) // 2
-    return (part, "/".join(words[:middle]), "/".join(words[middle:])) if words[1:] else None
-
-
-def _places(text: str, letter: str) -> list[int]:
-    return [place for place, one in enumerate(text) if one == letter]
+    splits = [("/".join(words[:at]), "/".join(words[at:])) for at in range(1, len(words))]
+    known = [both for both in splits if {*both} <= {*losses}]
+    # Of names that nobody has told, both have as many slashes.
+    first, second = known[0] if known else splits[(len(words) + 1) // 2 - 1] if splits else ("", "")
+    return (part, first, second) if splits else None

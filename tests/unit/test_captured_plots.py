@@ -180,9 +180,7 @@ def test_features_say_what_they_lack(model: Net, session: Session) -> None:
         session.plot("features", rule="map")
     with pytest.raises(ValueError, match="sample 2 of conv2 is not there: there are 2, from 0"):
         session.plot("features", rule="maps", sample=2)
-    with pytest.raises(
-        ValueError, match="'norms' takes no step=: norms takes name, rule; heatmap takes"
-    ):
+    with pytest.raises(ValueError, match="'norms' takes no step=, only name= and rule="):
         session.plot(step=3)
     with pytest.raises(ValueError, match="there are norms, heatmap, losses, features"):
         wrong.plot("lines")

@@ -289,7 +289,6 @@ def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> Non
             ("train/seg", "train/aux/depth"),
             ("", "train/seg", "train/aux/depth"),
         ),
-        ("w:l:1/l:2", ("l:1", "l:2"), ("w", "l:1", "l:2")),
         ("train/seg/train/depth", (), ("", "train/seg", "train/depth")),
         ("w:seg/depth", (), ("w", "seg", "depth")),
         ("w", LOSSES, None),
