@@ -169,10 +169,5 @@ def _print_json(folder: Path) -> None:
     from gradsurgeon.report.plain import to_dict  # noqa: PLC0415 # needs numpy
 
     inside = [str(path) for path in runs_inside(folder)]
-    if inside and not _is_run(folder):
-        raise RecordError(
-            f"{printable(str(folder))}: is no run itself; name one of the runs inside: "
-            f"{printable(', '.join(inside))}"
-        )
     with open_run(folder) as opened:
         print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))

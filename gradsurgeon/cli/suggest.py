@@ -8,10 +8,9 @@ from pathlib import Path
 from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, write_output, writing
 from gradsurgeon.cli.report import runs_inside
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.store.files import check_replaceable
-from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
 
 
@@ -49,11 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
             return file.read(len(suggestion.MARK)) == suggestion.MARK.encode()
 
     folder, output = Path(arguments.run), arguments.output
-    inside = [printable(str(path)) for path in sorted(runs_inside(folder))]
-    if inside and not (folder / RUN_FILE).exists():
-        raise RecordError(
-            f"{printable(str(folder))}: is no run itself; name one of the runs inside: {', '.join(inside)}"
-        )
     if output is not None:
         with writing(output):
             check_replaceable(Path(output), is_ours, "suggestion")
@@ -62,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     write_output(suggested.text, output)
     lines = [f"{printable(output or 'standard output')}: {suggested.summary}"]
     lines += map(printable, suggested.findings)
-    if inside:
+    if inside := [printable(str(path)) for path in runs_inside(folder)]:
         others = count(len(inside), "run")
         lines.append(f"{others} inside, of other models or processes: {', '.join(inside)}")
     for line in lines:

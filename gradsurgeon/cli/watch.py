@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -12,13 +11,11 @@ from pathlib import Path
 
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_run
-from gradsurgeon.cli.report import runs_inside, why_no_page
+from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.planning.table import count
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.screen import Line, Style, look, screen, status_line
 from gradsurgeon.report.web_page import write_page
-from gradsurgeon.store.layout import RUN_FILE
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
@@ -65,9 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     folder, html = Path(arguments.run), arguments.html
     if html is not None and (reason := why_no_page(html)):
         return fail(reason)
-    # `Path.exists` raises in a folder that must not be read.
-    if not os.path.exists(folder / RUN_FILE):  # noqa: PTH110
-        return fail(_why_not_there(folder))
     page = None if html is None else _Page(folder, Path(html))
     try:
         on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -87,20 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         return fail(f"cannot write {printable(html)}: {error.strerror or error}")
     return 0
-
-
-def _why_not_there(folder: Path) -> str:
-    where = printable(str(folder))
-    if inside := sorted(runs_inside(folder)):
-        example = printable(shlex.quote(str(inside[0])))
-        return (
-            f"{where}: is no run itself, but holds {count(len(inside), 'run')} of other models or "
-            f"processes: watch one of them, such as `gradsurgeon watch {example}`"
-        )
-    return (
-        f"{where}: there is no run ({RUN_FILE}) yet: start the training first, and name the directory of its "
-        "`record=` or `--record`"
-    )
 
 
 class _Page:

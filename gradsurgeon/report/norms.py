@@ -120,14 +120,6 @@ def _by_spike(track: Track) -> float:
 
 
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:
-    """Return what to call each of some whole norms, so that none is called like another."""
-    texts = [whole_name(whole, params) for whole in wholes]
-    if len(wholes) == 1:
-        return texts
-    for place, whole in enumerate(wholes):
-        rules = ", ".join(f"{rule} at {point}" for _, rule, point in sorted(whole.sources))
-        texts[place] += f" ({rules})"
-    return [
-        f"{text}: {whole.names[0]} ..." if texts.count(text) > 1 else text
-        for text, whole in zip(texts, wholes, strict=True)
-    ]
+    """Return what to call each of some whole norms: of several, by their first tensors also."""
+    several = len(wholes) > 1
+    return [f"{whole_name(one, params)}{f': {one.names[0]} ...' * several}" for one in wholes]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 _MOST_RANKS = 10**6
+_LISTED = 8
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
@@ -271,9 +272,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
         text = path.read_bytes()
         meta = json.loads(text)
     except OSError as error:
+        # Models and processes of one script have runs of their own.
+        inside = sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}"))
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+            f"{'; runs inside: ' * bool(inside)}{printable(', '.join(inside[:_LISTED]))}"
         ) from None
     except (ValueError, RecursionError):
         pass  # refused below

@@ -240,17 +240,13 @@ class TestElsewhere:
     def test_a_run_that_is_not_there(self, tmp_path: pathlib.Path) -> None:
         done = call("watch", "run", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == (
-            "gradsurgeon: run: there is no run (run.json) yet: start the training first, and name the directory of "
-            "its `record=` or `--record`\n"
-        )
+        assert done.stderr.startswith("gradsurgeon: run: cannot be opened as a run: No such file")
 
     def test_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
         done = call("watch", "runs", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "holds 1 run of other models or processes" in done.stderr
-        assert "`gradsurgeon watch 'runs/first one'`" in done.stderr
+        assert done.stderr.endswith("; runs inside: runs/first one\n")
 
     def test_damaged_files(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
         writer.close()

@@ -294,7 +294,7 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
     assert text.splitlines()[:2] == plain.splitlines()[:2] == [words, f"  {diagnosis}"]
     assert lines[1:3] == watched.splitlines()[1:3] == [words, f"  {diagnosis}"]
     assert notebook.texts[:2] == [words, f"  {diagnosis}"]
-    assert f"end: {words}" in shown
+    assert words in shown
     assert diagnosis in shown
     assert data["ended"]["words"] == words
     assert data["diagnosis"] == diagnosis
