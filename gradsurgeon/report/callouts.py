@@ -61,13 +61,6 @@ def callouts(history: History, params: int) -> Iterator[str]:
                 yield f"{name}{of_kind}{comma}{rest}: {text}"
 
 
-def remarkable(history: History) -> set[str]:
-    """Return the names of tensors that stand out, which a table shows first."""
-    kinds = (kind for kind in history.kinds if kind not in OF_WEIGHTS)
-    found = (_judged(history.of_kind(kind)) for kind in kinds)
-    return {track.name for one in found for track in (*one.exploded, *one.vanished)}
-
-
 def whole_name(whole: Whole, params: int) -> str:
     """Return what to call the norm of several tensors together."""
     number = len(whole.names)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
-from gradsurgeon.report.names import Name, Session, matching
+from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.plots import NONFINITE, Picture, plain
 from gradsurgeon.report.spikes import Floats
 
@@ -21,7 +21,7 @@ _IMAGES = 4  # dimensions of several images
 
 
 def features(
-    source: Session,
+    source: Any,
     *,
     name: Name | None = None,
     rule: str | None = None,
@@ -53,7 +53,7 @@ def features(
     return figure
 
 
-def _rule(session: Session) -> str:
+def _rule(session: Any) -> str:
     """Return the only `capture` rule."""
     ids = [one.id for one in session.plan.rules.rules if one.role == "capture"]
     if not ids:
@@ -62,11 +62,11 @@ def _rule(session: Session) -> str:
         )
     if len(ids) > 1:
         raise ValueError(f"several rules keep tensors: pass rule= one of {', '.join(ids)}")
-    return ids[0]
+    return str(ids[0])
 
 
 def _kept(
-    session: Session, rule: str, name: Name | None, step: int | None, call: int | None
+    session: Any, rule: str, name: Name | None, step: int | None, call: int | None
 ) -> tuple[tuple[str, int, int], Tensor]:
     """Return the newest tensor that a rule has kept of a name, step and call, and its own.
 

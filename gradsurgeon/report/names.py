@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
 
-from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.match import compile_pattern, select, suggest
-from gradsurgeon.planning import Plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Name = str | Sequence[str]
-
-
-class Session(Protocol):
-    """What a report takes from a `Session`, which lies above it."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def events(self) -> list[Event]: ...
-
-    _attachment: Any
-
-    def status(self) -> dict[str, RuleStatus]: ...
-
-    def captured(self, rule: str) -> dict[tuple[str, int, int], Tensor]: ...
 
 
 def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:

@@ -153,7 +153,7 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
 
 def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw cosines of pairs and weights: of the worst pairs, or of the named losses."""
-    report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
+    report = summary(source)
     panels: list[tuple[str, str, dict[str, Curve]]] = []
     for one in report.losses.compared:
         pairs = [pair for pair in one.worst() if pair.calls]
@@ -201,7 +201,7 @@ def _drawn(
     source: RecordQueries, name: Name | None, rule: str | None
 ) -> tuple[Report, History, list[Track]]:
     """Return the report, and the tensors of one kind in the order of the model, or say which rule is missing."""
-    report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
+    report = summary(source)
     history = report.history if rule is None else report.history_of(rule=rule)
     if history.kinds:
         # One picture has one scale: gradients and outputs, say, are not alike.

@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
 
-def summary(session: Session | Run) -> Report:
-    """Return the report of a session, running or removed, or of a run. Waits for the device."""
+def summary(session: Any) -> Report:
+    """Return the report of a `Session`, running or removed, or of a `Run`. Waits for the device."""
     if hasattr(session, "ranks"):
-        return from_run(cast("Run", session))
+        return from_run(session)
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     about = _about(plan)

@@ -26,7 +26,6 @@ class Table(NamedTuple):
         curves: one for each row, the largest of each few values; `None` stands for a gap, NaN for non-finite.
         ends: the range of the curves; `None` for a log scale of each row.
         levels: how serious each row is.
-        marks: a word behind some rows.
         notes: sentences that a reader needs, below the table.
     """
 
@@ -37,7 +36,6 @@ class Table(NamedTuple):
     curves: Sequence[Curve] = ()
     ends: tuple[float, float] | None = None
     levels: Sequence[Level] = ()
-    marks: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     def lines(self, columns: int) -> Iterator[str]:
@@ -45,9 +43,8 @@ class Table(NamedTuple):
         yield self.title
         if not self.head:
             return
-        marks = ["", *(self.marks or [""] * len(self.rows))]
         widths = [2 + max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        room = columns - (sum(widths) - widths[_HISTORY] + 2) - max(map(len, marks))
+        room = columns - (sum(widths) - widths[_HISTORY] + 2)
         width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
         rows = [list(row) for row in self.rows]
         for row, curve in zip(rows, self.curves, strict=False):
@@ -56,8 +53,7 @@ class Table(NamedTuple):
                 if self.ends is None
                 else level_line(curve, width, *self.ends)
             )
-        for line, mark in zip(grid([self.head, *rows], right=self.right), marks, strict=True):
-            yield line + mark
+        yield from grid([self.head, *rows], right=self.right)
 
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""

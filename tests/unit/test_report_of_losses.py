@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from commands import call_here
-from html_views import Page
 from runs import meta, values
 
 from gradsurgeon import RecordError, open_run
@@ -395,16 +394,6 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
         ["edges", "2"],
     ]
     json.dumps(data, allow_nan=False)
-
-
-def test_a_notebook_shows_them(run: pathlib.Path) -> None:
-    with open_run(run) as opened:
-        view = Page(from_run(opened))
-    rows = view.rows("losses")
-    assert [row[0] for row in rows] == ["seg/depth", "depth/edges", "seg/edges"]
-    assert rows[0][2:5] == ["-0.31", "-0.75", "75%"]
-    assert [row[2] for row in view.rows("loss")] == ["1", "0.562", "2"]
-    assert "norms: no l2" not in view.text
 
 
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
