@@ -144,7 +144,10 @@ class Recorder:
         # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
         # in a notebook, which shows an exception and goes on.
         self._outlived = _exceptions()
-        if self._is_due():
+        due = False
+        for outlet in self._outlets:  # each outlet must learn of it
+            due |= outlet.ends_step()
+        if due:
             self._gather()
             self._move(due=True)
         # The state has its own clock: each event commits the outlets and restarts theirs.

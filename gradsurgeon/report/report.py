@@ -84,7 +84,7 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return _html.element("pre", self.text(width=_COLUMNS))
+        return _html.pre(self.text(width=_COLUMNS))
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.

@@ -25,7 +25,7 @@ class Run(stored.Run):
         return "\n".join([f"run {printable(str(self.path))}", *lines, f"rules: {rules}"])
 
     def _repr_html_(self) -> str:
-        return _html.element("pre", repr(self))
+        return _html.pre(repr(self))
 
     def plot(
         self,

@@ -18,7 +18,7 @@ class Outlet:
         self._problems: dict[str, bool] = {}
         self._pid = os.getpid()
         self._seconds = seconds
-        self._committed = time.monotonic()
+        self._committed = self._step = time.monotonic()
 
     @property
     def _inherited(self) -> bool:
@@ -30,10 +30,16 @@ class Outlet:
         """Whether nothing is written any more: ended, failed, or in a child process."""
         return self._ended or bool(self.failed) or self._inherited
 
-    def due(self) -> bool:
-        """Return whether it is time for a commit, or for `news`."""
-        is_time = time.monotonic() - self._committed >= self._seconds
+    def due(self, ahead: float = 0.0) -> bool:
+        """Return whether it is time for a commit, or for `news`, some seconds from now."""
+        is_time = time.monotonic() + ahead - self._committed >= self._seconds
         return is_time and (not self.closed or not all(self._problems.values()))
+
+    def ends_step(self) -> bool:
+        """Mark the end of a step. Return whether its rows would be too old at the end of the next step."""
+        now = time.monotonic()
+        step, self._step = now - self._step, now
+        return self.due(step)  # the next step is assumed to take as long
 
     def news(self) -> list[str]:
         """Return the problems since the last call."""
