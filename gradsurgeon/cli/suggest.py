@@ -10,7 +10,7 @@ from gradsurgeon.cli.options import add_output, add_run, write_output, writing
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.store.files import check_replaceable
+from gradsurgeon.store.files import begins, check_replaceable
 from gradsurgeon.store.run import open_run
 
 
@@ -43,14 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     library("numpy", "report", "suggest")
     from gradsurgeon import suggestion  # noqa: PLC0415 # needs numpy
 
-    def is_ours(path: Path) -> bool:
-        with path.open("rb") as file:
-            return file.read(len(suggestion.MARK)) == suggestion.MARK.encode()
-
     folder, output = Path(arguments.run), arguments.output
     if output is not None:
         with writing(output):
-            check_replaceable(Path(output), is_ours, "suggestion")
+            mark = suggestion.MARK.encode()
+            check_replaceable(Path(output), lambda path: begins(path, mark), "suggestion")
     with open_run(folder) as opened:
         suggested = suggestion.suggest(opened, arguments.bites)
     write_output(suggested.text, output)

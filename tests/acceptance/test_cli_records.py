@@ -178,7 +178,7 @@ class TestExport:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--stat", "l3"), "rules: norms; statistics: l2, max; names such as w"),
+            (("--stat", "l3"), "; recorded: norms l2, norms max"),
             (("--rule", "x"), "nothing recorded fits"),
             (("--name", "x*"), "nothing recorded fits"),
             (("--name", "re:("), "gradsurgeon: "),

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_said_as_the_export_says_it(
 ) -> None:
     with pytest.raises(RecordError) as error:
         frame(run, **{column: "x"})
-    assert "rules: norms, peaks; statistics: l2, max; names such as w" in str(error.value)
+    assert "; recorded: norms l2, peaks max" in str(error.value)
     assert main(["export", str(run.path), "--format", "csv", f"--{column}", "x"]) == 2
     assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
 

@@ -7,7 +7,6 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ OUTPUTS = {
         {"id": "outputs", "action": "norm-log", "modules": ["layer"], "tensor": "output"},
     ]
 }
-CREATED = "2026-11-05T09:07:30"
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 
@@ -122,25 +120,6 @@ def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
         assert found["steps"][:2] == [1, 3]
         assert found["values"][:2] == ["NaN", "-Infinity"]
         assert len(found["steps"]) == 1_002
-
-
-@pytest.mark.parametrize(
-    ("created", "shown"),
-    [
-        (CREATED, "5 November 2026, 09:07"),
-        (datetime.fromisoformat(CREATED).astimezone(UTC).isoformat(), "5 November 2026, 09:07"),
-        ("soon", "soon"),
-        (7, "7"),
-        ("0001-01-01", None),
-    ],
-)
-def test_the_beginning_is_a_time_for_people(
-    tmp_path: Path, created: object, shown: str | None
-) -> None:
-    RunWriter(tmp_path / "run", rank=0, meta=meta(created=created)).close()
-    (run,) = _page(tmp_path / "run")[1]["runs"]
-    began = dict(run["facts"])["began"]
-    assert began == shown or (shown is None and began)
 
 
 def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(
