@@ -65,7 +65,7 @@ def screen(report: Report, columns: int, rows: int | None = None, hint: str = ""
     tables = [(newest_table(report.history, one, _WORST), _WORST) for one in norms]
     others = [(one, _ROWS) for one in report.tables[len(norms) :]]
     sections = [
-        _head(report),
+        _head(report, columns),
         _events(report),
         (Line(remark, "warning") for remark in report.remarks),
         *(_table(table, columns, most) for table, most in tables),
@@ -105,8 +105,10 @@ def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
     return [line for section, most in shown for line in section[:most]][:rows]
 
 
-def _head(report: Report) -> Iterator[Line]:
-    yield Line(f"{printable(report.title)}: {_step(report)}", "head")
+def _head(report: Report, columns: int) -> Iterator[Line]:
+    step = _step(report)
+    title = shortened(printable(report.title), max(_NAME_LEAST, columns - len(step) - 2))
+    yield Line(f"{title}: {step}", "head")
     if report.ended is not None:
         level = report.ended.level(report.events)
         style: Style = level if level in ("bad", "warning") else "head"
