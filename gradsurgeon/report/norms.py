@@ -102,4 +102,8 @@ def _by_spike(track: Track) -> float:
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:
     """Return what to call each of some whole norms: of several, by their first tensors also."""
     several = len(wholes) > 1
-    return [f"{whole_name(one, params)}{f': {one.names[0]} ...' * several}" for one in wholes]
+    texts = [whole_name(one, params) for one in wholes]
+    return [
+        f"{text}: {one.names[0]} ..." if several and len(one.names) > 1 else text
+        for text, one in zip(texts, wholes, strict=True)
+    ]
