@@ -174,8 +174,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         head, *evidence = self.text()
-        title = _html.element("p", _html.bold(head), f"; step {self.step}, rank {self.rank}")
-        return _html.page(title, evidence and _html.element("pre", "\n".join(evidence)))
+        return _html.pre("\n".join([f"{head}; step {self.step}, rank {self.rank}", *evidence]))
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""

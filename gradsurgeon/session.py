@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
+from gradsurgeon.planning.table import grid
 from gradsurgeon.recording.previews import CaptureKey
 from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
@@ -211,19 +211,7 @@ class Session(RecordQueries):
         aliases = {alias: thing.name for thing in things for alias in thing.aliases}
         known = dict.fromkeys(thing.name for thing in things)
         known |= dict.fromkeys(sorted(set().union(*measured.values())))
-        return Lookup(tuple(known), aliases, logged, records.series, self._due_since)
-
-    def _due_since(self, rule_id: str, name: str, step: int) -> int:
-        """Count the finished steps of a parameter after a step in which a rule was due, up to three."""
-        context = self._attachment.context
-        tensors = context.program.names
-        if name not in tensors:
-            return 0  # a module need not run in every step
-        over = context.counters[tensors.index(name)].step
-        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
-        last = over if schedule.to is None else min(over, schedule.to)
-        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
-        return len(list(islice(due, 3)))
+        return Lookup(tuple(known), aliases, logged, records.series)
 
     def __enter__(self) -> Self:
         return self
@@ -263,27 +251,21 @@ class Session(RecordQueries):
         return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
-        head, *state = repr(self).splitlines()
         statuses = self._attachment.status(wait=False)
-        rules = []
+        rules = [("rule", "action", "matched", "fired", "changed", "last step")]
         for rule in self.plan.rules.rules:
             of = statuses[rule.id]
             edits = rule.edits or isinstance(rule, FreezeRule)
             changed = f"{of.changed:.0%}" if edits else "-"
-            last = "-" if of.last_step is None else of.last_step
-            row = (rule.id, rule.action, f"{of.matched:,}", f"{of.fired:,}", changed, last)
-            rules.append(row)
+            last = "-" if of.last_step is None else str(of.last_step)
+            rules.append((rule.id, rule.action, f"{of.matched:,}", f"{of.fired:,}", changed, last))
         events = [
-            (event.step, event.kind, event.rule, event.name, event.message.partition("\n")[0])
+            "  ".join((f"step {event.step}", event.kind, *filter(None, (event.rule, event.name))))
             for event in self._attachment.events[-_EVENTS_SHOWN:]
         ]
-        columns = ("rule", "action", "matched", "fired", "changed", "last step")
-        of_events = ("step", "last events", "rule", "name", "message")
-        calls = ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()")
-        more = chain.from_iterable((" ", _html.code(call)) for call in calls)
-        return _html.page(
-            _html.element("p", _html.bold(head), "\n", "\n".join(map(str.strip, state))),
-            _html.table(columns, rules, right={2, 3, 4, 5}),
-            events and _html.table(of_events, events, right={0}),
-            _html.element("p", "to see more: ", *more),
+        lines = [repr(self), *grid(rules, right=frozenset({2, 3, 4, 5}))]
+        lines += ["last events:", *events] if events else []
+        lines.append(
+            "to see more: print(session.plan) gradsurgeon.report.summary(session) session.plot()"
         )
+        return _html.pre("\n".join(lines))

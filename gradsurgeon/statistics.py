@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,10 +82,9 @@ def of_column(column: str) -> Statistic:
     return STATISTICS[column] if column in STATISTICS else next(found)
 
 
-def _l2(elements: Tensor, _missing: int) -> Tensor:
-    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
-
-    return _numbers.norm(elements)
+def _late(room: str) -> Any:
+    """Return a room that needs torch: linting must not need it."""
+    return import_module(f"gradsurgeon.{room}")
 
 
 def _linf(elements: Tensor, _missing: int) -> Tensor:
@@ -105,12 +105,8 @@ def _std(elements: Tensor, missing: int) -> Tensor:
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
-    import torch  # noqa: PLC0415 # linting must not need torch
-
-    from gradsurgeon import _numbers  # noqa: PLC0415 # the same
-
-    count = _numbers.nonfinite(elements)
-    return count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
+    count = _late("_numbers").nonfinite(elements)
+    return elements.real.new_full((), count) if isinstance(count, int) else count
 
 
 def _stds(segments: Segments) -> Tensor:
@@ -142,10 +138,8 @@ def _std_of_parts(parts: Tensor) -> Tensor:
 
 
 def _change_and_weight(pair: Tensor) -> tuple[Tensor, Tensor]:
-    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
-
     before, after = pair
-    change, weight = _numbers.norms([after - before, after])
+    change, weight = _late("_numbers").norms([after - before, after])
     return change, weight
 
 
@@ -159,33 +153,13 @@ def _ratio_of_parts(parts: Tensor) -> Tensor:
 
 
 def _moved(pair: Tensor) -> Tensor:
-    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
-
-    share: Tensor = _numbers.differs(*pair).float().mean()
+    share: Tensor = _late("_numbers").differs(*pair).float().mean()
     return share
 
 
 def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:
     count = pair.shape[1]
     return _moved(pair) if count else 0.0, count
-
-
-def _number(number: int, beside: Tensor) -> Tensor:
-    import torch  # noqa: PLC0415 # linting must not need torch
-
-    return torch.full((), float(number), device=beside.device)
-
-
-def _projections(tensor: Tensor) -> Tensor:
-    from gradsurgeon import _projection  # noqa: PLC0415 # needs torch
-
-    return _projection.projections(tensor)
-
-
-def _projections_of(segments: Segments) -> Tensor:
-    from gradsurgeon import _projection  # noqa: PLC0415 # needs torch
-
-    return _projection.of_segments(segments)
 
 
 STATISTICS: dict[str, Statistic] = {
@@ -197,7 +171,7 @@ STATISTICS: dict[str, Statistic] = {
     ),
     # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
     "l2": Statistic(
-        _l2,
+        lambda elements, _: _late("_numbers").norm(elements),
         merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),
         empty=0.0,
         segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
@@ -241,18 +215,18 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.isfinite().logical_not_()),
     ),
     "numel": Statistic(
-        lambda elements, missing: _number(elements.numel() + missing, elements),
+        lambda elements, missing: elements.real.new_full((), elements.numel() + missing),
         merge="sum",
         empty=0.0,
         segments=lambda segments: segments.lengths,
     ),
     "projection": Statistic(
-        lambda elements, _: _projections(elements),
+        lambda elements, _: _late("_projection").projections(elements),
         merge="sum",
         empty=0.0,
-        segments=_projections_of,
+        segments=lambda segments: _late("_projection").of_segments(segments),
         columns=("projection_1", "projection_2"),
-        whole=_projections,
+        whole=lambda tensor: _late("_projection").projections(tensor),
     ),
     "ratio": Statistic(
         lambda pair, _: _over_weight(*_change_and_weight(pair)),

@@ -16,7 +16,7 @@ from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.store.files import check_replaceable, replacing
+from gradsurgeon.store.files import begins, check_replaceable, replacing
 from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
 from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.run import open_run
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         if output is None:
             sys.stdout.writelines(lines)
             return 0
-        check_replaceable(Path(output), _is_text_export, "export")
+        check_replaceable(Path(output), lambda path: begins(path, *_FIRST), "export")
         with replacing(Path(output)) as out:
             out.writelines(lines)
     return 0
@@ -78,11 +78,6 @@ def _parquet(output: str | None, chosen: Chosen) -> None:
     check_replaceable(Path(output), tables.is_export, "export")
     with replacing(Path(output), binary=True) as file:
         tables.write_parquet(file, chosen)
-
-
-def _is_text_export(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.readline(max(map(len, _FIRST)) + 1).startswith(_FIRST)
 
 
 def _csv(chosen: Chosen) -> Iterator[str]:

@@ -36,7 +36,7 @@ def why_unknown(kinds: Sequence[str]) -> str:
 def failing(
     runs: Iterable[Path], kinds: Sequence[str], asked: Sequence[Path]
 ) -> tuple[list[Failing], list[str]]:
-    """Return the runs that have events of some kinds, and why it is not known of runs, or ranks.
+    """Return the runs that have events of some kinds, and why it is not known of others.
 
     Args:
         runs: the runs, each read only if there are kinds.
@@ -47,7 +47,7 @@ def failing(
     unknown: list[str] = []
     for place in runs if kinds else ():
         try:
-            with open_run(place, partly=True) as run:
+            with open_run(place) as run:
                 report = from_run(run)
                 events = [event for event in report.events if event.kind in kinds]
                 if "spike" in kinds:
@@ -55,7 +55,6 @@ def failing(
                 if events:
                     path = "" if [place] == asked else str(place)
                     found.append(Failing(path, len(run.ranks), events))
-                unknown += run.broken.values()
         except RecordError as error:
             unknown.append(str(error))
     return found, unknown

@@ -20,8 +20,8 @@ from gradsurgeon.cli.fail_on import (
 )
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import EventKind
-from gradsurgeon.planning.table import count, grid
-from gradsurgeon.report import from_run, title_of
+from gradsurgeon.planning.table import count
+from gradsurgeon.report import from_run
 from gradsurgeon.report.rules_and_events import event_lines
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.layout import RUN_FILE
@@ -65,18 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(reason)
     folders = [Path(run) for run in arguments.runs]
     try:
+        problems: list[str] = []
         if arguments.html is not None:
             problems = _write_page(folders, Path(arguments.html))
         elif arguments.format == "json":
-            problems = _print_json(folders[0])
-        else:
+            _print_json(folders[0])
+        elif arguments.format == "text":
             # The events alone tell whether a job fails, and need no numpy.
-            by_events = bool(kinds) and not is_installed("numpy")
-            shown = folders if arguments.format == "text" else []
-            problems = [text for folder in shown for text in _print_text(folder, by_events)]
-            if by_events and shown:
-                text = "norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'"
-                print(f"gradsurgeon: {text}", file=sys.stderr)
+            _print_texts(folders, by_events=bool(kinds) and not is_installed("numpy"))
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
@@ -90,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     for line in (*dict.fromkeys((*problems, *unknown)), *summary(found, kinds)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
-    # A run that cannot be read, or a part of it, counts as a failure.
+    # A run that cannot be read counts as a failure.
     return 2 if problems or unknown else int(bool(found))
 
 
@@ -139,7 +135,7 @@ def why_no_page(name: str) -> str:
 
 
 def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
-    """Write the page, and return why runs, or ranks, are not on it."""
+    """Write the page, and return why runs are not on it."""
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
     shown, size, problems = write_page([*chain.from_iterable(map(_runs_of, folders))], place)
@@ -148,46 +144,30 @@ def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
     return problems
 
 
-def _print_text(folder: Path, by_events: bool) -> list[str]:  # noqa: FBT001 # one of two
-    """Print the report of a run and the names of the runs inside; return why ranks are not in it."""
-    problems: list[str] = []
-    inside = runs_inside(folder)
-    if _is_run(folder) or not inside:
-        with open_run(folder, partly=True) as opened:
-            report = from_run(opened)
-            print("\n".join([*report.head, *event_lines(report.events)]) if by_events else report)
-            problems += opened.broken.values()
+def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
+    """Print the report of each run and the names of the runs inside."""
+    for folder in folders:
+        inside = runs_inside(folder)
+        if is_shown := _is_run(folder) or not inside:
+            with open_run(folder) as opened:
+                report = from_run(opened)
+                text = "\n".join([*report.head, *event_lines(report.events)])
+                print(text if by_events else report)
         if inside:
-            print()
-    if inside:
-        print(
-            f"{count(len(inside), 'run')} inside {printable(str(folder))}, of other models or processes:"
+            of = f"{count(len(inside), 'run')} inside {printable(str(folder))}"
+            print("\n" * is_shown + f"{of}, of other models or processes:")
+        for one in inside:
+            print(printable(f"  gradsurgeon report {shlex.quote(str(one))}"))
+    if by_events:
+        text = (
+            "norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'"
         )
-        print("\n".join(grid([(_command(run), _title(run)) for run in inside])))
-    return problems
+        print(f"gradsurgeon: {text}", file=sys.stderr)
 
 
-def _command(folder: Path) -> str:
-    return printable(f"gradsurgeon report {shlex.quote(str(folder))}")
-
-
-def _title(folder: Path) -> str:
-    try:
-        with open_run(folder) as opened:
-            return printable(title_of(opened))
-    except RecordError:
-        return "cannot be read"  # the command says why
-
-
-def _print_json(folder: Path) -> list[str]:
+def _print_json(folder: Path) -> None:
     from gradsurgeon.report.plain import to_dict  # noqa: PLC0415 # needs numpy
 
     inside = [str(path) for path in runs_inside(folder)]
-    if inside and not _is_run(folder):
-        raise RecordError(
-            f"{printable(str(folder))}: is no run itself; name one of the runs inside: "
-            f"{printable(', '.join(inside))}"
-        )
-    with open_run(folder, partly=True) as opened:
+    with open_run(folder) as opened:
         print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
-        return list(opened.broken.values())

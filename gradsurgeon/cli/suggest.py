@@ -8,10 +8,9 @@ from pathlib import Path
 from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, write_output, writing
 from gradsurgeon.cli.report import runs_inside
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.store.files import check_replaceable
-from gradsurgeon.store.layout import RUN_FILE
+from gradsurgeon.store.files import begins, check_replaceable
 from gradsurgeon.store.run import open_run
 
 
@@ -44,25 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
     library("numpy", "report", "suggest")
     from gradsurgeon import suggestion  # noqa: PLC0415 # needs numpy
 
-    def is_ours(path: Path) -> bool:
-        with path.open("rb") as file:
-            return file.read(len(suggestion.MARK)) == suggestion.MARK.encode()
-
     folder, output = Path(arguments.run), arguments.output
-    inside = [printable(str(path)) for path in sorted(runs_inside(folder))]
-    if inside and not (folder / RUN_FILE).exists():
-        raise RecordError(
-            f"{printable(str(folder))}: is no run itself; name one of the runs inside: {', '.join(inside)}"
-        )
     if output is not None:
         with writing(output):
-            check_replaceable(Path(output), is_ours, "suggestion")
+            mark = suggestion.MARK.encode()
+            check_replaceable(Path(output), lambda path: begins(path, mark), "suggestion")
     with open_run(folder) as opened:
         suggested = suggestion.suggest(opened, arguments.bites)
     write_output(suggested.text, output)
     lines = [f"{printable(output or 'standard output')}: {suggested.summary}"]
     lines += map(printable, suggested.findings)
-    if inside:
+    if inside := [printable(str(path)) for path in runs_inside(folder)]:
         others = count(len(inside), "run")
         lines.append(f"{others} inside, of other models or processes: {', '.join(inside)}")
     for line in lines:

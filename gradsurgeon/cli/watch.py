@@ -2,25 +2,31 @@
 
 import argparse
 import os
-import shlex
+import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_run
-from gradsurgeon.cli.report import runs_inside, why_no_page
-from gradsurgeon.cli.terminal import Terminal, can_draw, size
+from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.planning.table import count
-from gradsurgeon.report.screen import LiveRun, Snapshot, ending, screen, status_line
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.screen import Line, Style, look, screen, status_line
 from gradsurgeon.report.web_page import write_page
-from gradsurgeon.store.layout import RUN_FILE
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
 _LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes time from the training
+_HOME, _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[0m"
+_COLOURS: dict[Style, str] = {
+    "head": "\x1b[1m",
+    "bad": "\x1b[31m",
+    "warning": "\x1b[33m",
+    "faint": "\x1b[2m",
+}
 # A page is written anew after so many seconds at least, and so many times as long as it took to write.
 _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
 
@@ -39,9 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write the page of `report --html`, anew every few seconds",
     )
-    parser.add_argument("--once", action="store_true", help="look once, print that and end")
     parser.epilog = (
-        "The command ends with the run, or when you press q. If standard output is no terminal, or TERM is "
+        "The command ends with the run, or when you press Ctrl-C. If standard output is no terminal, or TERM is "
         "`dumb`, it prints one line per look. NO_COLOR turns colours off."
     )
 
@@ -57,16 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     folder, html = Path(arguments.run), arguments.html
     if html is not None and (reason := why_no_page(html)):
         return fail(reason)
-    # `Path.exists` raises in a folder that must not be read.
-    if not os.path.exists(folder / RUN_FILE):  # noqa: PTH110
-        return fail(_why_not_there(folder))
     page = None if html is None else _Page(folder, Path(html))
     try:
-        if arguments.once:
-            for snapshot in _looks(folder, page, lambda: True):
-                print(*_texts(snapshot), sep="\n")
-        else:
-            (_on_screen if can_draw() else _in_lines)(folder, page, arguments.every)
+        on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        for report in _looks(folder, page, arguments.every):
+            if on_screen:
+                columns, rows = shutil.get_terminal_size()
+                hint = f"Ctrl-C quits; every {arguments.every:g} s" * _is_running(report)
+                _draw(screen(report, columns, rows - 1, hint))
+            else:
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(report)}", flush=True)
+        if not on_screen:
+            print(*report.head, sep="\n")
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
@@ -76,20 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why_not_there(folder: Path) -> str:
-    where = printable(str(folder))
-    if inside := sorted(runs_inside(folder)):
-        example = printable(shlex.quote(str(inside[0])))
-        return (
-            f"{where}: is no run itself, but holds {count(len(inside), 'run')} of other models or "
-            f"processes: watch one of them, such as `gradsurgeon watch {example}`"
-        )
-    return (
-        f"{where}: there is no run ({RUN_FILE}) yet: start the training first, and name the directory of its "
-        "`record=` or `--record`"
-    )
-
-
 class _Page:
     """Writes the page of a run anew, so seldom that it takes little time from the training."""
 
@@ -97,57 +90,49 @@ class _Page:
         self._folder, self._place = folder, place
         self._next, self._seconds = 0.0, _PAGE_SECONDS
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, *, is_running: bool) -> None:
         begin = time.monotonic()
-        if snapshot.is_running and begin < self._next:
+        if is_running and begin < self._next:
             return
         # The last one is there to stay.
-        seconds = self._seconds if snapshot.is_running else None
+        seconds = self._seconds if is_running else None
         write_page([self._folder], self._place, reload_seconds=seconds)
         end = time.monotonic()
         self._seconds = max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
         self._next = end + self._seconds
 
 
-def _looks(folder: Path, page: _Page | None, quits: Callable[[], bool]) -> Iterator[Snapshot]:
-    """Yield the run as it is, again and again until it has ended or somebody quits."""
-    live = LiveRun(folder)
+def _looks(folder: Path, page: _Page | None, every: float) -> Iterator[Report]:
+    """Yield the run as it is, again and again until it has ended."""
     while True:
-        snapshot = _read(live)
-        yield snapshot
+        report = _look(folder)
+        yield report
         if page is not None:
-            page.update(snapshot)
-        if not snapshot.is_running or quits():
+            page.update(is_running=_is_running(report))
+        if not _is_running(report):
             return
+        time.sleep(every)
 
 
-def _read(live: LiveRun) -> Snapshot:
+def _is_running(report: Report) -> bool:
+    return report.ended is not None and report.ended.state == "running"
+
+
+def _look(folder: Path) -> Report:
     for seconds in _RETRY_SECONDS:
         try:
-            return live.read()
+            return look(folder)
         except RecordError:
             time.sleep(seconds)
-    return live.read()
+    return look(folder)
 
 
-def _on_screen(folder: Path, page: _Page | None, every: float) -> None:
-    with Terminal() as terminal:
-        hint = f"{terminal.hint}; every {every:g} s"
-        for snapshot in _looks(folder, page, lambda: terminal.quits_within(every)):
-            terminal.draw(screen(snapshot, *size(), hint=hint))
-    if not snapshot.is_running:
-        print(*_texts(snapshot), "", ending(snapshot), sep="\n")
-
-
-def _in_lines(folder: Path, page: _Page | None, every: float) -> None:
-    def wait() -> bool:
-        time.sleep(every)
-        return False
-
-    for snapshot in _looks(folder, page, wait):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
-    print(ending(snapshot))
-
-
-def _texts(snapshot: Snapshot) -> list[str]:
-    return [line.text for line in screen(snapshot, size()[0])]
+def _draw(lines: Sequence[Line]) -> None:
+    """Show lines in place of those on the terminal."""
+    colours = {} if os.environ.get("NO_COLOR") else _COLOURS
+    drawn = (
+        f"{colours[line.style]}{line.text}{_PLAIN}" if line.style in colours else line.text
+        for line in lines
+    )
+    rows = "".join(f"{text}{_CLEAR_LINE}\n" for text in drawn)
+    print(f"{_HOME}{rows}{_CLEAR_BELOW}", end="", flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks.sink import patterns_of
-from gradsurgeon.sinks.summary import Measured, Parts, summary
+from gradsurgeon.sinks.summary import Measured, Prefixes, summary
 from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.memory import Series
 
@@ -51,7 +51,7 @@ class AppliedRules:
         self._told: Counter[str] = Counter()
         # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
-        self._parts: dict[tuple[str, str, str], Parts] = {}
+        self._prefixes = Prefixes()
         session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
@@ -105,8 +105,9 @@ class AppliedRules:
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
             # The ten largest norms belong to other tensors each time, and a trainer's log is for few numbers.
-            largest = f"{row.key.rule}/top/"
-            scalars = getattr(summary(row, chosen), "scalars", {})
+            prefix = self._prefixes.of(row.key)
+            largest = f"{prefix}/top/"
+            scalars = getattr(summary(row, prefix, chosen), "scalars", {})
             found |= {name: scalars[name] for name in scalars if not name.startswith(largest)}
         if not found and self._counts == self._told:
             return {}
@@ -121,7 +122,7 @@ class AppliedRules:
             row = _last(series, session.step)
             if row is not None and row.step > self._logged.get(id(row.key), -1):
                 self._logged[id(row.key)] = row.step
-                yield self._parts.setdefault(row.key[:3], Parts()).named(row)
+                yield row
 
 
 def _last(series: Series, over: int) -> Measured | None:

@@ -110,7 +110,7 @@ class Plan:
         return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *to_know])
 
     def _repr_html_(self) -> str:
-        return _html.element("pre", str(self))
+        return _html.pre(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1.

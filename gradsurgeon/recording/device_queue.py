@@ -38,12 +38,6 @@ class DeviceQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all numbers that wait, or are under way, are on the host."""
-        waiting = [values for _, values in self._waiting.values()]
-        return not self._under_way and all(map(_torch.is_host, waiting))
-
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
         """Queue a copy of numbers; it replaces the numbers that wait in the same slot."""
         with self.lock, torch.no_grad():

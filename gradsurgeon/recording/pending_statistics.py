@@ -44,11 +44,6 @@ class PendingStatistics:
     def __len__(self) -> int:
         return len(self._seen)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all observations are on the host."""
-        return all(device.type == "cpu" for _, _, _, device, _ in list(self._seen))
-
     def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Observe a detached tensor; later writes into the tensor do not change the observation."""
         device = tensor.device

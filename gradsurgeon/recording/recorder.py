@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from gradsurgeon.recording.captured import CapturedTensors
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
-from gradsurgeon.recording.quiet_writing import QuietWriting
 from gradsurgeon.recording.rows import Row, shares
 from gradsurgeon.recording.shared_rows import SharedRows
 from gradsurgeon.store import Key, Records
@@ -82,9 +81,6 @@ class Recorder:
         self._step, self._state, self._next = step, state, pending
         self._state_written = time.monotonic()
         self._outlived = _exceptions()
-        self._quiet: QuietWriting | None = None
-        # What waited when `_write_waiting` last looked: rows, and tensors that are not rows yet.
-        self._waited = (0, 0)
         # The failed writes, with the reasons.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -158,31 +154,7 @@ class Recorder:
         if time.monotonic() - self._state_written > _STATE_SECONDS:
             self._write_state()
 
-    def _write_waiting(self) -> None:
-        """Write the rows that wait on the host, if none has come for a while: the script may hang.
-
-        Another thread calls this. It leaves alone what is on a device, whose CUDA graph may be in the making.
-        """
-        writer = self.writer
-        if writer is None or not writer.due():
-            return
-        with self._ring.lock:
-            before, self._waited = self._waited, (len(self._ring), len(self._pending))
-            if self._waited != before or not (self._ring.on_host and self._pending.on_host):
-                return
-            self._gather()
-            self._ring.send(wait=False)
-        writer.commit()
-
-    def _stop_watching(self) -> None:
-        if self._quiet is not None:
-            self._quiet.stop()
-
     def _move(self, *, due: bool) -> None:
-        if self._quiet is None and self.writer is not None and not self.writer.closed:
-            # A process that has too many threads goes without.
-            with suppress(RuntimeError):
-                self._quiet = QuietWriting(self._write_waiting)
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
             self._send(wait=False)
         if due:
@@ -221,7 +193,6 @@ class Recorder:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
-            stack.callback(self._stop_watching)
             stack.callback(self._close_writer, error)
             self._gather()
             self._ring.send(wait=True)
@@ -251,7 +222,6 @@ class Recorder:
         self.writer.close(cause_of_end(error), pending)
 
     def discard(self) -> None:
-        self._stop_watching()
         if self._outlets:
             atexit.unregister(self._at_exit)
         for outlet in self._outlets:

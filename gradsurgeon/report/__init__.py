@@ -2,7 +2,7 @@
 
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.sources import describe, from_run, summary, title_of
+from gradsurgeon.report.sources import describe, from_run, summary
 from gradsurgeon.tensors.saliency import grad_cam
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "from_run",
     "grad_cam",
     "summary",
-    "title_of",
 ]

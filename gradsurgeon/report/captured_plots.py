@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
-from gradsurgeon.report.names import Name, Session, matching
+from gradsurgeon.report.names import Name, matching
 from gradsurgeon.report.plots import NONFINITE, Picture, plain
 from gradsurgeon.report.spikes import Floats
 
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
 
 _CHANNELS, _PER_ROW = 64, 8
 _IMAGES = 4  # dimensions of several images
-_LISTED = 8
 
 
 def features(
-    source: Session,
+    source: Any,
     *,
     name: Name | None = None,
     rule: str | None = None,
@@ -55,21 +53,20 @@ def features(
     return figure
 
 
-def _rule(session: Session) -> str:
-    """Return the only `capture` rule that has kept something."""
+def _rule(session: Any) -> str:
+    """Return the only `capture` rule."""
     ids = [one.id for one in session.plan.rules.rules if one.role == "capture"]
     if not ids:
         raise RecordError(
             'no rule keeps tensors: add one, such as {id: maps, action: capture, modules: "layer4", tensor: output}'
         )
-    kept = [one for one in ids if session.captured(one)]
-    if len(kept) > 1:
-        raise ValueError(f"several rules have kept tensors: pass rule= one of {_listed(kept)}")
-    return (kept or ids)[0]
+    if len(ids) > 1:
+        raise ValueError(f"several rules keep tensors: pass rule= one of {', '.join(ids)}")
+    return str(ids[0])
 
 
 def _kept(
-    session: Session, rule: str, name: Name | None, step: int | None, call: int | None
+    session: Any, rule: str, name: Name | None, step: int | None, call: int | None
 ) -> tuple[tuple[str, int, int], Tensor]:
     """Return the newest tensor that a rule has kept of a name, step and call, and its own.
 
@@ -79,26 +76,20 @@ def _kept(
         ValueError: there are several tensors to choose from.
     """
     kept = session.captured(rule)
-    if not kept:
-        raise RecordError(
-            f"rule {rule} has kept nothing yet: it does when the tensor next passes, in a step in which it is due"
-        )
     manifest = session.plan.manifest
     named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
     aliases = {alias: one.name for one in named for alias in one.aliases}
     names = list(dict.fromkeys(one for one, _, _ in kept))
-    names = names if name is None else matching(name, names, aliases)
+    names = names if name is None or not kept else matching(name, names, aliases)
     if len(names) > 1:
         raise ValueError(
-            f"rule {rule} has kept several tensors: pass name= one of {_listed(names)}"
+            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {names[0]}"
         )
-    places = sorted(key for key in kept if key[0] == names[0])
-    found = [key for key in places if step in (None, key[1]) and call in (None, key[2])]
+    found = [key for key in kept if key[0] in names and step in (None, key[1])]
+    found = sorted(key for key in found if call in (None, key[2]))
     if not found:
-        there = _listed(f"call {of_call} of step {of_step}" for _, of_step, of_call in places)
-        raise RecordError(
-            f"rule {rule} has kept {names[0]} in {there}: not in those of step={step}, call={call}"
-        )
+        of = f" of step={step}, call={call}" if kept else " yet"
+        raise RecordError(f"rule {rule} has kept nothing{of}: see `session.captured({rule!r})`")
     return found[-1], kept[found[-1]]
 
 
@@ -129,9 +120,3 @@ def _normalised(channel: Floats) -> Floats:
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     shown: Floats = (channel - low) / (high - low if high > low else 1.0)
     return shown
-
-
-def _listed(items: Iterable[object]) -> str:
-    texts = list(map(str, items))
-    more = f", and {len(texts) - _LISTED:,} more" if len(texts) > _LISTED else ""
-    return ", ".join(texts[:_LISTED]) + more

@@ -85,13 +85,6 @@ class Compared(NamedTuple):
     steps: tuple[int, int]
     every: int = 1
 
-    @property
-    def parts(self) -> dict[str, list[Pair]]:
-        found: dict[str, list[Pair]] = {}
-        for pair in self.pairs:
-            found.setdefault(pair.part, []).append(pair)
-        return found
-
     def worst(self) -> list[Pair]:
         """Return the pairs, the lowest mean cosine first, and last those that were never compared."""
         return sorted(self.pairs, key=lambda one: (math.isnan(one.cosine), one.cosine))
@@ -231,9 +224,6 @@ def _compared(
 ) -> Compared:
     found = dict.fromkeys(loss for pair in pairs for loss in (pair.first, pair.second))
     losses = tuple(dict.fromkeys((*(loss for loss in named if loss in found), *found)))
-    place = {loss: number for number, loss in enumerate(losses)}
-    parts = {part: number for number, part in enumerate(dict.fromkeys(one.part for one in pairs))}
-    pairs.sort(key=lambda one: (parts[one.part], place[one.first], place[one.second]))
     steps = every_cosine.steps
     return Compared(rule, losses, pairs, (int(steps[0]), int(steps[-1])), every)
 
@@ -273,17 +263,10 @@ def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | Non
         losses: those that the rule compares, as far as they are known: only they tell of a loss called
             ``train/seg`` where it ends.
     """
-    for slash in _places(name, "/"):
-        left, right = name[:slash], name[slash + 1 :]
-        if right in losses:
-            for colon in (-1, *_places(left, ":")):
-                if left[colon + 1 :] in losses:
-                    return left[: max(0, colon)], left[colon + 1 :], right
     part, _, pair = name.rpartition(":")
     words = pair.split("/")
-    middle = (len(words) + 1) // 2
-    return (part, "/".join(words[:middle]), "/".join(words[middle:])) if words[1:] else None
-
-
-def _places(text: str, letter: str) -> list[int]:
-    return [place for place, one in enumerate(text) if one == letter]
+    splits = [("/".join(words[:at]), "/".join(words[at:])) for at in range(1, len(words))]
+    known = [both for both in splits if {*both} <= {*losses}]
+    # Of names that nobody has told, both have as many slashes.
+    first, second = known[0] if known else splits[(len(words) + 1) // 2 - 1] if splits else ("", "")
+    return (part, first, second) if splits else None

@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
 
-from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.match import compile_pattern, select, suggest
-from gradsurgeon.planning import Plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Name = str | Sequence[str]
-
-
-class Session(Protocol):
-    """What a report takes from a `Session`, which lies above it."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def events(self) -> list[Event]: ...
-
-    _attachment: Any
-
-    def status(self) -> dict[str, RuleStatus]: ...
-
-    def captured(self, rule: str) -> dict[tuple[str, int, int], Tensor]: ...
 
 
 def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
@@ -54,28 +29,14 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
     return [name for name in canonical if name in found]
 
 
-def shortened(names: Sequence[str], most: int) -> list[str]:
-    """Return names in at most so many characters, without parts between dots: so that they stay apart, if possible."""
-    # Sometimes the beginning tells names apart, sometimes the inner parts do.
-    tries = [[_without(name, most, inner=inner) for name in names] for inner in (True, False)]
-    return max(tries, key=lambda texts: len({*texts}))
-
-
-def _without(name: str, most: int, *, inner: bool) -> str:
-    """Leave out parts from the first one on, or from the first inner one on. Numbers stay, as they tell layers apart."""
-    parts = name.split(".")
-    order = [*range(1, len(parts) - 1), 0] if inner else [*range(len(parts) - 1)]
-    if len(parts) == 1 or len(name) <= most:
-        return cut_inside(name, most)
-    for place in order:
+def shortened(name: str, most: int) -> str:
+    """Return a name in at most so many characters, without parts between dots; numbers stay, as they tell layers apart."""
+    parts, short = name.split("."), name
+    for place in range(len(parts) - 1):
+        if len(short) <= most:
+            break
         if not parts[place].isdigit():
             parts[place] = "…"
-        if len(short := re.sub(r"…(\.…)+", "…", ".".join(parts))) <= most:
-            return short
-    return cut_inside(name, most)
-
-
-def cut_inside(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer: what tells it from others stands at both ends."""
+            short = re.sub(r"…(\.…)+", "…", ".".join(parts))
     end = (most - 1) // 2
-    return text if len(text) <= most else text[: most - 1 - end] + "…" + text[len(text) - end :]
+    return short if len(short) <= most else f"{short[: most - 1 - end]}…{short[len(short) - end :]}"

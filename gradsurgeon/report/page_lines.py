@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from gradsurgeon.report.loss_tables import (
-    MATRIX_HINT,
-    combined_table,
-    compared_table,
-    matrix,
-    pair_name,
-)
-from gradsurgeon.report.losses import Combined, Compared, Curve, Pair
+from gradsurgeon.report.loss_tables import combined_table, compared_table, pair_name
+from gradsurgeon.report.losses import Combined, Compared, Curve
 from gradsurgeon.store.json_text import json_number
 
 _MOST_POINTS = 1500
-_MATRICES, _CURVES, _WEIGHTS = 12, 8, 20
+_CURVES, _WEIGHTS = 8, 20
 # Points of a curve of losses: fewer than pixels, and enough to see since when.
 _POINTS = 500
 
@@ -64,32 +57,15 @@ def points(curve: Curve, most: int) -> tuple[list[int], list[float], int]:
 
 
 def compared_data(found: Compared) -> dict[str, Any]:
-    """Return matrices, table and curves of one rule that compares losses, the worst first."""
+    """Return table and curves of one rule that compares losses, the worst first."""
     worst = found.worst()
-    parts = list(dict.fromkeys(one.part for one in worst))
     curves = [_curve(pair_name(one), one.curve) for one in worst[:_CURVES] if one.calls]
     few = f" of the {len(curves)} worst" if len(curves) < len(worst) else ""
     table = compared_table(found)
-    # The page draws the matrix, which text has among the notes, and no histories.
-    begin = table.notes.index(MATRIX_HINT) + 1 if MATRIX_HINT in table.notes else 0
-    notes = [text for text in table.notes[begin:] if not text.startswith("history: ")]
-    return {
-        "table": table._replace(notes=notes).plain(),
-        "hint": MATRIX_HINT,
-        "matrices": [_matrix(part, found.losses, found.parts[part]) for part in parts[:_MATRICES]],
-        "left_out": max(0, len(parts) - _MATRICES),
-        "charts": [[f"cosine{few}", curves]],
-    }
-
-
-def _matrix(part: str, losses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, Any]:
-    place = {loss: number for number, loss in enumerate(losses)}
-    # What colours a cell, from -1 to 1: the cosine, and below the diagonal the share of calls below 0.
-    tints: list[list[float | str | None]] = [[None] * len(losses) for _ in losses]
-    for one in pairs:
-        row, column = sorted((place[one.first], place[one.second]))
-        tints[row][column], tints[column][row] = _number(one.cosine), _number(-one.below)
-    return {"part": part, "cells": matrix(losses, pairs), "tints": tints}
+    # The page draws no histories in the table.
+    notes = [text for text in table.notes if not text.startswith("history: ")]
+    table = table._replace(notes=notes)
+    return {"table": table.plain(), "charts": [[f"cosine{few}", curves]]}
 
 
 def combined_data(found: Combined, *, observed: bool) -> dict[str, Any]:
@@ -98,9 +74,6 @@ def combined_data(found: Combined, *, observed: bool) -> dict[str, Any]:
     distance = [_curve("distance", found.curve)]
     return {
         "table": combined_table(found, observed=observed).plain(),
-        "hint": "",
-        "matrices": [],
-        "left_out": 0,
         "charts": [["weight", weights], ["distance from the plain sum, over its norm", distance]],
     }
 

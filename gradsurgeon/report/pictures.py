@@ -11,26 +11,18 @@ if TYPE_CHECKING:
 
     from gradsurgeon.store import RecordQueries
 
-# What each kind takes.
-_OPTIONS = {
-    "norms": ("name", "rule"),
-    "heatmap": ("name", "rule"),
-    "losses": ("name", "rule"),
-    "features": ("name", "rule", "step", "call", "sample"),
-}
+_KINDS = ("norms", "heatmap", "losses", "features")
 
 
 def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
     """Draw a session or a run; an option that is ``None`` was not given."""
     # A run directory holds no tensors.
-    kinds = [one for one in _OPTIONS if one != "features" or hasattr(source, "captured")]
+    kinds = _KINDS if hasattr(source, "captured") else _KINDS[:-1]
     if kind not in kinds:
-        elsewhere = ": it draws tensors, which only a session keeps" * (kind == "features")
-        raise ValueError(f"no picture {kind!r} here{elsewhere}; there are {', '.join(kinds)}")
+        raise ValueError(f"no picture {kind!r} here; there are {', '.join(kinds)}")
     given = {key: value for key, value in options.items() if value is not None}
-    if wrong := [key for key in given if key not in _OPTIONS[kind]]:
-        takes = "; ".join(f"{one} takes {', '.join(_OPTIONS[one])}" for one in kinds)
-        raise ValueError(f"the picture {kind!r} takes no {wrong[0]}=: {takes}")
+    if kind != "features" and (wrong := sorted(given.keys() - {"name", "rule"})):
+        raise ValueError(f"the picture {kind!r} takes no {wrong[0]}=, only name= and rule=")
     try:
         from gradsurgeon.report import captured_plots, plots  # noqa: PLC0415 # need matplotlib
     except ModuleNotFoundError as error:

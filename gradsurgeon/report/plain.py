@@ -49,43 +49,43 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _compared(found: Compared) -> dict[str, Any]:
-    texts = ("part", "first", "second", "calls", "missing")
-    numbers = ("cosine", "least", "below", "ratio", "opposed", "below_from")
     return {
         "rule": found.rule,
         "losses": list(found.losses),
         "steps": list(found.steps),
         "one_call_in": found.every,
-        "pairs": [_fields(pair, *texts, *numbers) for pair in found.pairs],
+        "pairs": list(map(_plain, found.pairs)),
     }
 
 
 def _combined(found: Combined) -> dict[str, Any]:
+    values = _plain(found)
+    weights = list(map(_plain, found.weights))
     return {
-        "rule": found.rule,
+        "one_call_in": values.pop("every"),
+        **values,
         "steps": list(found.steps),
-        "one_call_in": found.every,
-        **_fields(found, "calls", "changed", "distance", "largest", "largest_step"),
-        "weights": [
-            _fields(one, "name", "calls", "mean", "least", "largest") for one in found.weights
-        ],
+        "weights": weights,
     }
 
 
 def _norms(track: Track) -> dict[str, Any]:
+    numbers = {field: getattr(track, field) for field in ("first", "median", "largest", "last")}
     return {
         "name": track.name,
-        **_fields(track.source, "kind", "rule", "point"),
-        **_fields(track, "first", "median", "largest"),
-        "spike": None if track.spike is None else _fields(track.spike, "step", "value", "times"),
-        **_fields(track, "last", "nonfinite"),
+        **_plain(track.source),
+        **{field: json_number(one) for field, one in numbers.items()},
+        "spike": None if track.spike is None else _plain(track.spike),
+        "nonfinite": track.nonfinite,
         "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
         "zero_since": track.zero_since,
     }
 
 
-def _fields(source: object, *names: str) -> dict[str, Any]:
-    values = {name: getattr(source, name) for name in names}
+def _plain(source: Any) -> dict[str, Any]:
+    """Return the fields of a named tuple without its curve."""
+    fields = source._asdict()
+    fields.pop("curve", None)
     return {
-        name: json_number(one) if isinstance(one, float) else one for name, one in values.items()
+        name: json_number(one) if isinstance(one, float) else one for name, one in fields.items()
     }

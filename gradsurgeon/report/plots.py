@@ -32,7 +32,7 @@ from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.sparkline import decades
-from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.report.spikes import Floats
 from gradsurgeon.store import RecordQueries
 
 # Fewer columns than a picture has pixels, beside the longest names: what falls between two pixels is lost.
@@ -70,7 +70,7 @@ class Picture(Figure):
 
 def plain(text: str) -> str:
     """Return a text of a user's for matplotlib, which reads formulas between dollars."""
-    (shown,) = shortened([printable(text)], _LONGEST)
+    shown = shortened(printable(text), _LONGEST)
     # A label that begins with an underscore would be left out of legends.
     return " " * shown.startswith("_") + shown.replace("$", r"\$")
 
@@ -143,6 +143,7 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
     bar.set_label(f"log10 of the l2 norm at {_points(tracks)}", fontsize=9)
     every = -(-rows // _NAMED)
     axes.set_yticks(range(0, rows, every), names[::every], fontsize=7)
+    axes.set_ylim(rows - 0.5, -0.5)
     _dress(axes, grid, report)
     kinds = ((1.0, NONFINITE, "non-finite"), (0.0, ZERO, "norm 0"))
     marks = [Patch(color=colour, label=text) for kind, colour, text in kinds if kind in special]
@@ -152,7 +153,7 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
 
 def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw cosines of pairs and weights: of the worst pairs, or of the named losses."""
-    report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
+    report = summary(source)
     panels: list[tuple[str, str, dict[str, Curve]]] = []
     for one in report.losses.compared:
         pairs = [pair for pair in one.worst() if pair.calls]
@@ -200,7 +201,7 @@ def _drawn(
     source: RecordQueries, name: Name | None, rule: str | None
 ) -> tuple[Report, History, list[Track]]:
     """Return the report, and the tensors of one kind in the order of the model, or say which rule is missing."""
-    report = summary(source)  # type: ignore[arg-type] # a session or a run: there are no other
+    report = summary(source)
     history = report.history if rule is None else report.history_of(rule=rule)
     if history.kinds:
         # One picture has one scale: gradients and outputs, say, are not alike.
@@ -228,30 +229,11 @@ def _points(tracks: Sequence[Track]) -> str:
     return ", ".join(sorted({plain(track.source.point) for track in tracks}))
 
 
-def _places(grid: Grid) -> tuple[Ints, float]:
-    """Return the place of each column on an axis of even steps, and how many steps a place has."""
-    if len(grid.firsts) < 2:  # noqa: PLR2004 # one column has no width of its own
-        return np.zeros(len(grid.firsts), np.int64), float(grid.lasts[-1] - grid.firsts[0] + 1)
-    since = grid.firsts - grid.firsts[0]
-    width = max(float(np.median(np.diff(since))), float(since[-1]) / (COLUMNS - 1))
-    return np.rint(since / width).astype(np.int64), width
-
-
 def _image(axes: Axes, cells: Floats, grid: Grid, **colours: Any) -> Any:
-    """Draw an image, rows x steps, with a gap where no rule has looked for longer than usual."""
-    at, width = _places(grid)
-    spread = np.full((len(cells), int(at[-1]) + 1), np.nan)
-    for column, place in enumerate(at.tolist()):
-        spread[:, place] = np.fmax(spread[:, place], cells[:, column])
-    # Each record stands in the middle of its share of the axis.
-    begin = float(grid.firsts[0]) - (width / 2 if len(grid.firsts) > 1 else 0.5)
-    return axes.imshow(
-        np.ma.masked_invalid(spread),
-        extent=(begin, begin + width * (int(at[-1]) + 1), len(cells) - 0.5, -0.5),
-        aspect="auto",
-        interpolation="nearest",
-        **colours,
-    )
+    """Draw an image, rows x steps: each record reaches up to the next one."""
+    begins = np.append(grid.firsts, grid.lasts[-1] + 1) - 0.5
+    heights = np.arange(len(cells) + 1) - 0.5
+    return axes.pcolormesh(begins, heights, np.ma.masked_invalid(cells), **colours)
 
 
 def _colours(number: int) -> Sequence[Any]:
@@ -264,15 +246,11 @@ def _colours(number: int) -> Sequence[Any]:
 def _line(axes: Axes, grid: Grid, row: int, *, text: str, colour: Any) -> Line2D:
     """Draw the norms of one tensor: a log axis has no place for 0, which is marked below, and non-finite above.
 
-    A gap is where a gradient was missing, or where no rule has looked for longer than usual.
+    A gap is where a gradient was missing.
     """
     at = np.flatnonzero(grid.measured[row])
-    steps, values = grid.firsts[at].astype(np.float64), grid.tops[row, at]
-    places, width = _places(grid)
-    distances = np.diff(places[at])
-    late = np.flatnonzero(distances > np.median(distances)) if len(distances) else distances
-    steps = np.insert(steps, late + 1, steps[late] + width)
-    values = np.insert(np.where(values > 0, values, np.nan), late + 1, np.nan)
+    steps, values = grid.firsts[at], grid.tops[row, at]
+    values = np.where(values > 0, values, np.nan)
     # A norm between two gaps has no line that would show it.
     edges = np.isnan(np.concatenate([[np.nan], values, [np.nan]]))
     alone = np.flatnonzero(~edges[1:-1] & edges[:-2] & edges[2:])

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from gradsurgeon import _html
 from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report import notebook
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -22,7 +22,7 @@ from gradsurgeon.report.rules_and_events import (
     listed,
     rule_table,
 )
-from gradsurgeon.report.sparkline import NONFINITE, ZERO
+from gradsurgeon.report.sparkline import LEGEND
 from gradsurgeon.report.tables import Table
 from gradsurgeon.store import Records, WholeSeries
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 _COLUMNS = 100
 # How the status of a rule tells that the rule was due and has not fired.
 _DUE = "was due in"
-_LEGEND = (
-    f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
-)
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,7 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        norms = len(self.norms)
-        return notebook.page(self.head, self.tables, self.remarks, self.events, norms=norms)
+        return _html.pre(self.text(width=_COLUMNS))
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.
@@ -99,7 +95,7 @@ class Report:
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         lines = [list(_lines(table, columns)) for table in self.tables]
         if self.norms:
-            lines[len(self.norms) - 1].append(f"  {_LEGEND}")
+            lines[len(self.norms) - 1].append(f"  {LEGEND}")
         stands_out = [f"  {remark}" for remark in self.remarks]
         lines = [self.head, stands_out, *lines]
         parts = [*lines, list(self.captures), list(event_lines(self.events))]

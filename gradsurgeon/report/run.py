@@ -20,25 +20,12 @@ class Run(stored.Run):
     __doc__ = stored.Run.__doc__
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines())
+        rules = ", ".join(printable(rule["id"]) for rule in self.rules)
+        lines = unread(self).head
+        return "\n".join([f"run {printable(str(self.path))}", *lines, f"rules: {rules}"])
 
-    def _repr_html_(self) -> _html.Markup:
-        title, *lines = self._lines()
-        rows = [line.partition(": ")[::2] for line in lines]
-        return _html.page(_html.element("p", _html.bold(title)), _html.table(("", ""), rows))
-
-    def _lines(self) -> list[str]:
-        report = unread(self)
-        steps = f"{report.steps[0]}..{report.steps[1]}" if report.steps else "none recorded"
-        first, *more = report.ended.lines(report.events) if report.ended else ("",)
-        return [
-            f"run {printable(str(self.path))}: {printable(report.title)}",
-            f"end: {first}",
-            *(f"first trap: {line.strip()}" for line in more),
-            f"steps: {steps}",
-            f"ranks: {len(self.ranks)}",
-            f"rules: {', '.join(printable(rule['id']) for rule in self.rules)}",
-        ]
+    def _repr_html_(self) -> str:
+        return _html.pre(repr(self))
 
     def plot(
         self,

@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
-from gradsurgeon.report.names import Session
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
 
-def summary(session: Session | Run) -> Report:
-    """Return the report of a session, running or removed, or of a run. Waits for the device."""
+def summary(session: Any) -> Report:
+    """Return the report of a `Session`, running or removed, or of a `Run`. Waits for the device."""
     if hasattr(session, "ranks"):
-        return from_run(cast("Run", session))
+        return from_run(session)
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     about = _about(plan)
@@ -63,23 +62,15 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     """Return the report of a run directory, finished or still being written. Reads all that it needs.
 
     Args:
-        run: open. The file of a rank that turns out to be damaged is left aside, and the report names it.
+        run: open.
         newest: read only so many of the newest rows of each series.
     """
-    from gradsurgeon.store.rank_file import RankFileError  # noqa: PLC0415 # it needs SQLite
-    from gradsurgeon.store.run import set_aside  # noqa: PLC0415 # it needs SQLite
-
-    while True:
-        try:
-            report = unread(run, newest)
-            if is_installed("numpy"):
-                report = replace(report, ranks=_ranks(run, report.rules, newest))
-                # The files may be closed before somebody looks at the report.
-                _ = report.steps, report.history.tracks, report.losses
-        except RankFileError as error:
-            set_aside(run, error)
-        else:
-            return report
+    report = unread(run, newest)
+    if is_installed("numpy"):
+        report = replace(report, ranks=_ranks(run, report.rules, newest))
+        # The files may be closed before somebody looks at the report.
+        _ = report.steps, report.history.tracks, report.losses
+    return report
 
 
 def unread(run: Run, newest: int | None = None) -> Report:
@@ -117,10 +108,6 @@ def unread(run: Run, newest: int | None = None) -> Report:
     )
 
 
-def title_of(run: Run) -> str:
-    return _title(run.meta)
-
-
 def _title(about: Mapping[str, Any]) -> str:
     rules, model = section(about, "rules"), section(about, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
@@ -131,7 +118,6 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
         yield "observed only: no rule changed anything"
     if len(run.ranks) > 1:
         yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
-    yield from (f"without rank {rank}: {text}" for rank, text in sorted(run.broken.items()))
     if missing:
         files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
         yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"

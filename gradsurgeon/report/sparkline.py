@@ -1,13 +1,20 @@
 """A history as one line of characters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from statistics import fmean
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONFINITE = "✗"
 ZERO = "_"
 ABSENT = " "
+LEGEND = (
+    f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
+)
 
 # Noise of a few percent must not look like an earthquake, so a row spans a decade at least; below
 # eight decades from its top a row is flat, so that a step stays visible next to a vanishing gradient.
@@ -20,7 +27,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     Each character stands for a run of steps by its largest value, so that a spike of one step
     survives; a single non-finite one marks the whole run.
     """
-    tops = largest(values, width)
+    tops = [_top(run) for run in _runs(values, width)]
     low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
 
     def draw(top: float | None) -> str:
@@ -36,18 +43,18 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(map(draw, tops))
 
 
-def level_line(values: Sequence[float], low: float, high: float) -> str:
-    """Draw finite values on a linear scale between two ends, a character each."""
-    room = (high - low) or 1.0
-    places = (int((value - low) / room * len(BLOCKS)) for value in values)
+def level_line(values: Sequence[float | None], width: int, low: float, high: float) -> str:
+    """Draw values on a linear scale between two ends; each character stands for the mean of a few."""
+    known = [value for value in values if value is not None]
+    places = (int((fmean(run) - low) / (high - low) * len(BLOCKS)) for run in _runs(known, width))
     return "".join(BLOCKS[max(0, min(len(BLOCKS) - 1, place))] for place in places)
 
 
-def largest(values: Sequence[float | None], most: int) -> list[float | None]:
-    """Return at most so many values, each the largest of a run of steps; NaN where one is not finite."""
+def _runs(values: Sequence[Value], most: int) -> Iterator[Sequence[Value]]:
+    """Yield the values in at most so many runs."""
     cells = min(most, len(values))
     edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
-    return [_top(values[start:stop]) for start, stop in pairwise(edges)]
+    return (values[start:stop] for start, stop in pairwise(edges))
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:

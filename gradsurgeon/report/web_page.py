@@ -11,7 +11,6 @@ import re
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
+from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
 from gradsurgeon.report.page_lines import combined_data, compared_data, line
@@ -36,7 +35,7 @@ from gradsurgeon.report.rules_and_events import (
 )
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
-from gradsurgeon.store.files import replacing
+from gradsurgeon.store.files import begins, check_replaceable, replacing
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
@@ -81,21 +80,14 @@ def write_page(
         RecordError: none of the runs can be read, or there is something else at the place, which stays.
         OSError: the place cannot be written.
     """
-    if place.is_file():
-        with place.open("rb") as file:
-            first = file.read(len(BEGINNING))
-        if first and first != BEGINNING.encode():
-            raise RecordError(
-                f"{printable(str(place))}: is there already and is no page of `report`; name another one, or "
-                "remove it first"
-            )
+    mark = BEGINNING.encode()
+    check_replaceable(place, lambda path: begins(path, mark), "page of `report`")
     readable: list[dict[str, Any]] = []
     problems: list[str] = []
     for path in runs:
         try:
-            with open_run(path, partly=True) as run:
+            with open_run(path) as run:
                 readable.append(page_data(run))
-                problems += run.broken.values()
         except RecordError as error:
             problems.append(str(error))
     if not readable:
@@ -182,20 +174,9 @@ def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
         yield "steps", f"{report.steps[0]:,} to {report.steps[1]:,}"
     if report.ended is not None and len(report.ended.ranks) > 1:
         yield "ranks", str(len(report.ended.ranks))
-    if "created" in run.meta:
-        yield "began", _time(str(run.meta["created"]))
-    for key in ("torch", "gradsurgeon"):
+    for word, key in (("began", "created"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
         if key in run.meta:
-            yield key, str(run.meta[key])
-
-
-def _time(text: str) -> str:
-    """Return a time in ISO form as a person writes it, on the clock of this machine."""
-    try:
-        time = datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError):
-        return text
-    return f"{time.day} {time:%B %Y, %H:%M}"
+            yield word, str(run.meta[key])
 
 
 def _ended(report: Report) -> dict[str, Any] | None:
@@ -280,14 +261,8 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
 
 def _event(group: EventGroup) -> dict[str, Any]:
     """Return events that say the same as one, with where they were: steps, how often, and ranks."""
-    (low, high), ranks, event = group.steps, group.ranks, group.first
-    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
-    if group.times > 1:
-        where.append(f"{group.times:,} times")
-    if ranks != [0]:
-        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
+    event, where = group.first, (f"step {group.first.step}", group.repeated, group.on_ranks)
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
-        "where": ", ".join(where),
-        "diagnosis": diagnosis_of(event.message),
+        "where": ", ".join(filter(None, where)),
     }

@@ -13,7 +13,7 @@ from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.sinks.summary import Measured, Parts, Summary, summary
+from gradsurgeon.sinks.summary import Measured, Prefixes, summary
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.outlet import Outlet
 
@@ -50,12 +50,13 @@ class Delivery(Outlet):
         self.patterns = patterns_of(sink.names)
         self._sink, self._title = sink, title
         self._shared = open_sinks.opened(sink)
-        self._shared.enter(self)
+        self._shared.titles[self] = None
         self._texts = dict(texts or {})
-        # Guards the queue and its size.
+        # Guards what waits.
         self._lock = threading.Condition()
-        self._queue: deque[Measured | Event] = deque()
+        self._rows: deque[Measured] = deque()
         self._bytes = 0
+        self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
         # What the thread has taken and not sent yet.
         self._sending = 0
@@ -65,9 +66,9 @@ class Delivery(Outlet):
         # Only the thread uses these.
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._parts: defaultdict[tuple[str, str, str], Parts] = defaultdict(Parts)
+        self._prefixes = Prefixes()
         # The newest row of each series that another pass of its step may replace.
-        self._unfinished: dict[tuple[str, str, str], Measured] = {}
+        self._unfinished: dict[Key, Measured] = {}
         self._kinds: Counter[str] = Counter()
         self._top_written: dict[str, int] = {}
         self._sent = 0
@@ -90,27 +91,20 @@ class Delivery(Outlet):
         replace: bool = False,
     ) -> None:
         """Take one row, as `Records.add` does. A row that may be replaced is sent once its step is over."""
-        self._put(Measured(key, step, values, absent, replace))
-
-    def event(self, event: Event) -> None:
-        self._put(event)
-        self.commit()
-
-    def _put(self, item: Measured | Event) -> None:
         if self.closed:
             return
         with self._lock:
-            queue = self._queue
-            queue.append(item)
-            self._bytes += _size(item)
-            while self._bytes > _MOST_BYTES and len(queue) > 1:
-                # The next step brings another row, but an event never comes again.
-                rows = (place for place, one in enumerate(queue) if isinstance(one, Measured))
-                place = next(rows, 0)
-                kind = "rows" if isinstance(queue[place], Measured) else "events"
-                self._bytes -= _size(queue[place])
-                del queue[place]
-                self._note(f"{self.name} cannot keep up: the oldest {kind} are left out{_ASIDE}")
+            self._rows.append(Measured(key, step, values, absent, replace))
+            self._bytes += len(values)
+            while self._bytes > _MOST_BYTES and len(self._rows) > 1:
+                self._bytes -= len(self._rows.popleft().values)
+                self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
+
+    def event(self, event: Event) -> None:
+        if not self.closed:
+            with self._lock:
+                self._events.append(event)
+        self.commit()
 
     def commit(self) -> None:
         """Wake the thread."""
@@ -135,29 +129,32 @@ class Delivery(Outlet):
         if self._thread.is_alive() and not self.failed:
             self.failed = (
                 f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{len(self._queue) + self._sending:,} rows"
+                f"{len(self._rows) + self._sending:,} rows"
             )
             self._note(f"{self.failed}{_ASIDE}")
 
     def discard(self) -> None:
         """End without a word: the session did not begin. The sink stays open for the next session."""
         self._texts.clear()
-        self._empty()
-        self._shared.leave(self)
+        self._taken()
+        self._shared.titles.pop(self, None)
         self.end()
 
     def _fail(self, error: BaseException) -> None:
-        self._shared.leave(self)
+        self._shared.titles.pop(self, None)
         self._shared.failed = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self.failed = f"{self.name} has failed: {printable(reason)}"
         self._note(f"{self.failed}{_ASIDE}")
-        self._empty()
+        self._taken()
 
-    def _empty(self) -> None:
+    def _taken(self) -> tuple[list[Measured], list[Event]]:
         with self._lock:
-            self._queue.clear()
+            taken = list(self._rows), list(self._events)
+            self._rows.clear()
+            self._events.clear()
             self._bytes = 0
+        return taken
 
     def _work(self) -> None:
         try:
@@ -167,56 +164,45 @@ class Delivery(Outlet):
             more = True
             while more:
                 with self._lock:
-                    while not (self._queue or self._ended):
-                        self._lock.wait()
-                    more, taken = not self._ended, list(self._queue)
+                    self._lock.wait_for(lambda: self._rows or self._events or self._ended)
+                    more = not self._ended
+                    taken, events = self._taken()
                     self._sending = len(taken)
-                    self._empty()
-                events = [item for item in taken if isinstance(item, Event)]
-                rows = list(self._finished(item for item in taken if isinstance(item, Measured)))
+                rows = list(self._finished(taken))
                 if not more:
                     rows += self._unfinished.values()
-                summaries = list(self._summarised(rows))
                 with self._shared.lock:
                     for event in events:
                         self._send_event(event)
-                    for one in summaries:
-                        self._send(one)
-                    if events or summaries:
+                    for row in self._worst(rows):
+                        self._send(row)
+                    if events or rows:
                         self._sink.flush()
                 self._sending = 0
-            self._shared.leave(self)
+            self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
 
     def _finished(self, rows: Iterable[Measured]) -> Iterator[Measured]:
         """Yield the rows that no other pass of their step can replace any more."""
-        for one in rows:
-            if not one.replace:
-                yield one
-                continue
-            row = self._parts[one.key[:3]].named(one)
-            before = self._unfinished.get(row.key[:3], row)
-            if before.step != row.step:
+        for row in rows:
+            before = self._unfinished.pop(row.key, row)
+            if before.step != row.step or not row.replace:
                 yield before
-            self._unfinished[row.key[:3]] = row
+            if row.replace:
+                self._unfinished[row.key] = row
 
-    def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
-        """Yield the summaries to send. If there are too many rows, the worst of a few steps represents them."""
+    def _worst(self, rows: Sequence[Measured]) -> Iterator[Measured]:
+        """Yield the rows to send. If there are too many, the worst of a few steps represents them."""
         most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
         many = max(1, math.ceil(len(rows) / most))
         by_key: defaultdict[Key, list[Measured]] = defaultdict(list)
         for row in rows:
             by_key[row.key].append(row)
-        for (*_, names), of_key in by_key.items():
-            if names not in self._chosen:
-                columns = select(self._compiled, names)
-                self._chosen[names] = frozenset(names[column] for column in columns)
+        for of_key in by_key.values():
             for start in range(0, len(of_key), many):
-                worst = max(of_key[start : start + many], key=Measured.weight)
-                if (found := summary(worst, self._chosen[names])) is not None:
-                    yield found
+                yield max(of_key[start : start + many], key=Measured.weight)
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
@@ -227,20 +213,22 @@ class Delivery(Outlet):
         self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
         self._sink.text(event.step, f"{name}/message", event.message)
 
-    def _send(self, item: Summary) -> None:
+    def _send(self, row: Measured) -> None:
+        names, prefix = row.key.names, self._prefixes.of(row.key)
+        if names not in self._chosen:
+            columns = select(self._compiled, names)
+            self._chosen[names] = frozenset(names[column] for column in columns)
+        if (item := summary(row, prefix, self._chosen[names])) is None:
+            return
         scalars = {self._named(name): value for name, value in item.scalars.items()}
-        self._sink.scalars(item.step, scalars)
+        self._sink.scalars(row.step, scalars)
         if item.histogram is None:
             return
-        logarithms = self._named(f"{item.rule}/log10 of the norms")
-        self._sink.histogram(item.step, logarithms, *item.histogram)
-        name = self._named(f"{item.rule}/top/names")
-        if item.step >= self._top_written.get(name, item.step - _TOP_EVERY) + _TOP_EVERY:
-            self._top_written[name] = item.step
+        logarithms = self._named(f"{prefix}/log10 of the norms")
+        self._sink.histogram(row.step, logarithms, *item.histogram)
+        name = self._named(f"{prefix}/top/names")
+        if row.step >= self._top_written.get(name, row.step - _TOP_EVERY) + _TOP_EVERY:
+            self._top_written[name] = row.step
             top = enumerate(item.top, 1)
             lines = [f"{place}. {tensor}: {value:.6g}" for place, (tensor, value) in top]
-            self._sink.text(item.step, name, "\n".join(lines))
-
-
-def _size(item: Measured | Event) -> int:
-    return len(item.values) if isinstance(item, Measured) else len(item.message)
+            self._sink.text(row.step, name, "\n".join(lines))

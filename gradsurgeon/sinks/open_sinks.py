@@ -7,8 +7,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
-from itertools import chain, count
 
 from gradsurgeon.sinks.sink import Sink
 
@@ -29,26 +27,17 @@ class OpenSink:
         self.lock = threading.Lock()
         self.failed = False
         self.pid = os.getpid()
-        self.titles: weakref.WeakKeyDictionary[object, str | None] = weakref.WeakKeyDictionary()
+        self.titles: dict[object, str | None] = {}
 
-    def enter(self, session: object) -> None:
-        """Note that a session uses the sink, until it calls `leave`."""
+    def take_title(self, session: object, title: str) -> str:
+        """Return the title, or ``model-2`` and so on if another session has it now."""
         with _changing:
-            self.titles[session] = None
-
-    def take_title(self, session: object, wanted: str) -> str:
-        """Return the wanted title, or ``model-2`` and so on if another session has it now."""
-        with _changing:
-            names = chain([wanted], (f"model-{number}" for number in count(2)))
-            taken = set(self.titles.values())
-            title = next(name for name in names if name not in taken)
+            number = 1
+            while title in self.titles.values():
+                number += 1
+                title = f"model-{number}"
             self.titles[session] = title
         return title
-
-    def leave(self, session: object) -> None:
-        """Note that a session uses the sink no longer. A second call does nothing."""
-        with _changing:
-            self.titles.pop(session, None)
 
 
 _open: dict[int, OpenSink] = {}
@@ -71,15 +60,14 @@ def close_all() -> None:
     # In a notebook an exception ends only a cell.
     uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for one in ended:
-        # Optional: only some trackers ask how the process ends.
-        close_at_exit = getattr(one.sink, "close_at_exit", None)
         try:
-            if close_at_exit is None:
-                one.sink.close()
+            # Optional: only some trackers ask how the process ends.
+            if hasattr(one.sink, "close_at_exit"):
+                one.sink.close_at_exit(uncaught)
             else:
-                close_at_exit(uncaught)
-        except Exception as error:
-            if not one.failed:
-                _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
-            else:  # an event has reported it
-                _LOGGER.info("the sink %s could not be closed: %s", type(one.sink).__name__, error)
+                one.sink.close()
+        except Exception as error:  # noqa: BLE001 # whatever a client raises
+            text = "the sink %s could not be closed: %s"
+            # An event may have reported it.
+            level = logging.INFO if one.failed else logging.ERROR
+            _LOGGER.log(level, text, type(one.sink).__name__, error)

@@ -22,20 +22,9 @@ NORM = "l2"
 
 
 class Summary(NamedTuple):
-    """What a sink gets of one row.
+    """What a sink gets of one row: scalars by name, edges and counts of a histogram, and the largest norms."""
 
-    Attributes:
-        step: number of the update.
-        scalars: numbers by name.
-        rule: the rule that has measured the row.
-        histogram: edges, and the number of decimal logarithms of norms between each edge and the next; ``None``
-            if there are no norms.
-        top: the tensors with the largest norms, the largest first.
-    """
-
-    step: int
     scalars: dict[str, float]
-    rule: str = ""
     histogram: tuple[list[float], list[int]] | None = None
     top: Sequence[tuple[str, float]] = ()
 
@@ -58,29 +47,28 @@ class Measured(NamedTuple):
         return total if math.isfinite(total) else math.inf
 
 
-class Parts:
-    """Names for the series of one rule and statistic: each of several optimizers has a series of its own."""
+class Prefixes:
+    """The beginnings of names of numbers over several tensors: each of several optimizers has a series, and its own."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[str, ...], int] = {}
-        self._tensors: list[set[str]] = []
+        self._series: dict[tuple[str, str, str], list[Key]] = {}
 
-    def named(self, row: Measured) -> Measured:
-        """Return a row of the first series as it is, and a row of another one under a name of its own."""
-        names = row.key.names
-        if names not in self._numbers:
-            # An optimizer that gets more parameters begins another series, which takes the place of the older one.
-            new, known = set(names), self._tensors
-            number = next((n for n, one in enumerate(known) if not new.isdisjoint(one)), len(known))
-            known[number : number + 1] = [new]
-            self._numbers[names] = number
-        part = self._numbers[names] + 1
-        rule = f"{row.key.rule}/part-{part}"
-        return row if part == 1 else row._replace(key=row.key._replace(rule=rule))
+    def of(self, key: Key) -> str:
+        known = self._series.setdefault(key[:3], [])
+        if key not in known:
+            known.append(key)
+        part = known.index(key) + 1
+        return key.rule if part == 1 else f"{key.rule}/part-{part}"
 
 
-def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
-    """Return what a sink gets of a row, ``None`` if nothing was measured. ``chosen`` tensors have a curve each."""
+def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:
+    """Return what a sink gets of a row, ``None`` if nothing was measured.
+
+    Args:
+        row: the row.
+        prefix: of the names of numbers over several tensors.
+        chosen: the tensors that have a curve each.
+    """
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)
     pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
@@ -98,20 +86,20 @@ def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
         # NaN is equal to nothing, and comes first.
         top = nlargest(TOP, pairs, key=lambda one: math.inf if math.isnan(one[1]) else one[1])
         scalars |= {
-            f"{rule}/total": math.hypot(*(value for _, value in pairs)),
-            f"{rule}/not finite": float(len(pairs) - len(finite)),
-            **{f"{rule}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
+            f"{prefix}/total": math.hypot(*(value for _, value in pairs)),
+            f"{prefix}/not finite": float(len(pairs) - len(finite)),
+            **{f"{prefix}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
         }
         if finite:
-            scalars[f"{rule}/median"] = median(finite)
-        return Summary(row.step, scalars, rule, _histogram(finite), top)
+            scalars[f"{prefix}/median"] = median(finite)
+        return Summary(scalars, _histogram(finite), top)
     if of_gradients and not few:
-        scalars[f"{rule}/{stat}/not finite"] = float(len(pairs) - len(finite))
+        scalars[f"{prefix}/{stat}/not finite"] = float(len(pairs) - len(finite))
     if finite and (not few if of_gradients else len(names) > 1):
         if not of_gradients:
-            scalars[f"{rule}/{stat}/mean"] = fmean(finite)
-        scalars |= {f"{rule}/{stat}/largest": max(finite), f"{rule}/{stat}/least": min(finite)}
-    return Summary(row.step, scalars)
+            scalars[f"{prefix}/{stat}/mean"] = fmean(finite)
+        scalars |= {f"{prefix}/{stat}/largest": max(finite), f"{prefix}/{stat}/least": min(finite)}
+    return Summary(scalars)
 
 
 def _histogram(norms: Sequence[float]) -> tuple[list[float], list[int]] | None:

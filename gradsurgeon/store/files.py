@@ -44,3 +44,9 @@ def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) ->
         raise RecordError(
             f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
         )
+
+
+def begins(path: Path, *marks: bytes) -> bool:
+    """Return whether a file begins with one of some marks."""
+    with path.open("rb") as file:
+        return file.read(max(map(len, marks))).startswith(marks)

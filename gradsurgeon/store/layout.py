@@ -41,12 +41,6 @@ TABLES = {
     ),
     "statuses": "CREATE TABLE statuses (rule TEXT PRIMARY KEY, state TEXT NOT NULL)",
 }
-# Format 1 had summaries of the rows as well, which are not read.
-_CHUNKS = (
-    "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
-    "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
-)
-FORMATS = {1: {**TABLES, "chunks": _CHUNKS}, FORMAT: TABLES}
 
 
 def database_name(rank: int) -> str:

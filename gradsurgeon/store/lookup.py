@@ -17,8 +17,6 @@ from gradsurgeon.store.memory import WholeSeries, merged
 Answer = TypeVar("Answer")
 
 _NEAREST = 3
-# One step can pass without a gradient for innocent reasons. A value from before three such steps is out of date.
-_QUIET_STEPS = 3
 
 
 class Logged(NamedTuple):
@@ -63,8 +61,8 @@ class RecordQueries(ABC):
 
         Raises:
             KeyError: there is no such name; the text gives the nearest names.
-            RecordError: no rule, or several rules, record it; nothing is recorded yet, or in a session nothing in the
-                last three steps in which the rule was due; or another rank did not call within 10 s.
+            RecordError: no rule, or several rules, record it; nothing is recorded yet; or another rank did not call
+                within 10 s.
         """
         return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
 
@@ -80,8 +78,6 @@ class Lookup:
     logged: Mapping[str, Logged]  # by rule
     # Returns the series of a tensor, a statistic, and a rule or all rules.
     find: Callable[[str, str, str | None], Sequence[WholeSeries]]
-    # Returns, for a rule, a tensor and a step, the number of later steps in which the rule was due.
-    due_since: Callable[[str, str, int], int] = lambda *_: 0
 
     def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
         canonical, series = self._series(name, stat, rule)
@@ -93,14 +89,6 @@ class Lookup:
         if not ends:
             raise RecordError(
                 f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
-            )
-        newest = max(end for recorded in series for end in recorded.ends())
-        by = series[0].key.rule
-        if self.due_since(by, canonical, newest) >= _QUIET_STEPS:
-            raise RecordError(
-                f"rule {by}: the last record of {stat} of {canonical} is from step {newest}, and nothing was "
-                f"measured in the last {_QUIET_STEPS} steps in which the rule was due; history() returns "
-                "the earlier records"
             )
         # If two series have the same step, the later series wins, as in `merged`.
         return max(reversed(ends), key=lambda end: end[0])[1]

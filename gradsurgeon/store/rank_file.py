@@ -38,14 +38,6 @@ _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
 _MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
 
 
-class RankFileError(RecordError):
-    """The file of one rank cannot be read; the files of other ranks may be fine."""
-
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(text)
-        self.rank = rank
-
-
 class RankFile:
     """The records of one rank. ``close`` closes the file, and so does the garbage collector."""
 
@@ -65,7 +57,8 @@ class RankFile:
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")
-        if application != layout.APPLICATION or dict(tables) != layout.FORMATS.get(form):
+        found = application, form, dict(tables)
+        if found != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(
@@ -83,17 +76,16 @@ class RankFile:
         return rows
 
     def damaged(self, what: str = "it has values of wrong types or sizes") -> RecordError:
-        return RankFileError(
-            self.rank,
-            f"{printable(str(self.path))}: is damaged: {what}; the other files of the run may still be fine",
+        return RecordError(
+            f"{printable(str(self.path))}: is damaged: {what}; the other files of the run may still be fine: move this "
+            "one elsewhere to read them"
         )
 
     def _unreadable(self, error: Exception) -> RecordError:
-        return RankFileError(
-            self.rank,
+        return RecordError(
             f"{printable(str(self.path))}: cannot be read: {printable(str(error))}; it is damaged, or was "
             "not written by gradsurgeon, or has to be copied, with all of its directory, to a place that "
-            "can be written",
+            "can be written"
         )
 
     def _parsed(self, text: str, kind: TypeAdapter[_T]) -> _T:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon._libraries import library
@@ -19,7 +18,7 @@ from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.memory import matching
-from gradsurgeon.store.rank_file import RankFile, RankFileError, StoredSeries
+from gradsurgeon.store.rank_file import RankFile, StoredSeries
 from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 _MOST_RANKS = 10**6
+_LISTED = 8
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
@@ -41,7 +41,6 @@ class Run(RecordQueries):
         meta: the content of `run.json`: versions, rules, plan, when the run began.
         params: canonical names of the parameters, in the order of the model.
         ranks: the ranks that have records.
-        broken: why the files of other ranks cannot be read, by rank, where a report has left them aside.
     """
 
     def __init__(
@@ -49,12 +48,10 @@ class Run(RecordQueries):
         path: Path,
         meta: Mapping[str, Any],
         files: Sequence[RankFile],
-        broken: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.path = path
         self.meta = meta
         self._files = list(files)
-        self.broken = dict(broken)
         modules = section(section(meta, "model"), "aliases")
         self._aliases = {str(alias): str(name) for alias, name in modules.items()}
         self.params = tuple(self._read_params())
@@ -219,23 +216,11 @@ class Run(RecordQueries):
 
 def missing_ranks(run: Run) -> list[int]:
     """Return the ranks of the job that have no file in the run."""
-    known = {*run.ranks, *run.broken}
+    known = set(run.ranks)
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
     started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
     return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
-
-
-def set_aside(run: Run, error: RankFileError) -> None:
-    """Go on without the file of a rank that cannot be read.
-
-    Raises:
-        RankFileError: it is the last one that is left.
-    """
-    if run.ranks == (error.rank,):
-        raise error
-    run._files = [file for file in run._files if file.rank != error.rank]  # noqa: SLF001 # users have `broken`
-    run.broken[error.rank] = str(error)
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
@@ -257,18 +242,12 @@ def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def open_run(path: str | os.PathLike[str], *, partly: bool = False) -> Run:
-    return opened(path, Run, partly=partly)
+def open_run(path: str | os.PathLike[str]) -> Run:
+    return opened(path, Run)
 
 
-def opened(path: str | os.PathLike[str], kind: type[AnyRun], *, partly: bool = False) -> AnyRun:
-    """Return a run directory as an object of a class derived from `Run`.
-
-    Args:
-        path: of the directory.
-        kind: the class.
-        partly: open the run even if the files of some ranks cannot be read; `broken` tells why.
-    """
+def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
+    """Return a run directory as an object of a class derived from `Run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
@@ -278,18 +257,11 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun], *, partly: bool = F
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
     with ExitStack() as stack:
-        files: list[RankFile] = []
-        broken: dict[int, str] = {}
-        for rank in ranks:
-            try:
-                file = RankFile(folder / database_name(rank), rank)
-            except RankFileError as error:
-                if not partly or len(broken) == len(ranks) - 1:
-                    raise
-                broken[rank] = str(error)
-            else:
-                files.append(stack.enter_context(closing(file)))
-        run = kind(folder, meta, files, broken)
+        files = [
+            stack.enter_context(closing(RankFile(folder / database_name(rank), rank)))
+            for rank in ranks
+        ]
+        run = kind(folder, meta, files)
         stack.pop_all()
     return run
 
@@ -300,9 +272,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
         text = path.read_bytes()
         meta = json.loads(text)
     except OSError as error:
+        # Models and processes of one script have runs of their own.
+        inside = sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}"))
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+            f"{'; runs inside: ' * bool(inside)}{printable(', '.join(inside[:_LISTED]))}"
         ) from None
     except (ValueError, RecursionError):
         pass  # refused below
@@ -313,10 +288,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
             f"{begins if text else 'is empty'}; restore it, or record the run again"
         )
-    if form > FORMAT:
+    if form != FORMAT:
         raise RecordError(
-            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written "
-            "by a newer one; upgrade gradsurgeon"
+            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads format {FORMAT} only: use the "
+            "gradsurgeon that has written it"
         )
     return dict(meta)
 

@@ -51,16 +51,10 @@ class Selection(NamedTuple):
 
 def nothing_fits(every: Iterable[StoredSeries], path: Path) -> RecordError:
     """Return the error for a selection that fits no record of the run at a path."""
-    keys = [series.key for series in every]
-    if not keys:
+    stats = sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in every})
+    if not stats:
         return RecordError(f"{printable(str(path))}: nothing was recorded")
-    example = printable(keys[0].names[0]) if keys[0].names else "none"
+    listed = ", ".join(stats)
     return RecordError(
-        f"nothing recorded fits the rule, statistic and name asked for; rules: "
-        f"{_listed(key.rule for key in keys)}; statistics: {_listed(key.stat for key in keys)}; "
-        f"names such as {example}"
+        f"nothing recorded fits the rule, statistic and name asked for; recorded: {listed}"
     )
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return ", ".join(sorted({printable(text) for text in texts}))

@@ -21,8 +21,6 @@ _TEXTS = ("rule", "point", "stat", "name")
 # In a block each text is a number: its place among all texts of its column.
 _DTYPES = dict.fromkeys(COLUMNS, np.int32) | {"step": np.int64, "value": np.float32}
 Block = Mapping[str, "np.ndarray[Any, Any]"]  # by column
-# The least number of lines in a record batch. 8 MB is a good size for a row group of Parquet.
-_BATCH = 2**18
 # The schema of an exported file has this mark: only such a file may be written over by another export.
 _MARK = {"gradsurgeon.export": "1"}
 _MAGIC = b"PAR1"
@@ -104,22 +102,11 @@ def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
     places, schema = _places(chosen), _arrow_schema()
     texts = {column: arrow.array(list(of), arrow.string()) for column, of in places.items()}
 
-    def batch(blocks: Sequence[Block]) -> pa.RecordBatch:
-        columns = {column: arrow.array(values) for column, values in _joined(blocks).items()}
+    for block in _blocks(chosen, places):
+        columns = {column: arrow.array(values) for column, values in block.items()}
         for column, dictionary in texts.items():
             columns[column] = arrow.DictionaryArray.from_arrays(columns[column], dictionary)
-        return arrow.record_batch([columns[column] for column in COLUMNS], schema)
-
-    waiting: list[Block] = []
-    lines = 0
-    for block in _blocks(chosen, places):
-        waiting.append(block)
-        lines += len(block["value"])
-        if lines >= _BATCH:
-            yield batch(waiting)
-            waiting, lines = [], 0
-    if waiting:
-        yield batch(waiting)
+        yield arrow.record_batch([columns[column] for column in COLUMNS], schema)
 
 
 def parquet_library() -> Any:

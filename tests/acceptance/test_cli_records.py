@@ -97,8 +97,8 @@ class TestReport:
         done = call("report", "run", cwd=here)
         assert (done.returncode, done.stderr) == (0, "")
         assert "\n2 runs inside run, of other models or processes:\n" in done.stdout
-        assert re.search(r"gradsurgeon report run/broken +cannot be read", done.stdout)
-        assert "gradsurgeon report run/process-2/Net-2  rules.yaml on Net" in done.stdout
+        assert "\n  gradsurgeon report run/broken\n" in done.stdout
+        assert "\n  gradsurgeon report run/process-2/Net-2\n" in done.stdout
         assert "secret" not in done.stdout
 
     def test_many_folders_within_one_another(
@@ -178,7 +178,7 @@ class TestExport:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--stat", "l3"), "rules: norms; statistics: l2, max; names such as w"),
+            (("--stat", "l3"), "; recorded: norms l2, norms max"),
             (("--rule", "x"), "nothing recorded fits"),
             (("--name", "x*"), "nothing recorded fits"),
             (("--name", "re:("), "gradsurgeon: "),

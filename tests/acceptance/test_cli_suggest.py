@@ -138,7 +138,7 @@ def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
         (("run", "-o", "no/folder"), "cannot write no/folder: No such file"),
         (("mangled",), "mangled/run.json: is damaged, or was not written by gradsurgeon: no JSON"),
         (("mangled",), "with a `format`: it begins with `[]`; restore it, or record the run again"),
-        (("several",), "several: is no run itself; name one of the runs inside: several/Net"),
+        (("several",), "once rank 0 has begun; runs inside: several/Net"),
     ],
 )
 def test_what_it_cannot_do(here: pathlib.Path, arguments: tuple[str, ...], problem: str) -> None:

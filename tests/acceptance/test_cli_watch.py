@@ -8,14 +8,12 @@ import pathlib
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from bounds import TIMEOUT
@@ -28,8 +26,6 @@ from gradsurgeon.store.writer import RunWriter
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
-ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 LIMIT = TIMEOUT / 10
 KEY = Key("norms", "l2", "accumulated", ("w",))
 
@@ -60,7 +56,6 @@ class Watching:
     def __init__(self, *arguments: str, cwd: pathlib.Path, before: str = "", **env: str) -> None:
         self.master, self.slave = os.openpty()
         self.resize(30, 90)
-        self.mode = self.modes()
         self.text = ""
         unset = {"COLUMNS", "LINES", "NO_COLOR"}
         kept = {name: value for name, value in environment().items() if name not in unset}
@@ -73,9 +68,6 @@ class Watching:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-
-    def modes(self) -> list[Any]:
-        return termios.tcgetattr(self.slave)
 
     def resize(self, rows: int, columns: int) -> None:
         termios.tcsetwinsize(self.slave, (rows, columns))
@@ -106,7 +98,7 @@ class Watching:
 
     def frames(self) -> list[list[str]]:
         """Return what each drawing has put on the screen, line by line."""
-        drawn = self.text.partition(LEAVE)[0].split("\x1b[H")[1:]
+        drawn = self.text.split("\x1b[H")[1:]
         texts = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", one).rstrip() for one in drawn]
         # The terminal itself puts one more carriage return before each line feed.
         return [re.split("\r+\n", text) for text in texts]
@@ -135,22 +127,12 @@ def writer(tmp_path: pathlib.Path) -> Iterator[RunWriter]:
     writer.close()
 
 
-def is_restored(watched: Watching) -> None:
-    """Check that the terminal was left as it was, and that nothing was drawn after that."""
-    assert watched.text.startswith(ENTER)
-    assert watched.text.count(ENTER) == watched.text.count(LEAVE) == 1
-    assert "\x1b" not in watched.text.partition(LEAVE)[2]
-    assert watched.modes() == watched.mode
-
-
 class TestInATerminal:
     def test_it_draws_follows_the_run_and_ends_with_it(
         self, writer: RunWriter, watching: Callable[..., Watching]
     ) -> None:
         watched = watching("run", "--every", "0.2")
         watched.until(lambda text: "step 2" in text)
-        assert not watched.modes()[3] & (termios.ECHO | termios.ICANON)
-        assert watched.modes()[3] & termios.ISIG
         for step in range(3, 6):
             writer.add(KEY, step, values(100.0 * step))
             writer.event(Event("trap", "norms", step, 0, "w\x1b[2J", "bad\nvery"))
@@ -158,11 +140,10 @@ class TestInATerminal:
         writer.close()
         code, errors = watched.ended()
         assert (code, errors) == (0, "")
-        is_restored(watched)
         frames = watched.frames()
         first, last = frames[0], frames[-1]
         assert first[:4] == ["rules.yaml on Net: step 2", "running", "", "events (0)"]
-        assert first[-1] == "q quits; every 0.2 s"
+        assert first[-1] == "Ctrl-C quits; every 0.2 s"
         assert last[:3] == [
             "rules.yaml on Net: step 5",
             "ended, traps tripped in 3 steps",
@@ -173,78 +154,23 @@ class TestInATerminal:
             *(f"  step {step}  trap  norms  w\\x1b[2J  bad" for step in (5, 4, 3)),
         ]
         assert "norm of w: 500 at step 5" in "\n".join(last)
-        assert any(re.search(r" steps/s$", frame[0]) for frame in frames)
-        # The last screen stays on the terminal, and why it is the last one.
-        after = watched.text.partition(LEAVE)[2].rstrip().split("\r\n")
-        assert after == [*last[:-2], "", *last[1:3]]
 
-    def test_q_ends_it(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
+    def test_ctrl_c_ends_it(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
         watched = watching("run", "--every", "600")
-        watched.until(lambda text: "q quits" in text)
-        watched.type(b"x")
-        watched.type(b"q")
-        assert watched.ended() == (0, "")
-        is_restored(watched)
-        assert watched.text.endswith(LEAVE)
-
-    @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-    def test_signals_restore_the_terminal(
-        self, writer: RunWriter, watching: Callable[..., Watching], how: str
-    ) -> None:
-        watched = watching("run", "--every", "600")
-        watched.until(lambda text: "q quits" in text)
-        if how == "Ctrl-C":
-            watched.type(b"\x03")
-        else:
-            watched.process.send_signal(signal.SIGTERM)
-        assert watched.ended() == ({"Ctrl-C": 130, "SIGTERM": 143}[how], "")
-        is_restored(watched)
-        assert watched.text.endswith(LEAVE)
-
-    def test_a_signal_that_does_not_wake_it(
-        self, writer: RunWriter, watching: Callable[..., Watching]
-    ) -> None:
-        # One that comes right before it waits does not, nor one that another thread gets.
-        before = (
-            "import signal, threading, time\n"
-            "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
-        )
-        watched = watching("run", "--every", "600", before=before)
-        watched.until(lambda text: "q quits" in text)
-        watched.process.send_signal(signal.SIGTERM)
-        assert watched.ended() == (143, "")
-        is_restored(watched)
-
-    def test_ctrl_z_gives_the_terminal_back_for_a_while(
-        self, writer: RunWriter, watching: Callable[..., Watching]
-    ) -> None:
-        watched = watching("run", "--every", "600")
-        watched.until(lambda text: "q quits" in text)
-        watched.type(b"\x1a")
-        os.waitpid(watched.process.pid, os.WUNTRACED)
-        watched.until(lambda text: text.endswith(LEAVE))
-        assert watched.modes() == watched.mode
-        watched.process.send_signal(signal.SIGCONT)
-        watched.until(lambda text: text.count("q quits") == 2)
-        assert watched.text.count(ENTER) == 2
-        watched.type(b"q")
-        assert watched.ended() == (0, "")
-        assert watched.text.endswith(LEAVE)
-        assert watched.modes() == watched.mode
+        watched.until(lambda text: "Ctrl-C quits" in text)
+        watched.type(b"\x03")
+        assert watched.ended() == (130, "")
 
     def test_a_file_that_is_damaged_meanwhile(
         self, writer: RunWriter, watching: Callable[..., Watching], tmp_path: pathlib.Path
     ) -> None:
         watched = watching("run", "--every", "0.2")
-        watched.until(lambda text: "q quits" in text)
+        watched.until(lambda text: "Ctrl-C quits" in text)
         (tmp_path / "run" / "run.json").write_text("{")
         code, errors = watched.ended()
         assert code == 2
         assert errors.startswith("gradsurgeon: run/run.json: is damaged")
         assert len(errors.splitlines()) == 1
-        is_restored(watched)
-        assert watched.text.endswith(LEAVE)
 
     def test_it_fits_whatever_the_size(
         self, tmp_path: pathlib.Path, watching: Callable[..., Watching]
@@ -262,11 +188,9 @@ class TestInATerminal:
             before = len(watched.frames())
             watched.until(lambda _: len(watched.frames()) > before + 2)  # noqa: B023 # called at once
             frame = watched.frames()[-2]
-            assert len(frame) == {24: 23, 50: 27}.get(rows, rows)
+            # The last row is empty: a line feed in it would move all the others.
+            assert len(frame) == {24: 23, 50: 27}.get(rows, rows - 1)
             assert max(map(len, frame)) <= columns
-            # What is below is cleared; with a line feed in the last row all of them would move.
-            drawn = watched.text.split("\x1b[H")[-2]
-            assert drawn.endswith("\n\x1b[J") is (len(frame) < rows)
         writer.close()
         watched.ended()
 
@@ -274,8 +198,8 @@ class TestInATerminal:
         writer.event(Event("trap", "norms", 2, 0, "w", "bad"))
         for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)):
             watched = watching("run", **env)
-            watched.until(lambda text: "q quits" in text)
-            watched.type(b"q")
+            watched.until(lambda text: "Ctrl-C quits" in text)
+            watched.type(b"\x03")
             watched.ended()
             assert ("\x1b[31m  step 2  trap  norms  w  bad\x1b[0m" in watched.text) is coloured
             assert (re.search(r"\x1b\[[0-9;]*m", watched.text) is not None) is coloured
@@ -288,7 +212,7 @@ class TestInATerminal:
         writer.close()
         assert watched.ended() == (0, "")
         assert "\x1b" not in watched.text
-        assert watched.text.endswith("ended, clean\r\n")
+        assert "\r\nended, clean\r\nsummary: rules.yaml on Net: steps 0..2" in watched.text
 
 
 class TestElsewhere:
@@ -297,14 +221,14 @@ class TestElsewhere:
             threading.Timer(8.0, process.kill).start()
             done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
-        *lines, last = done.stdout.splitlines()
+        *lines, last, _summary = done.stdout.splitlines()
         assert re.fullmatch(
             r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing",
             last,
         )
         assert len(lines) >= 2
         one = (
-            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)(  [0-9.]+ steps/s)?  "
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)  "
             r"norm of all 2 parameters 2.24  0 events"
         )
         found = [re.fullmatch(one, line) for line in lines]
@@ -312,22 +236,17 @@ class TestElsewhere:
         assert len(steps) == len(lines)
         assert steps == sorted(steps)
         assert steps[-1] > steps[0]
-        assert "steps/s" in lines[1]
 
     def test_a_run_that_is_not_there(self, tmp_path: pathlib.Path) -> None:
         done = call("watch", "run", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == (
-            "gradsurgeon: run: there is no run (run.json) yet: start the training first, and name the directory of "
-            "its `record=` or `--record`\n"
-        )
+        assert done.stderr.startswith("gradsurgeon: run: cannot be opened as a run: No such file")
 
     def test_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
         done = call("watch", "runs", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "holds 1 run of other models or processes" in done.stderr
-        assert "`gradsurgeon watch 'runs/first one'`" in done.stderr
+        assert done.stderr.endswith("; runs inside: runs/first one\n")
 
     def test_damaged_files(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
         writer.close()

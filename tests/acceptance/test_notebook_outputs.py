@@ -82,18 +82,18 @@ def gradients() -> tuple[float, float]:
 def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) -> None:
     first, second = gradients()
     session = page(outputs, "session")
-    assert session.rows("fired") == [
-        ["norms", "norm-log", "1", "3", "-", "2"],
-        ["trap", "nan-trap", "1", "3", "-", "2"],
-    ]
-    assert [row[:4] for row in session.rows("last events")] == [["2", "trap", "trap", "weight"]]
+    lines = [text.split() for text in session.texts]
+    assert ["norms", "norm-log", "1", "3", "-", "2"] in lines
+    assert ["trap", "nan-trap", "1", "3", "-", "2"] in lines
+    assert ["step", "2", "trap", "trap", "weight"] in lines
     plan = page(outputs, "session.plan")
     assert any("norm-log  accumulated  end of backward" in text for text in plan.texts)
     report = page(outputs, "gradsurgeon.report.summary(session)")
     middle = (first + second) / 2
     numbers = [f"{number:.3g}" for number in (first, middle, second)]
-    assert report.rows("median") == [["weight", "", *numbers, "nan", "1"]]
-    assert len(report.shapes) == 2  # a line, and the step that is not finite
+    (row,) = (line.split() for line in report.texts if line.startswith("  weight "))
+    assert row == ["weight", row[1], *numbers, "nan", "1"]
+    assert row[1][-1] == "✗"
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_a_job_fails_by_events(
         ("report", "trapped", "--html", "page.html"),
         # Spikes are found in norms: what nobody has seen is not taken for clean.
         ("report", "trapped", "--fail-on", "spike"),
-        ("watch", "trapped", "--once"),
+        ("watch", "trapped"),
         ("suggest", "trapped"),
         ("compare", "trapped", "trapped"),
     ],

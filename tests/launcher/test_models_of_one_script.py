@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +75,7 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
         assert lines[0].startswith("stopped at step ")
         assert any(f" on {name}: " in line for line in lines if line.startswith("summary: "))
     assert own[-2] == "1 run inside run, of other models or processes:"
-    assert re.fullmatch(r"  gradsurgeon report run/Net-2  \S+rules.yaml on Net-2", own[-1])
+    assert own[-1] == "  gradsurgeon report run/Net-2"
     assert not any("inside" in line for line in other)
     # Those of several processes lie side by side.
     (folder.path / "run").rename(folder.path / "process-2")

@@ -154,7 +154,7 @@ def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
     assert {name for name in sink.curves if "/events/" not in name} == names
 
 
-def test_an_optimizer_that_gets_more_parameters_keeps_its_name() -> None:
+def test_an_optimizer_that_gets_more_parameters_begins_another_part() -> None:
     sink, model = Kept(), make()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
     model[0].requires_grad_(requires_grad=False)
@@ -164,10 +164,9 @@ def test_an_optimizer_that_gets_more_parameters_keeps_its_name() -> None:
                 model[0].requires_grad_(requires_grad=True)
                 optimizer.add_param_group({"params": list(model[0].parameters())})
             step(model, optimizer)
-    assert [at for at, _ in sink.curves["gradsurgeon/norms/total"]] == list(range(6))
-    # The pass before the update that brings them belongs to no optimizer.
-    parts = [curve for name, curve in sink.curves.items() if "part-" in name]
-    assert {at for curve in parts for at, _ in curve} == {3}
+    totals = [curve for name, curve in sink.curves.items() if name.endswith("/total")]
+    assert len(totals) > 1
+    assert sorted(at for curve in totals for at, _ in curve if at != 3) == [0, 1, 2, 4, 5]
 
 
 def test_a_sum_that_goes_on_is_sent_once() -> None:

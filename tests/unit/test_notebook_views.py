@@ -16,7 +16,6 @@ from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
 from gradsurgeon.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.tables import log_curve
 from gradsurgeon.store import Key, Records
 
 NAN = math.nan
@@ -68,7 +67,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
     shown = diagnosis(scale=1024.0, bundle="a b")
     head, *evidence = str(shown).splitlines()
     assert head.endswith("NaN born in the forward pass of h.0 (Energy): aten.sqrt")
-    assert Page(shown).texts == [head, "; step 7, rank 1", *evidence]
+    assert Page(shown).texts == [f"{head}; step 7, rank 1", *evidence]
     assert [line.strip() for line in evidence] == [
         "at train.py:9, in forward: x.sqrt()",
         "in   self [2, 3] float32: -2.5 to 1.25",
@@ -90,7 +89,7 @@ def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
         )
     )
     assert page.texts == [
-        *("diagnosis: not reproduced, so no operation is blamed", "; step 7, rank 1"),
+        "diagnosis: not reproduced, so no operation is blamed; step 7, rank 1",
         *("  because the model has changed", "  no bundle was written: no room"),
     ]
     sure = Page(diagnosis(certainty="partial", reasons=("a kernel is random",)))
@@ -105,7 +104,7 @@ def test_the_diagnosis_of_an_error_shows_itself() -> None:
         model(torch.full((3, 4), NAN)).sum().backward()
         optimizer.step()
     page = Page(caught.value.diagnosis)
-    assert page.texts[0].endswith(caught.value.diagnosis.headline)
+    assert caught.value.diagnosis.headline in page.texts[0]
     (row,) = (text for text in page.texts if text.startswith("  is  "))
     assert row.endswith(" [3, 4] float32: 12 of 12 NaN")
 
@@ -127,77 +126,10 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
     return Report(**(given | more))
 
 
-def test_a_report_shows_rules_norms_and_events() -> None:
-    trap = Event("trap", "trap", 3, 0, "a", "step 3: bad\nthe border lies there")
-    again = Event("trap", "trap", 4, 0, "a", "step 4: bad\nthe border lies there")
-    one = report(
-        {"a": [1.0, 2.0, 64.0, 3.0, 4.0], "b": [0.5, NAN, 0.25, None, 0.0]},
-        events=(trap, again, Event("notice", "", 5, 0, "", "all else")),
-    )
-    page = Page(one)
-    assert page.texts[0] == str(one).splitlines()[0]
-    assert page.rows("median") == [
-        ["a", "", "1", "3", "64", "4", "-"],
-        ["b", "", "0.5", "0.25", "0.5", "0", "1"],
-    ]
-    assert page.rows("fired") == [["norms", "norm-log", "2", "5", "-", "4", ""]]
-    assert page.rows("event") == [
-        ["3", "trap", "trap", "a", "x2, steps 3..4", "step 3: badthe border lies there"],
-        ["5", "notice", "", "", "", "all else"],
-    ]
-    assert page.folded == 1
-    remark = "non-finite: 1 parameter, first at step 1: b; until step 1, finite again since"
-    assert remark in page.texts
-
-
-def test_what_text_and_page_say_of_a_report_is_the_same() -> None:
-    calm: list[float | None] = [1.0] * 40
-    histories = {f"h.{i}": [*calm] for i in range(60)}
-    histories["h.50"][20] = 1e3
-    one = report(histories)
-    page, text = Page(one), one.text(width=120)
-    assert len(page.rows("median")) == 40
-    notes = "and 20 more; those that stand out and the largest are shown"
-    assert notes in page.texts
-    assert notes in text
-    spike = "1e+03 at step 20, 129x the steps before it; most in h.50"
-    assert f"largest spike: the norm of all 60 parameters, {spike}" in page.texts
-    assert one.remarks
-    assert all(remark in page.texts and f"  {remark}\n" in text for remark in one.remarks)
-    assert next(row for row in page.rows("median") if row[0] == "h.50")[4] == "1e+03"
-    empty = Page(report({}))
-    assert "norms: no l2 recorded; recorded: nothing" in empty.texts
-
-
-def test_of_many_events_the_first_and_the_last_are_shown() -> None:
-    events = [Event("notice", "", step, 0, f"p{step}", "said") for step in range(25)]
-    rows = Page(report({"a": [1.0]}, events=events)).rows("event")
-    assert [row[0] for row in rows] == [*map(str, range(10)), "", *map(str, range(15, 25))]
-    assert rows[10][1] == "... and 5 more"
-
-
-def test_a_sparkline_is_one_line_per_stretch() -> None:
-    assert log_curve([]).count("<polyline") == 0
-    drawn = str(log_curve([1.0, 10.0, None, 0.1, NAN, 0.0]))
-    step = 160 / 6
-    assert (
-        f'<polyline points="{step / 2:.1f},9.0 {1.5 * step:.1f},2.0 {1.5 * step:.1f},2.0"/>'
-        in drawn
-    )
-    assert f'<polyline points="{3.5 * step:.1f},16.0 {3.5 * step:.1f},16.0"/>' in drawn
-    assert f'<path d="M{4.5 * step:.1f} 0V18" stroke="#e3262d"/>' in drawn
-    assert f'<path d="M{5.5 * step:.1f} 14V18" stroke="currentColor"/>' in drawn
-    assert drawn.count("<p") == 4
-
-
-def test_a_long_history_keeps_its_spike() -> None:
-    values: list[float | None] = [1.0] * 10_000
-    values[7003] = 100.0
-    (line,) = Page(report({"a": values})).shapes
-    heights = [float(point.split(",")[1]) for point in line.split()][:-1]
-    assert len(heights) == 80
-    assert heights.index(min(heights)) == 7003 * 80 // 10_000
-    assert sorted(set(heights)) == [2.0, 16.0]
+def test_a_report_shows_its_text() -> None:
+    event = Event("trap", "trap", 3, 0, "a", "step 3: bad\nthe border lies there")
+    one = report({"a": [1.0, 64.0], "b": [NAN, 0.25]}, events=(event,))
+    assert Page(one).texts == list(filter(None, one.text(width=100).splitlines()))
 
 
 def test_hostile_texts_are_inert() -> None:

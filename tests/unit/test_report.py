@@ -250,21 +250,21 @@ def test_a_thousand_parameters_are_abridged_and_the_worst_still_shown() -> None:
     text = report(records(histories)).text()
     lines = [line for line in text.splitlines() if line.startswith("  layer")]
     assert len(lines) == 40
-    assert "and 960 more; those that stand out and the largest are shown" in text
+    assert (
+        "and 960 more; those that are not finite, then spikes, then the largest are shown" in text
+    )
     assert row(text, "layer0.weight")
     assert row(text, "layer900.weight")[6] == "1"
-    assert row(text, "layer800.weight")[7:] == ["<-", "spike"]
+    assert row(text, "layer800.weight")[4] == "50"
     shown = [int(line.split(".")[0].removeprefix("  layer")) for line in lines]
     assert shown == sorted(shown)
 
 
-def test_many_nonfinite_rows_do_not_crowd_out_the_spike() -> None:
+def test_the_spike_of_all_together_is_told() -> None:
     long: list[float | None] = [1.0] * 20
     histories = {f"n{i}": [*long, 30.0, NAN] for i in range(100)}
     histories["last"] = [*long, 1.0, 64.0]
     text = report(records(histories)).text()
-    assert row(text, "last")[7:] == ["<-", "spike"]
-    assert text.count("<- spike") == 1
     # The norm of all together comes before that of one.
     whole = "the norm of all 101 parameters, 300 at step 20, 29.9x the steps before it"
     assert f"largest spike: {whole}; most in n0, n1, n2, n3, and 96 more\n" in text
@@ -367,7 +367,6 @@ def test_a_norm_that_stands_out_from_its_own_past_is_a_spike(
     values: list[float], spike: tuple[int, float] | None
 ) -> None:
     text = report(records({"w": values})).text()
-    assert ("<- spike" in text) == (spike is not None)
     if spike is None:
         assert "largest spike" not in text
     else:
@@ -384,8 +383,6 @@ def test_norms_that_only_grow_are_no_spikes() -> None:
     found = report(records({**histories, "calm": [*LEVEL[:30], 50.0, *LEVEL[:12]]}))
     assert [track.name for track in found.history.tracks if track.spike] == ["calm"]
     text = found.text(width=110)
-    assert row(text, "calm")[-2:] == ["<-", "spike"]
-    assert text.count("<- spike") == 1
     assert "exploding: p0, p1, p2, p3, and 4 more; p0 has grown from 1 to 2e+11\n" in text
 
 

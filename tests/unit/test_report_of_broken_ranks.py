@@ -31,24 +31,20 @@ def cut(file: pathlib.Path, size: int) -> None:
 
 
 @singly(size=[0, 1000, 40_000], rank=[0, 1, 2])
-def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported(
+def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported_without_it(
     ranks: pathlib.Path, rank: int, size: int
 ) -> None:
-    cut(ranks / f"rank-{rank}.db", size)
+    file = ranks / f"rank-{rank}.db"
+    cut(file, size)
+    for options in ([], ["--html", "page.html"], ["--format", "json"]):
+        done = call_here("report", str(ranks), *options, cwd=ranks.parent)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"rank-{rank}.db: " in done.stderr
+    file.unlink()
     done = call_here("report", str(ranks), cwd=ranks.parent)
-    assert done.returncode == 2
-    assert f"; without rank {rank}: " in done.stdout
-    assert f"rank-{rank}.db: " in done.stderr
+    assert f"; without rank {rank}: " in done.stdout or rank == 2
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  p")]
     assert shown == ["parameter", *(f"p{one}" for one in range(3) if one != rank)]
-    page = call_here("report", str(ranks), "--html", "page.html", cwd=ranks.parent)
-    assert (page.returncode, page.stdout[:17]) == (2, "page.html: 1 run,")
-    assert f"rank-{rank}.db: " in page.stderr
-    found = call_here(
-        "report", str(ranks), "--fail-on", "trap", "--format", "json", cwd=ranks.parent
-    )
-    assert found.returncode == 2
-    assert [note for note in json.loads(found.stdout)["notes"] if f"rank-{rank}.db" in note]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -57,13 +53,11 @@ def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: pathlib.Path, 
     data = bytearray(file.read_bytes())
     data[-30_000:] = b"\xff" * 30_000
     file.write_bytes(data)
-    with open_run(ranks) as run:  # the tables are fine
-        report = from_run(run)
-        assert list(run.broken) == [rank]
-    assert [track.name for track in report.history.tracks] == [
-        f"p{n}" for n in range(3) if n != rank
-    ]
-    assert call_here("report", str(ranks), cwd=ranks.parent).returncode == 2
+    with (
+        open_run(ranks) as run,  # the tables are fine
+        pytest.raises(RecordError, match=rf"rank-{rank}\.db: .*"),
+    ):
+        from_run(run)
 
 
 def test_of_files_that_are_all_damaged_there_is_no_report(ranks: pathlib.Path) -> None:
@@ -97,9 +91,9 @@ def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> 
 def test_a_file_that_is_missing_is_named(
     ranks: pathlib.Path, world: int | None, removed: list[int], said: str
 ) -> None:
-    (ranks / "run.json").write_text(json.dumps({"format": 1, **meta(), "ranks": world}))
+    (ranks / "run.json").write_text(json.dumps({"format": 2, **meta(), "ranks": world}))
     for rank in removed:
         (ranks / f"rank-{rank}.db").unlink()
-    with open_stored(ranks, partly=True) as run:
+    with open_stored(ranks) as run:
         notes = [note for note in from_run(run).notes if note.startswith("without")]
     assert [note[: len(said)] for note in notes] == [said] * bool(said)

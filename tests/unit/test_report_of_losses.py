@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from commands import call_here
-from html_views import Page
 from runs import meta, values
 
 from gradsurgeon import RecordError, open_run
@@ -21,8 +20,8 @@ from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.loss_tables import compared_table
 from gradsurgeon.report.losses import Compared, Curve, split_pair
 from gradsurgeon.report.plain import to_dict
-from gradsurgeon.report.screen import LiveRun, screen
-from gradsurgeon.report.tables import means
+from gradsurgeon.report.screen import look, screen
+from gradsurgeon.report.sparkline import level_line
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
@@ -205,19 +204,16 @@ def test_what_was_combined(run: pathlib.Path) -> None:
     ]
 
 
-def test_the_text_has_a_matrix_and_says_what_is_left_out(run: pathlib.Path) -> None:
+def test_the_text_says_what_is_left_out(run: pathlib.Path) -> None:
     done = call_here("report", str(run), cwd=run.parent)
     assert done.returncode == 0
     text = done.stdout
     assert "norms: no l2" not in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["1", "seg", "-0.31", "0.50"] in lines
-    assert ["2", "depth", "75%", "0.29"] in lines
-    assert ["3", "edges", "0%", "33%"] in lines
     row = next(line for line in lines if line[:1] == ["seg/depth"])
     assert row[2:8] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
-    assert "left out: 1 call of seg/edges, and of 1 more pair, in which a loss gave no" in text
-    assert "the gradient of seg is 1e+03 times that of edges" in text
+    assert "1 pair of 3 conflict on average; the worst: seg/depth, mean cosine -0.31, below" in text
+    assert "left out: 2 times a loss of a pair gave no gradient" in text
     assert "  changed the sum in 75% of calls; distance from it, over its norm: mean 0.5" in text
     assert "largest inf at step 2" in text
 
@@ -292,7 +288,6 @@ def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> Non
             ("train/seg", "train/aux/depth"),
             ("", "train/seg", "train/aux/depth"),
         ),
-        ("w:l:1/l:2", ("l:1", "l:2"), ("w", "l:1", "l:2")),
         ("train/seg/train/depth", (), ("", "train/seg", "train/depth")),
         ("w:seg/depth", (), ("w", "seg", "depth")),
         ("w", LOSSES, None),
@@ -310,10 +305,9 @@ def test_no_conflict_on_average_is_said() -> None:
 
 
 def test_curves_are_folded_by_mean() -> None:
-    assert means([1.0, 3.0, 5.0, -1.0], 2) == [2.0, 2.0]
-    assert means([1.0, None, None, None], 2) == [1.0, None]
-    assert means([4.0, 5.0], 3) == [4.0, 5.0]
-    assert means([], 4) == []
+    assert level_line([1.0, 3.0, 5.0, -1.0], 2, 0.0, 4.0) == "▅▅"
+    assert level_line([-5.0, None, 5.0], 3, 0.0, 4.0) == "▁█"
+    assert level_line([], 4, 0.0, 1.0) == ""
 
 
 EIGHT = ["segmentation", "depth", "normals", "edges", "keypoints", "boxes", "train/flow", "albedo"]
@@ -325,17 +319,12 @@ def test_twenty_eight_pairs_can_be_read() -> None:
     records = recorded({"cosine": rows}, names)
     text = Report("t", (), rules_of("tasks", losses=EIGHT), {}, records).text(width=100)
     lines = text.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.split() == [*map(str, range(1, 9))])
-    matrix = [line.split()[2:] for line in lines[start + 1 : start + 9]]
-    assert [len(row) for row in matrix] == [7] * 8
-    assert matrix[0] == ["-1.00", "-0.93", "-0.86", "-0.79", "-0.71", "-0.64", "-0.57"]
-    assert matrix[7][0] == "100%"
     names = [
         line.split()[0] for line in lines if line.startswith(tuple(f"  {one}/" for one in EIGHT))
     ]
     assert len(names) == len(set(names)) == 28
     assert "more; the lowest mean cosines are shown" not in text
-    sentences = ("  the worst", "  history: ", "  ratio: ")
+    sentences = ("  14 pairs of 28 conflict", "  history: ", "  ratio: ")
     tables = [line for line in lines if not line.startswith(sentences)]
     assert max(map(len, tables)) <= 100, tables
 
@@ -352,8 +341,8 @@ def test_of_hundreds_of_parts_the_worst_are_shown() -> None:
     assert shown == [f"trunk.{place}.weight" for place in range(28)]
     assert "and 272 more; the lowest mean cosines are shown\n" in text
     assert "conflicts of 2 losses in each of 300 parts, recorded by tasks in steps 0..15" in text
-    assert "seg/depth conflict on average in 30 of 300 parts" in text
-    assert "left out: 1 call of trunk.0.weight: seg/depth, and of 299 more pairs" in text
+    assert "30 pairs of 300 conflict on average; the worst: trunk.0.weight: seg/depth, mean" in text
+    assert "left out: 300 times a loss of a pair gave no gradient" in text
 
 
 def test_parts_that_come_later_have_series_of_their_own() -> None:
@@ -385,9 +374,6 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     with open_run(run) as opened:
         data = page_data(opened)
     found, combined = data["versus"]
-    (matrix,) = found["matrices"]
-    assert matrix["cells"][1] == ["1 seg", "", "-0.31", "0.50"]
-    assert matrix["tints"][1] == [-0.75, None, pytest.approx(0.291667)]
     ((title, curves),) = found["charts"]
     assert title == "cosine"
     assert [curve["label"] for curve in curves] == [
@@ -410,18 +396,8 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     json.dumps(data, allow_nan=False)
 
 
-def test_a_notebook_shows_them(run: pathlib.Path) -> None:
-    with open_run(run) as opened:
-        view = Page(from_run(opened))
-    rows = view.rows("losses")
-    assert [row[0] for row in rows] == ["seg/depth", "depth/edges", "seg/edges"]
-    assert rows[0][2:5] == ["-0.31", "-0.75", "75%"]
-    assert [row[2] for row in view.rows("loss")] == ["1", "0.562", "2"]
-    assert "norms: no l2" not in view.text
-
-
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
-    lines = [line.text for line in screen(LiveRun(run).read(), 100)]
+    lines = [line.text for line in screen(look(run), 100)]
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
@@ -433,7 +409,7 @@ def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
 def test_trackers_get_mean_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
-        found = summary(Measured(key, 3, values(*row), frozenset()))
+        found = summary(Measured(key, 3, values(*row), frozenset()), "tasks")
         return None if found is None else found.scalars
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {

@@ -144,20 +144,6 @@ def test_rows_by_part(run_path: pathlib.Path) -> None:
         assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
 
 
-def test_a_run_of_format_1_is_read_whose_files_have_one_more_table(run_path: pathlib.Path) -> None:
-    about = json.loads((run_path / "run.json").read_text())
-    (run_path / "run.json").write_text(json.dumps({**about, "format": 1}))
-    chunks = (
-        "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
-        "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
-    )
-    summary = "INSERT INTO chunks VALUES (1 << 32, 0, 255, x'00', x'00', x'00', x'00')"
-    sql(run_path, chunks, summary, "PRAGMA user_version=1")
-    read_everything(run_path)
-    with open_run(run_path) as run:
-        assert run.history("a.bias") == [(step, float(step)) for step in range(300)]
-
-
 def test_a_run_that_cannot_be_written_any_more_can_be_read(
     run_path: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -200,9 +186,16 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
             lambda p: (p / "run.json").write_text("[]"),
             r"not written by gradsurgeon: no JSON with a",
         ),
-        (lambda p: (p / "run.json").write_text('{"format": 9}'), r"format 9, .* upgrade"),
         (
-            lambda p: (p / "run.json").write_text('{"format": 1, "model": {"params": [1]}}'),
+            lambda p: (p / "run.json").write_text('{"format": 1}'),
+            r"format 1, .* reads format 2 only",
+        ),
+        (
+            lambda p: (p / "run.json").write_text('{"format": 9}'),
+            r"format 9, .* reads format 2 only",
+        ),
+        (
+            lambda p: (p / "run.json").write_text('{"format": 2, "model": {"params": [1]}}'),
             r"run.json: is damaged: a parameter has no name",
         ),
         (
@@ -290,7 +283,7 @@ def test_fields_of_wrong_types_in_the_run_file_are_passed_over(run_path: pathlib
     odd: object
     for odd in ([], 5, "x", {"rules": 5, "params": {}}, {"rules": [5, {"id": 1}]}, None):
         keys = ("rules", "model", "plan", "roles", "mode")
-        (run_path / "run.json").write_text(json.dumps({"format": 1, **dict.fromkeys(keys, odd)}))
+        (run_path / "run.json").write_text(json.dumps({"format": 2, **dict.fromkeys(keys, odd)}))
         with open_run(run_path) as run:
             assert run.latest("a.bias") == 299.0
             assert run.rules == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,33 +109,6 @@ def test_a_failing_apply_leaves_no_run_behind(tmp_path: Path) -> None:
         gradsurgeon.apply(model, rules, record=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     gradsurgeon.remove(model)
-
-
-@pytest.mark.parametrize("steps", [{}, {"every": 10}, {"to": 2}])
-def test_the_latest_is_never_an_old_value(steps: dict[str, int]) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rule = {"id": "norms", "action": "norm-log", "params": "*", "steps": steps}
-    with (
-        gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session,
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", "rule norms: no backward pass gave the gradients")
-        model(torch.ones(3, 2)).sum().backward()
-        assert session.latest("bias") == 3.0
-        optimizer.step()
-        for step in range(1, 40):
-            # Without a backward pass nothing is measured.
-            optimizer.step()
-            late = {0: 3, 10: 30, 2: 99}[sum(steps.values())]
-            if step < late:
-                assert session.latest("bias") == 3.0
-            else:
-                with pytest.raises(
-                    RecordError, match=r"rule norms: .* is from step 0, and nothing was"
-                ):
-                    session.latest("bias")
-            assert session.history("bias") == [(0, 3.0)]
 
 
 def test_rows_that_make_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

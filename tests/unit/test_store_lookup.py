@@ -87,30 +87,3 @@ def test_of_two_series_the_later_step_stands_and_of_one_step_the_later_series() 
     assert lookup.latest("a", "l2", None) == lookup.history("a", "l2", None)[-1][1] == 5.0
     records.add(first, 5, values(7.0, 7.0))
     assert lookup.latest("a", "l2", None) == lookup.history("a", "l2", None)[-1][1] == 7.0
-
-
-def test_what_is_old_is_not_the_latest() -> None:
-    records = Records()
-    key = Key("norms", "l2", "accumulated", ("a.weight", "b.weight"))
-    for step in range(4):
-        # One of them gets no gradient from the second step on, which is no sign of age.
-        records.add(key, step, values(1.0 + step, 9.0), frozenset({1} if step else ()))
-    asked: list[tuple[str, str, int]] = []
-
-    def lookup(missed: int) -> Lookup:
-        def due_since(rule: str, name: str, step: int) -> int:
-            asked.append((rule, name, step))
-            return missed
-
-        return Lookup(KNOWN, ALIASES, LOGGED, records.series, due_since)
-
-    assert lookup(2).latest("tied.weight", "l2", None) == 4.0
-    assert lookup(0).latest("b.weight", "l2", None) == 9.0
-    assert asked == [("norms", "a.weight", 3), ("norms", "b.weight", 3)]
-    message = (
-        r"rule norms: the last record of l2 of a.weight is from step 3, and nothing was measured in the "
-        r"last 3 steps in which the rule was due; history\(\)"
-    )
-    with pytest.raises(RecordError, match=message):
-        lookup(3).latest("a.weight", "l2", None)
-    assert lookup(3).history("a.weight", "l2", None)[-1] == (3, 4.0)

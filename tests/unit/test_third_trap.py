@@ -20,7 +20,7 @@ import gradsurgeon
 from gradsurgeon import TrapError, actions
 from gradsurgeon.integrations import pytest_plugin
 from gradsurgeon.launcher import debugger
-from gradsurgeon.report.screen import LiveRun, screen
+from gradsurgeon.report.screen import look, screen
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path)
     page = tmp_path / "page.html"
     assert call_here("report", str(run), "--html", str(page), cwd=tmp_path).returncode == 0
     assert "tripped in 1 step" in page.read_text(encoding="utf-8")
-    lines = screen(LiveRun(run).read(), 120)
+    lines = screen(look(run), 120)
     (shown,) = [line for line in lines if "step 2  check  long" in line.text]
     assert shown.style == "bad"
     assert any("tripped in 1 step" in line.text for line in lines)

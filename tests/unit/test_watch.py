@@ -8,7 +8,6 @@ import pathlib
 import random
 import re
 import sqlite3
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -16,10 +15,10 @@ from runs import KEY, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
-from gradsurgeon.report import from_run
+from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.names import shortened
 from gradsurgeon.report.rules_and_events import by_kind
-from gradsurgeon.report.screen import LiveRun, Snapshot, ending, screen, status_line
+from gradsurgeon.report.screen import look, screen, status_line
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -27,22 +26,8 @@ from gradsurgeon.store.writer import RunWriter
 STEPS = 100
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def shown(snapshot: Snapshot, columns: int = 100) -> list[str]:
-    return [line.text for line in screen(snapshot, columns)]
-
-
-def read(path: pathlib.Path) -> Snapshot:
-    return LiveRun(path).read()
+def shown(report: Report, columns: int = 100) -> list[str]:
+    return [line.text for line in screen(report, columns)]
 
 
 def calm(seed: int, steps: int = STEPS) -> list[float | None]:
@@ -54,13 +39,8 @@ def with_one(history: Sequence[float | None], step: int, value: float) -> list[f
     return [*history[:step], value, *history[step + 1 :]]
 
 
-def ranks(live: LiveRun) -> list[int]:
-    ended = live.read().report.ended
-    return [] if ended is None else list(ended.ranks)
-
-
-def kinds(snapshot: Snapshot) -> dict[str, int]:
-    return dict(by_kind(snapshot.report.events))
+def kinds(report: Report) -> dict[str, int]:
+    return dict(by_kind(report.events))
 
 
 def trap(step: int, rank: int = 0, message: str = "bad\nvery") -> Event:
@@ -85,7 +65,7 @@ class TestWorst:
                 "never": [None] * STEPS,
             },
         ).close()
-        lines = shown(read(tmp_path))
+        lines = shown(look(tmp_path))
         at = lines.index("norms (l2) of 21 parameters, recorded by norms (at accumulated)")
         names = [re.split(r" {2,}", line.strip())[0] for line in lines[at + 2 : at + 12]]
         assert names[:5] == [
@@ -113,7 +93,7 @@ class TestWorst:
     def test_only_the_newest_rows_are_read(self, tmp_path: pathlib.Path) -> None:
         broken = with_one(with_one([1.0] * 10_000, 3, math.nan), 9_999, 3.0)
         write(tmp_path, {"w": broken}).close()
-        report = read(tmp_path).report
+        report = look(tmp_path)
         (track,) = report.history.tracks
         assert track.steps.tolist() == [*range(9_744, 10_000)]
         assert (track.nonfinite, track.last, track.median, track.largest) == (0, 3.0, 1.0, 3.0)
@@ -129,7 +109,7 @@ class TestWorst:
             histories = [with_one([1.0] * 3_000, differs_at, 1.0 + rank) for rank in (0, 1)]
             for writer in [write(run, {"w": one}, rank=rank) for rank, one in enumerate(histories)]:
                 writer.close()
-            remarks = read(run).report.remarks
+            remarks = look(run).remarks
             assert [one[: len(found)] for one in remarks if one.startswith("ranks")] == [
                 found
             ] * bool(found)
@@ -143,7 +123,7 @@ class TestWorst:
         for step in range(60):
             writer.add(key, step, values(*[1.0] * 5_000))
         writer.close()
-        track = read(tmp_path).report.history.tracks[0]
+        track = look(tmp_path).history.tracks[0]
         assert (track.steps[0], track.steps[-1]) == (8, 59)
 
     def test_what_a_report_says_of_a_short_run(self, tmp_path: pathlib.Path) -> None:
@@ -162,7 +142,7 @@ class TestWorst:
         writer.close()
         with open_run(tmp_path) as run:
             report = from_run(run)
-        watched = read(tmp_path).report
+        watched = look(tmp_path)
         assert list(map(repr, watched.history.tracks)) == list(map(repr, report.history.tracks))
         assert watched.remarks == report.remarks
         assert watched.steps == report.steps
@@ -171,16 +151,16 @@ class TestWorst:
 class TestTotal:
     def test_it_is_that_of_each_step(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path, {"a": [3.0, 6.0, 1.0], "b": [4.0, 8.0, None]}).close()
-        snapshot = read(tmp_path)
-        (whole,) = snapshot.report.history.wholes()
+        report = look(tmp_path)
+        (whole,) = report.history.wholes()
         assert (whole.steps.tolist(), whole.values.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
-        (line,) = (line for line in shown(snapshot) if line.startswith("norm of all "))
+        (line,) = (line for line in shown(report) if line.startswith("norm of all "))
         assert re.fullmatch(r"norm of all 2 parameters: 1 at step 2  \S{3}", line)
 
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     def test_of_what_is_not_finite(self, tmp_path: pathlib.Path, broken: float) -> None:
         write(tmp_path, {"a": [3.0, broken], "b": [4.0, 1.0]}).close()
-        (line,) = (one for one in screen(read(tmp_path), 100) if one.text.startswith("norm of all"))
+        (line,) = (one for one in screen(look(tmp_path), 100) if one.text.startswith("norm of all"))
         assert line.text.startswith("norm of all 2 parameters: nan at step 1  ")
         assert line.text[-1] == "✗"
         assert line.style == "bad"
@@ -193,7 +173,7 @@ class TestTotal:
             writer.add(Key("acts", "l2", "forward", ("x", f"y{writer.rank}")), 0, norms)
         for writer in writers:
             writer.close()
-        history = read(tmp_path).report.history
+        history = look(tmp_path).history
         assert history.wholes()[0].values.tolist() == [5.0]
         norms_of = {track.name: track.last for track in history.tracks}
         # As the lowest rank has it.
@@ -207,7 +187,7 @@ class TestEvents:
             writer.event(trap(step))
             writer.event(Event("notice", "", step, 0, "", f"note {step}"))
         writer.close()
-        lines = shown(read(tmp_path))
+        lines = shown(look(tmp_path))
         begin = lines.index("events (16): trap 8, notice 8")
         assert lines[begin + 1 : begin + 11] == [
             *(f"  step {step}  trap  nans  w  bad" for step in (7, 6, 5, 4, 3)),
@@ -217,16 +197,15 @@ class TestEvents:
 
     def test_each_is_read_once_and_new_ones_are_seen(self, tmp_path: pathlib.Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
-        live = LiveRun(tmp_path)
         writer.event(trap(0))
         for _ in range(3):
-            assert kinds(live.read()) == {"trap": 1}
+            assert kinds(look(tmp_path)) == {"trap": 1}
         writer.event(trap(1))
         writer.event(Event("notice", "", 1, 0, "", "hello"))
-        snapshot = live.read()
-        assert kinds(snapshot) == {"trap": 2, "notice": 1}
-        assert snapshot.report.events[-1].message == "hello"
-        assert "newest: step 1  notice  hello" in status_line(snapshot)
+        report = look(tmp_path)
+        assert kinds(report) == {"trap": 2, "notice": 1}
+        assert report.events[-1].message == "hello"
+        assert "newest: step 1  notice  hello" in status_line(report)
         writer.close()
 
     def test_more_than_are_read_at_a_time(self, tmp_path: pathlib.Path) -> None:
@@ -236,12 +215,10 @@ class TestEvents:
             for step in range(3_000):
                 writer.event(trap(step))
         writer.close()
-        live = LiveRun(tmp_path)
-        for _ in range(2):
-            snapshot = live.read()
-            assert kinds(snapshot) == {"trap": 3_000}
-            newest = [line.split()[1] for line in shown(snapshot) if "  trap  nans  w  bad" in line]
-            assert newest == ["2999", "2998", "2997", "2996", "2995"]
+        report = look(tmp_path)
+        assert kinds(report) == {"trap": 3_000}
+        newest = [line.split()[1] for line in shown(report) if "  trap  nans  w  bad" in line]
+        assert newest == ["2999", "2998", "2997", "2996", "2995"]
         with open_run(tmp_path) as run:
             assert [event.step for event in run.events] == list(range(3_000))
 
@@ -249,10 +226,9 @@ class TestEvents:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
         for writer in writers:
             writer.event(trap(5, rank=writer.rank))
-        live = LiveRun(tmp_path)
-        assert kinds(live.read()) == {"trap": 1}
+        assert kinds(look(tmp_path)) == {"trap": 1}
         writers[1].event(trap(6, rank=1))
-        lines = shown(live.read())
+        lines = shown(look(tmp_path))
         begin = lines.index("events (2): trap 2")
         assert lines[begin + 1 : begin + 3] == [
             "  step 6  trap  nans  w  rank 1  bad",
@@ -264,74 +240,48 @@ class TestEvents:
 
 class TestHead:
     def test_a_run_that_goes_on(self, tmp_path: pathlib.Path) -> None:
-        began = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 3_725))
-        writer = RunWriter(tmp_path, meta=meta(created=began))
-        clock = Clock()
-        live = LiveRun(tmp_path, clock)
-        assert re.fullmatch(
-            r"rules.yaml on Net: no step yet, 1:02:0\d\nrunning", "\n".join(shown(live.read())[:2])
-        )
-        heads = []
-        for seconds, steps in ((0.0, 10), (2.0, 110), (2.0, 130), (8.0, 140)):
-            clock.now += seconds
-            writer.add(KEY, steps, values(1.0, 1.0))
-            writer.commit()
-            heads.append(shown(live.read())[0])
-        assert [re.sub(r", 1:02:0\d$", "", head) for head in heads] == [
-            "rules.yaml on Net: step 10",
-            "rules.yaml on Net: step 110, 50 steps/s",
-            "rules.yaml on Net: step 130, 30 steps/s",
-            "rules.yaml on Net: step 140, 3 steps/s",  # of the last ten seconds
-        ]
+        writer = RunWriter(tmp_path, meta=meta())
+        assert shown(look(tmp_path))[:2] == ["rules.yaml on Net: no step yet", "running"]
+        writer.add(KEY, 10, values(1.0, 1.0))
+        writer.commit()
+        assert shown(look(tmp_path))[:2] == ["rules.yaml on Net: step 10", "running"]
         writer.close()
-        head, ended = shown(live.read())[:2]
-        assert re.fullmatch(r"rules.yaml on Net: step 140, 1:02:0\d", head)
-        assert ended == "ended, clean"
+        assert shown(look(tmp_path))[:2] == ["rules.yaml on Net: step 10", "ended, clean"]
 
     def test_steps_of_rules_that_record_nothing(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
         writer.statuses({"clip": RuleStatus(2, 84, 0.5, 41)})
         writer.close()
-        snapshot = read(tmp_path)
-        assert "rules.yaml on Net: step 41" in shown(snapshot)[0]
-        assert "norms: no l2 recorded; recorded: nothing" in shown(snapshot)
-        assert status_line(snapshot) == "step 41  0 events"
+        report = look(tmp_path)
+        assert "rules.yaml on Net: step 41" in shown(report)[0]
+        assert "norms: no l2 recorded; recorded: nothing" in shown(report)
+        assert status_line(report) == "step 41  0 events"
 
     def test_ranks_and_what_became_of_them(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
-        live = LiveRun(tmp_path)
-        assert shown(live.read())[1] == "running"
+        assert shown(look(tmp_path))[1] == "running"
         writers[0].close()
         writers[1]._claim.unlock()
-        snapshot = live.read()
-        assert snapshot.is_running
-        first = shown(snapshot, 300)[1]
+        report = look(tmp_path)
+        first = shown(report, 300)[1]
         assert re.fullmatch(
             r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: what came after it is "
             r"missing; rank 2: running",
             first,
         )
         writers[2].close()
-        snapshot = live.read()
-        assert not snapshot.is_running
-        assert ending(snapshot).startswith("rank 0, 2: ended; rank 1: no end was written, ")
+        report = look(tmp_path)
+        assert shown(report, 300)[1].startswith("rank 0, 2: ended; rank 1: no end was written, ")
         writers[1].close()
-        assert ending(live.read()) == "ended, clean"
+        assert shown(look(tmp_path))[1] == "ended, clean"
 
     def test_ranks_may_join(self, tmp_path: pathlib.Path) -> None:
-        writers = [RunWriter(tmp_path, meta=meta())]
-        live = LiveRun(tmp_path)
-        assert ranks(live) == [0]
-        writers.append(RunWriter(tmp_path, rank=1))
-        assert ranks(live) == [0, 1]
+        writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
+        ended = look(tmp_path).ended
+        assert ended is not None
+        assert list(ended.ranks) == [0, 1]
         for writer in writers:
             writer.close()
-
-    @pytest.mark.parametrize("created", [None, "x", 7, "9999-12-31T23:59:59", "0001-01-01"])
-    def test_an_odd_beginning_is_not_shown(self, tmp_path: pathlib.Path, created: object) -> None:
-        RunWriter(tmp_path, meta=meta(created=created)).close()
-        head = shown(read(tmp_path))[0]
-        assert head == "rules.yaml on Net: no step was recorded"
 
 
 def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
@@ -339,7 +289,7 @@ def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
     writer = RunWriter(tmp_path, meta=meta(plan={"rules": rules}))
     writer.statuses({f"rule-{number}": RuleStatus(2, 10 * number, 0.25, 7) for number in range(11)})
     writer.close()
-    lines = shown(read(tmp_path))
+    lines = shown(look(tmp_path))
     begin = lines.index("rules (11)")
     assert len(lines[begin:]) == 11
     assert lines[begin + 2].split()[:4] == ["rule-0", "clip-norm", "2", "0"]
@@ -350,7 +300,7 @@ def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
 
 class TestSize:
     @pytest.fixture
-    def full(self, tmp_path: pathlib.Path) -> Snapshot:
+    def full(self, tmp_path: pathlib.Path) -> Report:
         names = [f"model.decoder.layers.{number}.self_attn.q_proj.weight" for number in range(30)]
         writer = write(tmp_path, {name: calm(number) for number, name in enumerate(names)})
         for step in range(8):
@@ -358,17 +308,17 @@ class TestSize:
             writer.event(Event("notice", "", step, 0, "", "n" * 300))
         writer.statuses({f"rule-{number}": RuleStatus(2, 1, 0.0, 7) for number in range(12)})
         writer.close()
-        return read(tmp_path)
+        return look(tmp_path)
 
     @pytest.mark.parametrize("columns", [1, 20, 40, 80, 120, 300])
-    def test_nothing_is_longer_or_more_than_there_is(self, full: Snapshot, columns: int) -> None:
+    def test_nothing_is_longer_or_more_than_there_is(self, full: Report, columns: int) -> None:
         for rows in range(1, 60):
             lines = screen(full, columns, rows, hint="q quits")
             assert len(lines) <= rows
             assert max(len(line.text) for line in lines) <= columns
             assert lines[0].style == "head"
 
-    def test_what_is_left_out_first(self, full: Snapshot) -> None:
+    def test_what_is_left_out_first(self, full: Report) -> None:
         everything = [line.text for line in screen(full, 80, hint="q quits")]
         assert [line.text for line in screen(full, 80, len(everything), "q quits")] == everything
         lines = [line.text for line in screen(full, 80, 24, hint="q quits")]
@@ -383,16 +333,15 @@ class TestSize:
         assert any(line == "rules (12)" for line in lines)
         assert lines[-1] == "q quits"
 
-    @pytest.mark.parametrize("columns", [80, 64])
+    @pytest.mark.parametrize("columns", [80, 120])
     def test_names_lose_their_middle_at_dots_and_keep_their_numbers(
-        self, full: Snapshot, columns: int
+        self, full: Report, columns: int
     ) -> None:
         lines = [line.text for line in screen(full, columns)]
         rows = [line for line in lines if "weight  " in line]
         assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            curve = r"[▁▂▃▄▅▆▇█]{8,}  +" if columns == 80 else ""
-            assert re.match(rf"  model\.….\d+\.…\.(q_proj\.)?weight  +{curve}\d", row), row
+            assert re.match(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d", row), row
             # No number is cut.
             assert row.endswith("  -")
 
@@ -401,21 +350,14 @@ class TestSize:
     ("most", "short"),
     [
         (47, "model.decoder.layers.12.self_attn.q_proj.weight"),
-        (46, "model.….layers.12.self_attn.q_proj.weight"),
-        (34, "model.….12.self_attn.q_proj.weight"),
-        (26, "model.….12.….q_proj.weight"),
-        (25, "model.….12.….weight"),
+        (46, "….decoder.layers.12.self_attn.q_proj.weight"),
+        (30, "….12.self_attn.q_proj.weight"),
         (18, "….12.….weight"),
-        (10, "model…ight"),
+        (10, "….12.…ight"),
     ],
 )
 def test_a_name_is_shortened_between_dots(most: int, short: str) -> None:
-    name = "model.decoder.layers.12.self_attn.q_proj.weight"
-    assert shortened([name], most) == [short]
-    # The whole name fits nowhere, and what tells it from its neighbour stays.
-    neighbour = name.replace("q_proj", "k_proj")
-    if 25 <= most < len(name):
-        assert "q_proj" in shortened([name, neighbour], most)[0]
+    assert shortened("model.decoder.layers.12.self_attn.q_proj.weight", most) == short
 
 
 def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
@@ -434,8 +376,8 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
     writer.statuses({evil: RuleStatus(1, 1, 0.0, 0, (evil,))})
     writer.event(Event("trap", evil, 0, 0, evil, evil))
     writer.close()
-    snapshot = read(tmp_path)
-    lines = [*shown(snapshot, 200), status_line(snapshot)]
+    report = look(tmp_path)
+    lines = [*shown(report, 200), status_line(report)]
     assert not {"\x1b", "\x07", "\u202e", "\r", "\n"} & set("".join(lines))
     assert sum("w\\x1b[2J\\x07\\u202e\\r\\nx" in line for line in lines) >= 5
 
@@ -448,32 +390,30 @@ def test_the_writer_is_not_kept_waiting_and_leaves_plain_files(
         refuse_wal(monkeypatch)
     writer = write(tmp_path, {"w": [1.0]})
     writer.commit()
-    live = LiveRun(tmp_path)
     for step in range(1, 20):
         writer.add(Key("norms", "l2", "accumulated", ("w",)), step, values(1.0))
         writer.commit()
         assert not writer._batch  # nobody held the file
-        assert live.read().report.steps == (0, step)
+        assert look(tmp_path).steps == (0, step)
     writer.close()
     assert listing(tmp_path) == ["rank-0.db", "run.json"]
 
 
 def test_damaged_files_are_an_error(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0] * 5}).close()
-    live = LiveRun(tmp_path)
-    live.read()
+    look(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
         connection.execute("UPDATE meta SET value = 'x' WHERE key = 'closed'")
         connection.commit()
     with pytest.raises(RecordError, match=r"rank-0.db: is damaged: it has values of wrong types"):
-        live.read()
+        look(tmp_path)
 
 
-def test_a_small_screen_has_fewer_parts_and_no_heading_alone(tmp_path: pathlib.Path) -> None:
+def test_a_small_screen_has_fewer_parts(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"a": [3.0] * 9, "b": [4.0] * 9}).close()
-    snapshot = read(tmp_path)
+    report = look(tmp_path)
     for rows in range(2, 12):
-        texts = [line.text.split()[0] for line in screen(snapshot, 60, rows) if line.text]
+        texts = [line.text.split()[0] for line in screen(report, 60, rows) if line.text]
         expected = [
             "rules.yaml",
             "ended,",
@@ -486,6 +426,4 @@ def test_a_small_screen_has_fewer_parts_and_no_heading_alone(tmp_path: pathlib.P
             "rules",
         ]
         assert texts == [one for one in expected if one in texts]
-        # No heading stands alone.
-        assert texts[-1] not in ("norms", "parameter", "rules")
-    assert len(screen(snapshot, 60, 1)) == 1
+    assert len(screen(report, 60, 1)) == 1

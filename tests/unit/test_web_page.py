@@ -7,7 +7,6 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from runs import meta, values, write
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.report.page_lines import line
-from gradsurgeon.report.screen import LiveRun
 from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
@@ -30,7 +28,6 @@ OUTPUTS = {
         {"id": "outputs", "action": "norm-log", "modules": ["layer"], "tensor": "output"},
     ]
 }
-CREATED = "2026-11-05T09:07:30"
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 
@@ -73,7 +70,6 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
             "name": "a.weight",
             "message": "step 20\nline two",
             "where": "step 20",
-            "diagnosis": None,
         }
     ]
     assert run["marks"] == [[20, "trap"]]
@@ -126,25 +122,6 @@ def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
         assert len(found["steps"]) == 1_002
 
 
-@pytest.mark.parametrize(
-    ("created", "shown"),
-    [
-        (CREATED, "5 November 2026, 09:07"),
-        (datetime.fromisoformat(CREATED).astimezone(UTC).isoformat(), "5 November 2026, 09:07"),
-        ("soon", "soon"),
-        (7, "7"),
-        ("0001-01-01", None),
-    ],
-)
-def test_the_beginning_is_a_time_for_people(
-    tmp_path: Path, created: object, shown: str | None
-) -> None:
-    RunWriter(tmp_path / "run", rank=0, meta=meta(created=created)).close()
-    (run,) = _page(tmp_path / "run")[1]["runs"]
-    began = dict(run["facts"])["began"]
-    assert began == shown or (shown is None and began)
-
-
 def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(
     tmp_path: Path,
 ) -> None:
@@ -182,7 +159,7 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "steps 0 to 999, 1,000 times")
+    assert (event["message"], event["where"]) == ("event 0", "step 0, x1,000, steps 0..999")
     assert run["left_out"] == 0
 
 
@@ -228,8 +205,8 @@ def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: P
     assert [
         (line["label"], line["steps"], set(line["values"])) for line in run["kinds"][0]["wholes"]
     ] == [
-        ("norm of 2 parameters (biases at accumulated, body at accumulated)", [*range(20)], {5.0}),
-        ("norm of c (head at accumulated)", [0, 10], {9.0}),
+        ("norm of 2 parameters: a ...", [*range(20)], {5.0}),
+        ("norm of c", [0, 10], {9.0}),
     ]
 
 
@@ -242,8 +219,8 @@ def test_two_optimizers_have_two_norms_with_names_apart(tmp_path: Path) -> None:
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [(line["label"], len(line["steps"])) for line in run["kinds"][0]["wholes"]] == [
-        ("norm of g.w (norms at accumulated)", 3),
-        ("norm of d.w (norms at accumulated)", 6),
+        ("norm of g.w", 3),
+        ("norm of d.w", 6),
     ]
 
 
@@ -329,7 +306,7 @@ def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0, 2.0]})
     writer.commit()
     place = tmp_path / "live.html"
-    watch._Page(tmp_path / "run", place).update(LiveRun(tmp_path / "run").read())
+    watch._Page(tmp_path / "run", place).update(is_running=True)
     assert '"lasts":[0,1]' in place.read_text(encoding="utf-8")
     writer.add(Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0), frozenset())
     writer.close()
@@ -362,10 +339,8 @@ def test_a_page_takes_a_small_share_of_the_time(
     monkeypatch.setattr(watch, "write_page", write_slowly)
     monkeypatch.setattr("gradsurgeon.cli.watch.time.monotonic", lambda: now[0])
     page = watch._Page(tmp_path, tmp_path / "page.html")
-    write(tmp_path / "run", {"a": [1.0]}).commit()
-    snapshot = LiveRun(tmp_path / "run").read()
     for _ in range(100):
-        page.update(snapshot)
+        page.update(is_running=True)
         now[0] += 1.0
     # Each takes 2 seconds, and the next one waits for 20 times as long.
     assert written == [100.0, 142.0, 184.0]

@@ -4,21 +4,11 @@
 const MAP_SIZE = 72;
 const TOP_CODE = 254;
 
-/** A table of all losses, each cell in the colour of a number from -1, a conflict, to 1. */
-function lossMatrix({ part, cells: [head, ...rows], tints }) {
-  const tint = (value) => (Number.isFinite(number(value ?? "NaN")) ? { style: `background: color-mix(in srgb, var(--${value < 0 ? "bad" : "good"}) ${Math.round(55 * Math.min(1, Math.abs(value)))}%, transparent)` } : {});
-  const row = ([loss, ...texts], at) => element("tr", {}, element("th", {}, short(loss, 60)), ...texts.map((text, index) => element("td", { class: "number", ...tint(tints[at][index]) }, text)));
-  return element("figure", { class: "losses" }, part ? element("figcaption", {}, short(part)) : null,
-    element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { class: "number" }, text)))), element("tbody", {}, ...rows.map(row))));
-}
-
 function lossSections(run, axis) {
   if (!run.versus.length) return;
   const part = section("Losses against each other");
   for (const one of run.versus) {
-    part.append(heading("h3", one.table.title, one.hint), list(one.table.notes), element("div", { class: "side" }, ...one.matrices.map(lossMatrix)));
-    if (one.left_out) part.append(note(`and ${one.left_out} more parts; those with the lowest mean cosines are shown`));
-    part.append(table(one.table));
+    part.append(heading("h3", one.table.title), list(one.table.notes), table(one.table));
     for (const [title, lines] of one.charts) {
       const most = Math.max(...lines.map((line) => line.every)), hint = most > 1 ? `The run is long: a point is the mean of up to ${most} steps.` : "";
       if (lines.length) new Chart(part, axis, { title, lines, hint, log: false, marks: run.marks });
