@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Update
+from gradsurgeon.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.checks.mail import Mail
 from gradsurgeon.checks.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
@@ -82,10 +83,10 @@ class RanksCheck(Check):
             return ()
         owner = self._owners.setdefault(update.owner, _Owner(len(self._owners)))
         # Ranks that update alone, even once, drift apart: local SGD averages their weights now and then.
-        owner.is_local |= mail.local
+        owner.is_local |= mail.is_local()
         if owner.is_local:
             return ()
-        averaged, passes = mail.averaged, self._passes
+        averaged, passes = mail.averaged(), self._passes
         tensors = [
             t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
         ]

@@ -177,7 +177,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
         return "frozen", WINDOW
     if group is None:
         # A part in evaluation mode, such as a network inside the loss, is not meant to train.
-        cause = "" if update.is_resting(tensor) else "unowned"
+        cause = "" if update.model.is_resting(tensor) else "unowned"
         return cause, PATIENCE if param.dtype in _numbers.HALF else WINDOW
     if not owner.performed:
         return "skipped", WINDOW

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.checks.base import Mail
-from gradsurgeon.distributed import data_parallel
-from gradsurgeon.runtime.context import Context
 
 # The sessions of this process so far, by their parameters: ranks apply theirs in one order.
 _sessions: Counter[str] = Counter()
 
 
-def replica_mail(context: Context) -> Mail:
-    """Return what reaches the other ranks, by a prefix that sessions with the same parameters share."""
-    names = "\n".join(context.program.names)
-    prefix = f"{_dist.attempt()}/replicas/{zlib.crc32(names.encode())}"
-    _sessions[prefix] += 1
-    return _ReplicaMail(context, f"{prefix}/{_sessions[prefix]}")
+class Mail:
+    """Exchanges bytes with the ranks that hold replicas of the parameters.
 
+    Args:
+        names: the parameters of the session; sessions with the same parameters share a prefix of keys.
+        averaged: returns the parameters whose gradients `DistributedDataParallel` averages; none without a wrapper.
+        is_local: tells whether the gradients of this update are meant for this rank alone, as in `no_sync`.
+    """
 
-class _ReplicaMail:
-    def __init__(self, context: Context, prefix: str) -> None:
-        self._context, self._prefix = context, prefix
+    def __init__(
+        self,
+        names: Sequence[str],
+        averaged: Callable[[], Collection[int]],
+        is_local: Callable[[], bool],
+    ) -> None:
+        number = zlib.crc32("\n".join(names).encode())
+        prefix = f"{_dist.attempt()}/replicas/{number}"
+        _sessions[prefix] += 1
+        self._prefix = f"{prefix}/{_sessions[prefix]}"
+        self.averaged, self.is_local = averaged, is_local
         self._store: Any = None
         self._has_failed = False
 
@@ -39,26 +45,14 @@ class _ReplicaMail:
     def ranks(self) -> Sequence[int]:
         return range(_dist.world())
 
-    @property
-    def averaged(self) -> frozenset[int]:
-        wrappers = self._context.ranks.wrappers()
-        held = {id(param) for one in wrappers for param in data_parallel.averaged_by(one)}
-        params = enumerate(self._context.parameters.params() if held else ())
-        return frozenset(tensor for tensor, param in params if id(param) in held)
-
-    @property
-    def local(self) -> bool:
-        return any(
-            data_parallel.ran_alone(one) or not data_parallel.averages_plainly(one)
-            for one in self._context.ranks.wrappers()
-        )
-
     def post(self, key: str, data: bytes) -> None:
+        """Send bytes to the first of the ranks."""
         if self.rank and self._is_open():
             with suppress(RuntimeError):
                 self._store.set(f"{key}/{self.rank}", cast("Any", data))
 
     def take(self, key: str) -> Sequence[bytes] | None:
+        """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
         keys = [f"{key}/{rank}" for rank in self.ranks[1:]]
         if not keys or not self._is_open():
             return None
