@@ -29,6 +29,8 @@ _PAIR = np.dtype(
         ("distance", np.float64),  # relative to the norm
         ("limit", np.float64),  # the distance that is allowed
         ("floor", np.float64),  # the distance that rounding to its dtype makes
+        ("shift", np.float64),  # the relative difference of the norms
+        ("numel", np.float64),
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
     ]
@@ -121,6 +123,8 @@ def align(
     drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
     cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
     cells["distance"][cells["state"] != BOTH] = np.inf
+    cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
+    cells["numel"] = values[1, :, 3]
     least = np.maximum(rule.least, cells["floor"]) if noise else rule.least
     cells["limit"] = rule.times * drift + least
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING

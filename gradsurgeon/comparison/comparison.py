@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison import findings, text
+from gradsurgeon.comparison import findings, kinks, text
 from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.findings import Answer
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1
-_KINK = (
-    "rounding alone can part a gradient at a kink, as of ReLU or max pooling: then the runs part elsewhere with "
-    "another seed, and more noise runs measure it"
-)
 
 
 class Comparison(Answer):
@@ -71,6 +67,7 @@ def compared(
 ) -> Comparison:
     """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
+    notes += kinks.allow(pairs, tolerance.times) if noise else ()
     last, first = findings.border_of(pairs)
     only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)
     largest = findings.largest_of(pairs)
@@ -81,8 +78,6 @@ def compared(
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
     if noise_runs.same(run, reference):
         notes.append("both are one directory")
-    if phase == "backward" and np.isfinite(pairs.cells["distance"][border]):
-        notes.append(_KINK)
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
         alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
