@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.sampling import largest, sample
+from gradsurgeon.tensors.sampling import largest
 
 # A script may do something once on purpose. From the third update in a row on it is told.
 IN_A_ROW = 3
@@ -144,7 +144,7 @@ class LoopCheck(Check):
                 grad = update.grads.get(tensor)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
-                    owner.used[tensor] = at, sample(grad, at)
+                    owner.used[tensor] = at, torch.take(grad, at)
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
@@ -189,7 +189,7 @@ def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | Non
 
 def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
     """Return whether a gradient still has the values that it had at the last update, if they are not all 0."""
-    return grad is not None and bool(old.any()) and torch.equal(sample(grad, at), old)
+    return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
 
 
 def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:

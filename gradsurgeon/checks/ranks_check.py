@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
 from gradsurgeon.checks.mail import Mail
-from gradsurgeon.checks.sampling import by_device, sample
+from gradsurgeon.tensors.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
 BATCH = 8

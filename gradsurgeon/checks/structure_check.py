@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.checks.base import Check, Finding, Update
-from gradsurgeon.checks.sampling import sample
+from gradsurgeon.tensors.sampling import sample
 
 _UNTIED = (
     "{names} are equal in every element but two tensors: they are trained apart, so they part at the first update. "

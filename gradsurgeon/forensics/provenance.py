@@ -24,7 +24,6 @@ from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Cause
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.debugging import stand_at
-from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
@@ -40,7 +39,7 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.sources import BLANK, Source, first_to_blame, held, taken_from
+from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
 from gradsurgeon.planning.manifest import ROOT
 
 # The kinds of tensors that can be non-finite before the operations begin, or between them.

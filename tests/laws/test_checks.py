@@ -102,7 +102,11 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
     ),
     "outside_of_the_model": ("a tensor of shape [3]", 20, ("no module and no optimizer",)),
-    "weights_made_nan": ("0.weight", 0, ("eps 1e-08 of the optimizer is 0 in float16",)),
+    "weights_made_nan": (
+        "0.weight",
+        0,
+        ("non-finite although its gradients were finite", "eps of the optimizer"),
+    ),
     "never_cleared": ("0.weight", 3, ("from before the update of step 2", "optimizer.zero_grad()")),
     "cleared_too_early": (
         "0.weight",
