@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from gradsurgeon import _dist
 
 # The sessions of this process so far, by their parameters: ranks apply theirs in one order.
 _sessions: Counter[str] = Counter()
+# Numbers by the count of passes.
+Rows = Mapping[int, Sequence[float]]
 
 
 class Mail:
-    """Exchanges bytes with the ranks that hold replicas of the parameters.
+    """Exchanges rows of numbers with the ranks that hold replicas of the parameters.
 
     Args:
         names: the parameters of the session; sessions with the same parameters share a prefix of keys.
@@ -45,20 +48,20 @@ class Mail:
     def ranks(self) -> Sequence[int]:
         return range(_dist.world())
 
-    def post(self, key: str, data: bytes) -> None:
-        """Send bytes to the first of the ranks."""
+    def post(self, key: str, rows: Rows) -> None:
+        """Send rows to the first of the ranks."""
         if self.rank and self._is_open():
             with suppress(RuntimeError):
-                self._store.set(f"{key}/{self.rank}", cast("Any", data))
+                self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
 
-    def take(self, key: str) -> Sequence[bytes] | None:
+    def take(self, key: str) -> Sequence[Rows] | None:
         """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
         keys = [f"{key}/{rank}" for rank in self.ranks[1:]]
         if not keys or not self._is_open():
             return None
         with suppress(RuntimeError):
             if self._store.check(keys):
-                found = [bytes(self._store.get(one)) for one in keys]
+                found = [dict(json.loads(self._store.get(one))) for one in keys]
                 for one in keys:
                     self._store.delete_key(one)
                 return found

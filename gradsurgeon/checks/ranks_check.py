@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.mail import Mail
+from gradsurgeon.checks.mail import Mail, Rows
 from gradsurgeon.tensors.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
@@ -108,7 +107,7 @@ def _exchanged(
     if len(owner.rows) < min(BATCH, 1 + owner.sent):
         return
     rows, owner.rows = owner.rows, []
-    mail.post(f"{owner.place}/{owner.sent}", _packed(rows))
+    mail.post(f"{owner.place}/{owner.sent}", {row.passes: row.numbers for row in rows})
     if mail.rank == mail.ranks[0]:
         owner.waiting[owner.sent] = rows, tensors
         for number in sorted(owner.waiting)[:-_MOST_WAITING]:
@@ -119,7 +118,7 @@ def _exchanged(
         if theirs is None:
             return
         ours, matched = owner.waiting.pop(number)
-        others = dict(zip(mail.ranks[1:], map(_unpacked, theirs), strict=True))
+        others = dict(zip(mail.ranks[1:], theirs, strict=True))
         yield from _compared(owner, matched, ours, others, is_averaged=is_averaged)
 
 
@@ -141,22 +140,6 @@ def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> T
     return torch.stack([number.to(device) for number in numbers])
 
 
-def _packed(rows: Sequence[_Row]) -> bytes:
-    parts = [
-        struct.pack(f"<qi{len(r.numbers)}f", r.passes, len(r.numbers), *r.numbers) for r in rows
-    ]
-    return b"".join(parts)
-
-
-def _unpacked(data: bytes) -> dict[int, tuple[float, ...]]:
-    rows, at = {}, 0
-    while at < len(data):
-        passes, count = struct.unpack_from("<qi", data, at)
-        rows[passes] = struct.unpack_from(f"<{count}f", data, at + 12)
-        at += 12 + 4 * count
-    return rows
-
-
 def _apart(ours: float, theirs: float) -> bool:
     # A NaN is the trap's to tell.
     finite = math.isfinite(ours) and math.isfinite(theirs)
@@ -167,7 +150,7 @@ def _compared(
     owner: _Owner,
     tensors: Sequence[int],
     ours: Sequence[_Row],
-    theirs: Mapping[int, Mapping[int, tuple[float, ...]]],
+    theirs: Mapping[int, Rows],
     *,
     is_averaged: bool,
 ) -> Iterator[Finding]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison import order, tolerance
 from gradsurgeon.comparison.reading import KEYS, Kind, Reading, Words, starts
 from gradsurgeon.comparison.tolerance import Tolerance
@@ -91,7 +89,7 @@ def align(
     Raises:
         RecordError: the runs have no kind of tensor, no tensor or no step in common.
     """
-    noise_runs.refuse_repeated(run, reference, noise)
+    tolerance.refuse_repeated(run, reference, noise)
     kinds, names = list(words.kinds), list(words.names)
     steps, both = _common(run, reference, noise, words)
     cells, values, found = _joined((run, reference, *noise), steps, both)
@@ -133,10 +131,9 @@ def align(
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
     cells, values = cells[in_order], values[1:, in_order, :3]
     found = found[2:, ~lost][:, in_order]
-    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0])
-    told = partial(_told, words)
-    noise_runs.refuse_non_finite(noise, found, values, cells, told)
-    noise_runs.refuse_strangers(noise, values[:, forward], cells[forward], told)
+    is_early = steps[0] <= (reference.meta.get("start_step") or 0) + tolerance.EARLY
+    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0]) & is_early
+    tolerance.refuse_unlike(noise, found, values, forward, lambda at: _told(words, cells[at]))
     return Pairs(kinds, names, cells), rule, notes
 
 

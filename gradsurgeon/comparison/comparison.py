@@ -12,10 +12,9 @@ import numpy as np
 
 from gradsurgeon._libraries import library
 from gradsurgeon.comparison import findings, kinks
-from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.reading import Reading, Words
-from gradsurgeon.comparison.tolerance import BOUND, Tolerance
+from gradsurgeon.comparison.tolerance import BOUND, Tolerance, same
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import abridged, count
 from gradsurgeon.report.tables import Table
@@ -148,7 +147,7 @@ def compared(
     everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
-    if noise_runs.same(run, reference):
+    if same(run, reference):
         notes.append("both are one directory")
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
