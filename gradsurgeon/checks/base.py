@@ -56,19 +56,19 @@ class Model:
         self.kinds = {tensor: type(holder).__name__ for tensor, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:
-        """Return whether it is in evaluation mode, as far as that matters to it; ``None`` if it does not."""
+        """Return whether it is in evaluation mode; ``None`` if that makes no difference."""
         root = self._root()
         if root is None or not self._modal:
             return None
         return not root.training and not any(module.training for module in self._modal)
 
     def is_resting(self, tensor: int) -> bool:
-        """Return whether the module of a parameter is in evaluation mode while the model is in training mode."""
+        """Return whether the holder of a parameter is in evaluation mode in a model that trains."""
         root, holder = self._root(), self._holders.get(tensor)
         return root is not None and holder is not None and root.training and not holder.training
 
     def is_configured_untied(self) -> bool:
-        """Return whether the configuration of a model in it says that its embedding and its head are not tied."""
+        """Return whether a configuration in it says that embedding and head are not tied."""
         root = self._root()
         configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
         # Models of Hugging Face have one.

@@ -1,4 +1,4 @@
-"""Finds faults in the order of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
+"""Finds faults of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class LoopCheck(Check):
 
 
 def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
-    """Return whether any element of some gradients is other than 0, 0-dim; ``None`` if there are no gradients."""
+    """Return whether any element of some gradients is not 0; ``None`` if there are no gradients."""
     flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 

@@ -38,7 +38,7 @@ _LOST = (
     "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that one rank "
     "skips or that loses data"
 )
-_STARTED = "Broadcast the weights of rank 0 before training, as DistributedDataParallel does, or seed all ranks alike before the model is made"
+_STARTED = "Broadcast the weights of rank 0 before training, or seed all ranks alike"
 _DRIFTED = "Look for an update, a weight decay or an assignment that only some ranks make"
 
 
@@ -123,7 +123,7 @@ def _exchanged(
 
 
 def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
-    """Return the norm of each gradient, -1 if there is none, and then perhaps of some elements of each weight."""
+    """Return the norm of each gradient, -1 without one, and perhaps of a sample of each weight."""
     having, device = [t for t in tensors if t in update.grads], update.params[tensors[0]].device
     norms: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}

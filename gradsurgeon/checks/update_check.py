@@ -1,4 +1,4 @@
-"""Finds parameters that get gradients and do not move, updates that spoil a weight, and weights that move against a rule."""
+"""Finds parameters that do not move or should not have moved, and updates that spoil a weight."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
 
 
 def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
-    """Return why a parameter does not move, empty if it may be at rest, and for how many updates that may be meant."""
+    """Return why a parameter does not move, if that is a fault, and how many updates to wait."""
     param, group = update.params[tensor], update.groups.get(tensor)
     if tensor in update.frozen:
         return "frozen", WINDOW
@@ -314,7 +314,7 @@ class MovedCheck(Check):
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return two sums over the bits of a tensor, of which at least one changes with any element. Shape ``[2]``, int64."""
+    """Return two sums over the bits of a tensor, shape ``[2]``: any change of an element changes one."""
     flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).view(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for number, chunk in enumerate(torch.split(flat, _CHUNK)):

@@ -210,7 +210,7 @@ def _lacking(
 
 
 def _other_calls(cells: Any, found: Flags) -> Flags:
-    """Return which tensors some runs have another number of times in a step, so that calls cannot be aligned."""
+    """Return which tensors some runs have another number of times in a step."""
     groups = np.cumsum(starts(cells)) - 1
     counts = np.array([np.bincount(groups, weights=here) for here in found])
     least = np.where(counts > 0, counts, np.inf).min(axis=0)
@@ -218,7 +218,7 @@ def _other_calls(cells: Any, found: Flags) -> Flags:
 
 
 def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats, Flags]:
-    """Return the tensors of the run or the reference, their values in all runs, else NaN, and which runs have them."""
+    """Return the tensors of run and reference, their values, else NaN, and which runs have them."""
     sizes = [1 + max(int(one.cells[key].max()) for one in readings) for key in KEYS]
     codes = [np.ravel_multi_index([one.cells[key] for key in KEYS], sizes) for one in readings]
     union = np.union1d(codes[0], codes[1])

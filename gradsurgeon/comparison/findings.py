@@ -135,7 +135,7 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
                 added.append((came[key], start, module.went_out / start, module))
 
     def is_of_inside(start: float, outer: Module) -> bool:
-        """Return whether a module inside adds the difference: that one took in no more than the outer module."""
+        """Return whether a module inside adds the difference: no more came into it."""
         return any(
             outer.name != inner.name
             and is_inside(inner.name, outer.name)
@@ -164,7 +164,7 @@ def steps_of(pairs: Pairs) -> Iterator[Step]:
 
 
 def growth_of(pairs: Pairs, border: int) -> str:
-    """Return whether the distance of the tensors that part in the first step `grows`, `stays` or `shrinks` by the last."""
+    """Return whether the distances of the first step that parts `grows`, `stays` or `shrinks`."""
     cells, apart = pairs.cells, pairs.apart & np.isfinite(pairs.cells["distance"])
     ends = [
         cells[apart & (cells["step"] == step)]

@@ -1,4 +1,4 @@
-"""Gradients that part because rounding moved a few elements over a kink, as of ReLU or max pooling. Needs numpy."""
+"""Gradients that part because rounding moved a few elements over a kink, as of ReLU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ELEMENTS = 10.0
 # so many times smaller.
 _ONCE = 10.0
 _TOLD = (
-    "step {step}, {text}: the distance {far:.2g} is that of a few of its {numel:,} elements that rounding moved over a kink, "
-    "as of ReLU or max pooling; it shows in no other step, and what comes after it was judged by {times:g} times as much"
+    "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
+    "it shows in no other step, and what comes after it was judged by {times:g} times as much"
 )
 
 

@@ -1,4 +1,4 @@
-"""The map of a comparison: how far each tensor is apart, over steps and the order of execution. Needs matplotlib."""
+"""The map of a comparison: distances over steps and the order of execution. Needs matplotlib."""
 
 from __future__ import annotations
 

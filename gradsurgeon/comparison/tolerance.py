@@ -1,4 +1,4 @@
-"""How far two runs are apart, and how far rounding alone takes them; noise runs that cannot measure it are refused.
+"""How far two runs are apart, and how far rounding alone takes them; unfit noise runs are refused.
 
 A projection is a signed sum, so the difference of two projections is a sample of the norm of the difference:
 its expected square is the squared norm.
@@ -113,7 +113,7 @@ def eps_of(dtype: str) -> float:
 
 
 def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
-    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest of the model."""
+    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
     widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
     own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
     return _EPS * np.where(of_modules, widest, np.array(own))

@@ -17,11 +17,13 @@ from gradsurgeon.forensics.sources import Source
 
 _LONGEST = 300
 _NO_CALL = (
-    "no call of the model was kept: the script calls parts of the model by itself, or the model is compiled: then apply "
-    "the rules to the module that torch.compile returned"
+    "no call of the model was kept: the script calls its parts, or it is compiled: then "
+    "apply the rules to the module that torch.compile returned"
 )
 _TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BYTES // 2**20} MiB"
-_DIFFERENT = "the replay returned other outputs than the call: state in Python, an input or a source of random numbers changed"
+_DIFFERENT = (
+    "the replay returned other outputs than the call: state, an input or random numbers changed"
+)
 _CLOSE = "the replay differs in the last digits, or the script has written into the output"
 _UPDATED = (
     "another optimizer has updated weights since the call, and the replay used the new weights"
@@ -42,7 +44,9 @@ _ALONE = (
     "`then: raise` or `skip-step`, and not while rules only observe"
 )
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again"
-_OTHERS = "the replay has non-finite gradients in other parameters: the script, or a hook of it, has changed gradients"
+_OTHERS = (
+    "the replay has non-finite gradients in other parameters: the script has changed gradients"
+)
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"

@@ -160,7 +160,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             self._history.append((label, max(magnitudes)))
 
     def _before(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor that an operation is about to write into; zeros for memory not written to yet."""
+        """Return a copy of a tensor that an operation writes into; zeros for unwritten memory."""
         part = elements(tensor)
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None

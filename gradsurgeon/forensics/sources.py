@@ -1,4 +1,4 @@
-"""Where non-finite numbers can come from, which tensors an operation took them from, and in which memory they are."""
+"""Where non-finite numbers come from: operations, tensors, and the memory that holds them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:
 
 
 def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the tensors that an operation reads, each with a mask of the elements that it reads, ``None`` for all."""
+    """Yield the tensors that an operation reads, each with a mask of elements, ``None`` for all."""
     args = call.args
     if call.stem == "copy":
         yield args[1], None

@@ -1,4 +1,4 @@
-"""Runs the checks of a session: hands them the facts of passes and updates, and makes events of their findings."""
+"""Runs the checks of a session: hands them facts, and makes events of their findings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Checks:
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
     ) -> None:
-        """Look at gradients that carry a loss scale right before the scaler unscales them, because the script has not."""
+        """Look at gradients that a scaler is about to unscale, because the script has not."""
         states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
         if self._having["before_unscaling"] and states[id(optimizer)]["stage"] is OptState.READY:
             self._look("before_unscaling", counter, optimizer, scale=scaler.get_scale())
@@ -111,7 +111,7 @@ class Checks:
     def _due(
         self, method: str, counter: StepCounter | None = None
     ) -> list[tuple[_Running, StepCounter]]:
-        """Return the due checks, of those that have a method; without a counter, each by that of its first parameter."""
+        """Return the due checks that have a method; without a counter, by that of their first parameter."""
         having, counters = self._having[method], self._context.counters
         if not having or self._context.paused:
             return []
@@ -203,7 +203,7 @@ class Checks:
         )
 
     def _tell(self, running: _Running, step: int, findings: Iterable[Finding]) -> None:
-        """Make events of findings, each cause once for each tensor; raise the first error at the next update."""
+        """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
         context, rule = self._context, running.stage.rule.id
         for finding in findings:
             places: Sequence[Hashable] = finding.tensors or (finding.names,)
@@ -231,7 +231,7 @@ def _optimizer_of(step: Step) -> Optimizer | None:
 
 
 def _is_homeless(leaf: Tensor) -> bool:
-    """Return whether a leaf belongs to no module and no optimizer. Searches all objects: a tenth of a second."""
+    """Return whether a leaf belongs to no module and no optimizer. Searches all objects."""
     held = (module.parameters(recurse=False) for module in _live.instances(nn.Module))
     in_module = any(param is leaf for param in chain.from_iterable(held))
     return not in_module and not optimizers.owning([leaf])
