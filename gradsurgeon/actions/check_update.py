@@ -80,12 +80,13 @@ class CheckUpdate(CheckRule):
         return self.moved is None
 
     def compile(self) -> Examination:
-        from gradsurgeon.checks.moved_check import MovedCheck  # noqa: PLC0415 # it needs torch
-        from gradsurgeon.checks.update_check import UpdateCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.checks import update_check  # noqa: PLC0415 # it needs torch
 
         if self.moved is None:
-            return Examination(UpdateCheck(), self.then)
+            return Examination(update_check.UpdateCheck(), self.then)
         if self.moved.max is not None:
-            return Examination(MovedCheck(unmoved=True), self.then)
+            return Examination(update_check.MovedCheck(unmoved=True), self.then)
         within = self.moved.within or 10
-        return Examination(MovedCheck(least=self.moved.min or 0.0, within=within), self.then)
+        return Examination(
+            update_check.MovedCheck(least=self.moved.min or 0.0, within=within), self.then
+        )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsurgeon import _dist, _numbers
+from gradsurgeon.checks.mail import Mail
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+# Modules that compute something else in evaluation mode.
+_MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,131 +38,167 @@ class Finding:
     step: int | None = None
 
 
-class Moment(Protocol):
-    """A moment of a training, for one rule.
+class Model:
+    """A model, reached weakly.
 
-    Tensors are looked up when they are asked for. Of a sharded parameter only the local part is there.
+    Args:
+        root: the model.
+        holders: by parameter, the module that holds it.
+
+    Attributes:
+        kinds: by parameter, the class name of the module that holds it.
     """
 
-    @property
-    def step(self) -> int:
-        """The number of the update, or of the update that a backward pass feeds."""
+    def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
+        self._root = weakref.ref(root)
+        self._holders = weakref.WeakValueDictionary(holders)
+        self._modal = weakref.WeakSet(m for m in root.modules() if isinstance(m, _MODAL))
+        self.kinds = {tensor: type(holder).__name__ for tensor, holder in holders.items()}
+
+    def is_evaluated(self) -> bool | None:
+        """Return whether it is in evaluation mode; ``None`` if that makes no difference."""
+        root = self._root()
+        if root is None or not self._modal:
+            return None
+        return not root.training and not any(module.training for module in self._modal)
+
+    def is_resting(self, tensor: int) -> bool:
+        """Return whether the holder of a parameter is in evaluation mode in a model that trains."""
+        root, holder = self._root(), self._holders.get(tensor)
+        return root is not None and holder is not None and root.training and not holder.training
+
+    def is_configured_untied(self) -> bool:
+        """Return whether a configuration in it says that embedding and head are not tied."""
+        root = self._root()
+        configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
+        # Models of Hugging Face have one.
+        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
+
+
+class _Looked(Mapping[int, Tensor]):
+    """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
+
+    def __init__(self, tensors: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
+        self._tensors, self._find = tensors, find
+
+    def __getitem__(self, tensor: int) -> Tensor:
+        if (found := self._find(tensor)) is None:
+            raise KeyError(tensor)
+        return _dist.local(found.detach())
+
+    def __contains__(self, tensor: object) -> bool:
+        return isinstance(tensor, int) and self._find(tensor) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return (tensor for tensor in self._tensors if tensor in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(eq=False)
+class Moment:
+    """A moment of a training, for one rule.
+
+    Attributes:
+        step: the number of the update, or of the update that a backward pass feeds.
+        members: the parameters of the rule.
+        model: the model.
+        find: returns a parameter by its number, if it is still there.
+        later: calls a function with values on the host, once they have arrived there, and tells what it finds.
+    """
+
+    step: int
+    members: Sequence[int]
+    model: Model
+    find: Callable[[int], Tensor | None]
+    later: Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
+
+    @cached_property
+    def params(self) -> Mapping[int, Tensor]:
+        """The parameters of the rule."""
+        return _Looked(self.members, self.find)
+
+    @cached_property
+    def grads(self) -> Mapping[int, Tensor]:
+        """The gradients that are there now."""
+        return _Looked(self.members, lambda tensor: getattr(self.find(tensor), "grad", None))
+
+
+@dataclass(eq=False)
+class Pass(Moment):
+    """A backward pass, right before and right after it runs.
+
+    Attributes:
+        reached: the parameters of the session that it reached; none before it.
+        graph: its graph, if it is known.
+        strangers: returns the trained leaves that it reached, and that are no parameters of the model.
+        is_homeless: returns whether a leaf belongs to no module and no optimizer, in a tenth of a second.
+    """
+
+    reached: Collection[int]
+    graph: BackwardGraph | None
+    strangers: Callable[[], Sequence[Tensor]]
+    is_homeless: Callable[[Tensor], bool]
 
     @property
     def tensors(self) -> Sequence[int]:
-        """The parameters of the rule that the optimizer owns, or that none owns; for a pass, those it reached."""
-
-    @property
-    def params(self) -> Mapping[int, Tensor]:
-        """The parameters of the rule."""
-
-    @property
-    def grads(self) -> Mapping[int, Tensor]:
-        """The gradients that are there now."""
-
-    def later(self, values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
-        """Call ``judge`` with values on the host, once they have arrived there, and tell what it finds."""
-
-
-class Pass(Moment, Protocol):
-    """A backward pass, right before and right after it runs."""
+        """The parameters of the rule that it reached."""
+        reached = set(self.reached)
+        return [tensor for tensor in self.members if tensor in reached]
 
     @property
     def loss(self) -> Tensor | None:
         """The value that the pass began from, detached; ``None`` if it was not one number."""
-
-    @property
-    def loss_made_by(self) -> str:
-        """The operation that computed the loss, such as ``nll_loss``; empty if unknown."""
-
-    def divisors(self) -> Sequence[Tensor]:
-        """Return the numbers by which the loss was divided at last, before the pass; none after it."""
-
-    @property
-    def evaluated(self) -> bool | None:
-        """Whether the model is in evaluation mode, as far as that matters to it; ``None`` if it does not."""
-
-    def strangers(self) -> Sequence[Tensor]:
-        """Return trained leaves that the pass reached, and that are no parameters of the model."""
-
-    def is_homeless(self, leaf: Tensor) -> bool:
-        """Return whether a leaf belongs to no module and no optimizer. Searches all objects: a tenth of a second."""
+        return None if self.graph is None else self.graph.loss
 
 
-class Update(Moment, Protocol):
-    """An update of one optimizer, right before and right after it takes place."""
+@dataclass(eq=False)
+class Update(Moment):
+    """An update of one optimizer, right before and right after it takes place.
 
-    @property
-    def owner(self) -> Hashable:
-        """A value that stands for the optimizer."""
+    Attributes:
+        tensors: the parameters of the rule that the optimizer owns, or that none owns.
+        owner: a value that stands for the optimizer.
+        optimizer: the optimizer, ``None`` if the script updates by hand.
+        evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
+        mail: reaches the ranks that train replicas; ``None`` if there are none.
+        scale: the loss scale that the gradients still carry; ``None`` if they carry none.
+        took_place: whether the optimizer was allowed to update; known after the update.
+        frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
+        known_norms: returns the norms that a trap has just measured, if one has.
+    """
 
-    @property
+    tensors: Sequence[int]
+    owner: Hashable
+    optimizer: Optimizer | None
+    evaluations: int | None
+    mail: Mail | None
+    scale: float | None = None
+    took_place: bool = True
+    frozen: Mapping[int, str] = field(default_factory=dict)
+    known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
+
+    @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
         """By parameter, its group of the optimizer; parameters that no optimizer owns are missing."""
+        found = self.optimizer.param_groups if self.optimizer is not None else ()
+        return self._by_tensor({id(param): group for group in found for param in group["params"]})
 
-    @property
+    @cached_property
     def state(self) -> Mapping[int, Mapping[str, Any]]:
         """By parameter, its state in the optimizer."""
-
-    @property
-    def kinds(self) -> Mapping[int, str]:
-        """By parameter, the class name of the module that holds it."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether the configuration of a model in it says that its embedding and its head are not tied."""
-
-    @property
-    def evaluations(self) -> int | None:
-        """How often the model has been called in evaluation mode without gradients; ``None`` if unknown."""
-
-    def is_resting(self, tensor: int) -> bool:
-        """Return whether the module of a parameter is in evaluation mode while the model is in training mode."""
+        found = self.optimizer.state if self.optimizer is not None else {}
+        return self._by_tensor({id(param): state for param, state in found.items()})
 
     def norms(self, tensors: Sequence[int]) -> Tensor:
-        """Return the norms of gradients on one device; in `before_edits` those that a trap has just measured."""
+        """Return the norms of gradients on one device."""
+        known = self.known_norms(tensors)
+        return _numbers.norms([self.grads[t] for t in tensors]) if known is None else known
 
-    @property
-    def took_place(self) -> bool:
-        """Whether the optimizer was allowed to update; known after the update."""
-
-    @property
-    def frozen(self) -> Mapping[int, str]:
-        """By parameter that a `freeze` rule hid, the id of the rule; known after the update."""
-
-    @property
-    def scale(self) -> float | None:
-        """The loss scale that the gradients still carry; ``None`` if they carry none."""
-
-    @property
-    def mail(self) -> Mail | None:
-        """Reaches the ranks that train replicas; ``None`` if there are none."""
-
-
-class Mail(Protocol):
-    """Exchanges bytes with the ranks that hold replicas of the parameters, waiting for nobody."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """All ranks, ascending."""
-
-    @property
-    def averaged(self) -> Collection[int]:
-        """The parameters whose gradients `DistributedDataParallel` averages; empty without a wrapper."""
-
-    @property
-    def local(self) -> bool:
-        """Whether the gradients of this update are meant for this rank alone, as in `no_sync`."""
-
-    def post(self, key: str, data: bytes) -> None:
-        """Send bytes to the first of the ranks."""
-
-    def take(self, key: str) -> Sequence[bytes] | None:
-        """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
+    def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
+        ids = ((tensor, id(self.find(tensor))) for tensor in self.tensors)
+        return {tensor: by_id[key] for tensor, key in ids if key in by_id}
 
 
 class Check:

@@ -1,4 +1,4 @@
-"""Finds faults in the order of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
+"""Finds faults of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.sampling import largest, sample
+from gradsurgeon.tensors.sampling import largest
 
 # A script may do something once on purpose. From the third update in a row on it is told.
 IN_A_ROW = 3
@@ -40,7 +40,7 @@ _EVALUATED = (
     "since step {since} each forward pass that feeds an update has run in evaluation mode: dropout is off, and batch "
     "norms use their running statistics. Call `model.train()` after each evaluation"
 )
-_LOSS = "the loss of step {step} was {value} although all gradients are finite{made}. {remedy}"
+_LOSS = "the loss of step {step} was {value} although all gradients are finite. {remedy}"
 _NOTHING = (
     "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
 )
@@ -87,13 +87,10 @@ class LoopCheck(Check):
         # Whether the script changed the mode for training, not for an evaluation.
         self._is_meant = False
         self._modes: set[bool] = set()
-        # What the loss of the pass that runs was divided by.
-        self._divisors: Sequence[Tensor] = ()
         # Losses that were not finite, in passes that may feed the next update.
         self._lost: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
-        self._divisors = starting.divisors()
         for owner in self._owners.values():
             used, owner.used = owner.used, {}
             grads = starting.grads
@@ -110,13 +107,11 @@ class LoopCheck(Check):
                 owner.came = flag if owner.came is None else owner.came | flag
             if owner.clips:
                 owner.sizes_after_pass = _sizes(done.grads, owner.tensors)
-        if done.evaluated is not None:
-            self._modes.add(done.evaluated)
+        if (is_evaluated := done.model.is_evaluated()) is not None:
+            self._modes.add(is_evaluated)
         if done.loss is not None:
-            loss, divisors = done.loss, self._divisors
-            lost = loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, loss.float()]), partial(self._judge_loss, done, divisors))
-        self._divisors = ()
+            lost = done.loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -149,26 +144,16 @@ class LoopCheck(Check):
                 grad = update.grads.get(tensor)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
-                    owner.used[tensor] = at, sample(grad, at)
+                    owner.used[tensor] = at, torch.take(grad, at)
         return ()
 
-    def _judge_loss(
-        self, done: Pass, divisors: Sequence[Tensor], seen: Tensor
-    ) -> Iterable[Finding]:
+    def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
         lost, loss = seen.tolist()
         grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
         # A NaN that is in the gradients as well is the trap's to tell.
         if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
-            is_nan = math.isnan(loss)
-            by_nothing = not all(map(bool, divisors))
-            maker = "a division by 0" if by_nothing else done.loss_made_by
-            made = f": it came out of {maker}" if maker else ""
-            text = _LOSS.format(
-                step=done.step,
-                value="NaN" if is_nan else f"{loss:g}",
-                made=made,
-                remedy=_NOTHING if is_nan else _GROWN,
-            )
+            value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
+            text = _LOSS.format(step=done.step, value=value, remedy=remedy)
             self._lost.append(Finding("loss", text, step=done.step))
         return ()
 
@@ -197,14 +182,14 @@ class LoopCheck(Check):
 
 
 def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
-    """Return whether any element of some gradients is other than 0, 0-dim; ``None`` if there are no gradients."""
+    """Return whether any element of some gradients is not 0; ``None`` if there are no gradients."""
     flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
 def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
     """Return whether a gradient still has the values that it had at the last update, if they are not all 0."""
-    return grad is not None and bool(old.any()) and torch.equal(sample(grad, at), old)
+    return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
 
 
 def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Update
-from gradsurgeon.checks.sampling import by_device, sample
+from gradsurgeon.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.checks.mail import Mail, Rows
+from gradsurgeon.tensors.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
 BATCH = 8
@@ -38,7 +38,7 @@ _LOST = (
     "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that one rank "
     "skips or that loses data"
 )
-_STARTED = "Broadcast the weights of rank 0 before training, as DistributedDataParallel does, or seed all ranks alike before the model is made"
+_STARTED = "Broadcast the weights of rank 0 before training, or seed all ranks alike"
 _DRIFTED = "Look for an update, a weight decay or an assignment that only some ranks make"
 
 
@@ -82,10 +82,10 @@ class RanksCheck(Check):
             return ()
         owner = self._owners.setdefault(update.owner, _Owner(len(self._owners)))
         # Ranks that update alone, even once, drift apart: local SGD averages their weights now and then.
-        owner.is_local |= mail.local
+        owner.is_local |= mail.is_local()
         if owner.is_local:
             return ()
-        averaged, passes = mail.averaged, self._passes
+        averaged, passes = mail.averaged(), self._passes
         tensors = [
             t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
         ]
@@ -107,7 +107,7 @@ def _exchanged(
     if len(owner.rows) < min(BATCH, 1 + owner.sent):
         return
     rows, owner.rows = owner.rows, []
-    mail.post(f"{owner.place}/{owner.sent}", _packed(rows))
+    mail.post(f"{owner.place}/{owner.sent}", {row.passes: row.numbers for row in rows})
     if mail.rank == mail.ranks[0]:
         owner.waiting[owner.sent] = rows, tensors
         for number in sorted(owner.waiting)[:-_MOST_WAITING]:
@@ -118,12 +118,12 @@ def _exchanged(
         if theirs is None:
             return
         ours, matched = owner.waiting.pop(number)
-        others = dict(zip(mail.ranks[1:], map(_unpacked, theirs), strict=True))
+        others = dict(zip(mail.ranks[1:], theirs, strict=True))
         yield from _compared(owner, matched, ours, others, is_averaged=is_averaged)
 
 
 def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
-    """Return the norm of each gradient, -1 if there is none, and then perhaps of some elements of each weight."""
+    """Return the norm of each gradient, -1 without one, and perhaps of a sample of each weight."""
     having, device = [t for t in tensors if t in update.grads], update.params[tensors[0]].device
     norms: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
@@ -140,22 +140,6 @@ def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> T
     return torch.stack([number.to(device) for number in numbers])
 
 
-def _packed(rows: Sequence[_Row]) -> bytes:
-    parts = [
-        struct.pack(f"<qi{len(r.numbers)}f", r.passes, len(r.numbers), *r.numbers) for r in rows
-    ]
-    return b"".join(parts)
-
-
-def _unpacked(data: bytes) -> dict[int, tuple[float, ...]]:
-    rows, at = {}, 0
-    while at < len(data):
-        passes, count = struct.unpack_from("<qi", data, at)
-        rows[passes] = struct.unpack_from(f"<{count}f", data, at + 12)
-        at += 12 + 4 * count
-    return rows
-
-
 def _apart(ours: float, theirs: float) -> bool:
     # A NaN is the trap's to tell.
     finite = math.isfinite(ours) and math.isfinite(theirs)
@@ -166,7 +150,7 @@ def _compared(
     owner: _Owner,
     tensors: Sequence[int],
     ours: Sequence[_Row],
-    theirs: Mapping[int, Mapping[int, tuple[float, ...]]],
+    theirs: Mapping[int, Rows],
     *,
     is_averaged: bool,
 ) -> Iterator[Finding]:

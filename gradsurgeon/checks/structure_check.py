@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.checks.base import Check, Finding, Update
-from gradsurgeon.checks.sampling import sample
+from gradsurgeon.tensors.sampling import sample
 
 _UNTIED = (
     "{names} are equal in every element but two tensors: they are trained apart, so they part at the first update. "
@@ -64,7 +64,7 @@ class StructureCheck(Check):
         for units in sorted({len(update.params[t]) for t in copies}):
             tensors = tuple(t for t in copies if len(update.params[t]) == units)
             yield Finding("copies", _COPIES.format(units=units), tensors)
-        for pair in _untied(update, new) if new and not update.apart else ():
+        for pair in _untied(update, new) if new and not update.model.is_configured_untied() else ():
             yield Finding("untied", _UNTIED, pair)
 
 
@@ -75,7 +75,7 @@ def _is_matrix(param: Tensor) -> bool:
 def _has_units(update: Update, tensor: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
     # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
-    kind, param = update.kinds.get(tensor, ""), update.params[tensor]
+    kind, param = update.model.kinds.get(tensor, ""), update.params[tensor]
     return len(param) > 1 and any(word in kind for word in _LAYERS) and _rows_equal(param)
 
 
@@ -95,7 +95,7 @@ def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
 
 def _untied(update: Update, tensors: list[int]) -> Iterator[tuple[int, int]]:
     """Yield pairs of an embedding and another weight that are equal in every element."""
-    embeddings = [t for t in tensors if update.kinds.get(t, "").startswith("Embedding")]
+    embeddings = [t for t in tensors if update.model.kinds.get(t, "").startswith("Embedding")]
     for embedding in embeddings:
         table = update.params[embedding].detach()
         for other in tensors:

@@ -1,4 +1,4 @@
-"""Finds parameters that get gradients and do not move, and updates that make a weight non-finite."""
+"""Finds parameters that do not move or should not have moved, and updates that spoil a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.sampling import by_device, differing, largest, sample
+from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
 # A look compares weights with those of ten updates earlier; after fifty updates, of a hundred updates earlier.
 WINDOW, SETTLED, LATER = 10, 50, 100
@@ -23,7 +23,6 @@ _FIRST = 3
 PATIENCE = 100
 # A gradient that mathematics makes 0, as of a bias before a batch norm, is rounding noise: this far below the others.
 _NOISE = 1e-4
-_SMALL = 1e-5
 
 _STILL = "{{names}} did not move in {updates} updates although gradients come: "
 _CAUSES = {
@@ -33,7 +32,7 @@ _CAUSES = {
     "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
     "lr": "the learning rate is 0. Set one in the group of the optimizer, or look at the schedule",
     "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} an update is smaller than half of what "
-    "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}{small}. {remedy}",
+    "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}. {remedy}",
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
     "for a compiled or wrapped `step` that has lost {{it}}",
 }
@@ -41,15 +40,25 @@ _FULL, _REDUCED = (
     "Raise the learning rate",
     "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate",
 )
-_BROKEN = "the update made {{names}} non-finite although its gradients were finite{why}"
-_EPS = (
-    ": eps {eps:g} of the optimizer is 0 in {dtype}, so it divides by 0 where a gradient is 0. "
-    "Set eps to 1e-7 or more, or keep the weights in float32"
+_BROKEN = (
+    "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at eps of the "
+    "optimizer: 1e-8 is 0 in float16, so it divides by 0 where a gradient is 0"
 )
 _OUTSIDE = (
     "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
     "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
 )
+
+_TOO_FEW = (
+    "{{names}} should move: after {within} updates {share:.1%} of the elements of one of them differ from their values "
+    "at step {first}, at least {least:.1%} should. Look at whether gradients reach it, at its learning rate and at "
+    "its group of the optimizer"
+)
+_MOVED = (
+    "{{names}} should stay as at step {first} and changed by the update of step {step}. "
+    "Look at requires_grad, at the groups of the optimizer and its weight decay"
+)
+_CHUNK = 2**20
 
 
 @dataclass(slots=True)
@@ -99,7 +108,7 @@ class UpdateCheck(Check):
             param, grad = update.params.get(tensor), update.grads.get(tensor)
             if param is not None and grad is not None:
                 at = largest(grad)
-                owner.tests[tensor] = at, sample(param, at)
+                owner.tests[tensor] = at, torch.take(param, at)
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
@@ -167,17 +176,17 @@ class UpdateCheck(Check):
 
 
 def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
-    return not bool(differing([old], [sample(param, at)]))
+    return not bool(differing([old], [torch.take(param, at)]))
 
 
 def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
-    """Return why a parameter does not move, empty if it may be at rest, and for how many updates that may be meant."""
+    """Return why a parameter does not move, if that is a fault, and how many updates to wait."""
     param, group = update.params[tensor], update.groups.get(tensor)
     if tensor in update.frozen:
         return "frozen", WINDOW
     if group is None:
         # A part in evaluation mode, such as a network inside the loss, is not meant to train.
-        cause = "" if update.is_resting(tensor) else "unowned"
+        cause = "" if update.model.is_resting(tensor) else "unowned"
         return cause, PATIENCE if param.dtype in _numbers.HALF else WINDOW
     if not owner.performed:
         return "skipped", WINDOW
@@ -198,7 +207,7 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
 
 
 def _told(cause: str, update: Update, tensor: int) -> str:
-    param, largest = update.params[tensor], float(update.grads[tensor].detach().abs().max())
+    param = update.params[tensor]
     dtype, weight = _name(param.dtype), float(param.detach().abs().float().median())
     return _CAUSES[cause].format(
         rule=update.frozen.get(tensor),
@@ -206,7 +215,6 @@ def _told(cause: str, update: Update, tensor: int) -> str:
         dtype=dtype,
         weight=weight,
         gap=weight * torch.finfo(param.dtype).eps,
-        small=f"; its largest gradient is {largest:.1e}" if largest < _SMALL else "",
         remedy=(_REDUCED if param.dtype in _numbers.HALF else _FULL).format(dtype=dtype),
     )
 
@@ -228,17 +236,10 @@ def _should_move(update: Update, tensor: int, lr: float) -> bool:
 
 def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
     """Yield a finding for weights that an update made non-finite from finite gradients."""
-    by_reason: dict[str, list[int]] = {}
-    for tensor in spoilt:
-        grad = update.grads.get(tensor)
-        if grad is None or not bool(_numbers.values(grad).isfinite().all()):
-            continue
-        dtype, eps = update.params[tensor].dtype, update.groups.get(tensor, {}).get("eps")
-        vanishes = eps and not float(torch.tensor(float(eps), dtype=dtype))
-        reason = _EPS.format(eps=eps, dtype=_name(dtype)) if vanishes else ""
-        by_reason.setdefault(reason, []).append(tensor)
-    for reason, tensors in by_reason.items():
-        yield Finding("non-finite", _BROKEN.format(why=reason), tuple(tensors))
+    having = [t for t in spoilt if t in update.grads]
+    finite = [t for t in having if bool(_numbers.values(update.grads[t]).isfinite().all())]
+    if finite:
+        yield Finding("non-finite", _BROKEN, tuple(finite))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -254,3 +255,71 @@ def _usual_gradient(update: Update) -> float:
     """Return the median over all parameters of the root mean square of the gradient."""
     sizes = [_rms(update.grads[t]) for t in update.tensors if t in update.grads]
     return float(torch.tensor(sizes).median()) if sizes else 0.0
+
+
+class MovedCheck(Check):
+    """Compares weights right after updates with those before the first one.
+
+    Args:
+        least: the share of elements of each weight that have to differ once.
+        within: the number of performed updates in which that has to happen.
+        unmoved: whether all elements have to stay; then the other two mean nothing.
+    """
+
+    def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:
+        self._least, self._within, self._unmoved = least, within, unmoved
+        self._first: dict[int, Tensor] = {}
+        self._steps: dict[int, int] = {}
+        self._updates: dict[int, int] = {}
+
+    def before_update(self, update: Update) -> Iterable[Finding]:
+        take = fingerprint if self._unmoved else sample
+        for tensor in update.tensors:
+            if tensor not in self._steps and update.params[tensor].numel():
+                self._first[tensor] = take(update.params[tensor])
+                self._steps[tensor] = update.step
+                self._updates[tensor] = 0
+        return ()
+
+    def after_update(self, update: Update) -> Iterable[Finding]:
+        watched = [t for t in update.tensors if t in self._first]
+        take = fingerprint if self._unmoved else sample
+        new = {t: take(update.params[t]) for t in watched}
+        for tensor in watched:
+            self._updates[tensor] += update.took_place
+        for tensors in by_device(watched, new):
+            shares = differing([self._first[t] for t in tensors], [new[t] for t in tensors])
+
+            def judge(seen: Tensor, tensors: Sequence[int] = tensors) -> Iterator[Finding]:
+                return self._judge(update, dict(zip(tensors, seen.tolist(), strict=True)))
+
+            update.later(shares, judge)
+        return ()
+
+    def _judge(self, update: Update, shares: dict[int, float]) -> Iterator[Finding]:
+        if self._unmoved:
+            if moved := [t for t, share in shares.items() if share]:
+                text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
+                yield Finding("moved", text, tuple(moved))
+            return
+        for tensor in [t for t, share in shares.items() if share >= self._least]:
+            self._first.pop(tensor, None)
+        late = [t for t in shares if t in self._first and self._updates[t] >= self._within]
+        if late:
+            share, first = min(shares[t] for t in late), self._steps[late[0]]
+            text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
+            yield Finding("unmoved", text, tuple(late))
+        for tensor in late:
+            del self._first[tensor]
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return two sums over the bits of a tensor, shape ``[2]``: any change of an element changes one."""
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).view(-1)
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
+        wide = chunk.to(torch.int64)
+        # Sums modulo 2^64. Odd weights make a change of one element visible, other weights an exchange of two.
+        places = torch.arange(len(wide), device=wide.device) + number * _CHUNK
+        sums += torch.stack([(wide * (2 * places + 1)).sum(), (wide * (places * places + 1)).sum()])
+    return sums

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradsurgeon.comparison import noise as noise_runs
 from gradsurgeon.comparison import order, tolerance
 from gradsurgeon.comparison.reading import KEYS, Kind, Reading, Words, starts
 from gradsurgeon.comparison.tolerance import Tolerance
@@ -29,6 +27,8 @@ _PAIR = np.dtype(
         ("distance", np.float64),  # relative to the norm
         ("limit", np.float64),  # the distance that is allowed
         ("floor", np.float64),  # the distance that rounding to its dtype makes
+        ("shift", np.float64),  # the relative difference of the norms
+        ("numel", np.float64),
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
     ]
@@ -89,7 +89,7 @@ def align(
     Raises:
         RecordError: the runs have no kind of tensor, no tensor or no step in common.
     """
-    noise_runs.refuse_repeated(run, reference, noise)
+    tolerance.refuse_repeated(run, reference, noise)
     kinds, names = list(words.kinds), list(words.names)
     steps, both = _common(run, reference, noise, words)
     cells, values, found = _joined((run, reference, *noise), steps, both)
@@ -121,6 +121,8 @@ def align(
     drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
     cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
     cells["distance"][cells["state"] != BOTH] = np.inf
+    cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
+    cells["numel"] = values[1, :, 3]
     least = np.maximum(rule.least, cells["floor"]) if noise else rule.least
     cells["limit"] = rule.times * drift + least
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
@@ -129,10 +131,9 @@ def align(
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
     cells, values = cells[in_order], values[1:, in_order, :3]
     found = found[2:, ~lost][:, in_order]
-    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0])
-    told = partial(_told, words)
-    noise_runs.refuse_non_finite(noise, found, values, cells, told)
-    noise_runs.refuse_strangers(noise, values[:, forward], cells[forward], told)
+    is_early = steps[0] <= (reference.meta.get("start_step") or 0) + tolerance.EARLY
+    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0]) & is_early
+    tolerance.refuse_unlike(noise, found, values, forward, lambda at: _told(words, cells[at]))
     return Pairs(kinds, names, cells), rule, notes
 
 
@@ -209,7 +210,7 @@ def _lacking(
 
 
 def _other_calls(cells: Any, found: Flags) -> Flags:
-    """Return which tensors some runs have another number of times in a step, so that calls cannot be aligned."""
+    """Return which tensors some runs have another number of times in a step."""
     groups = np.cumsum(starts(cells)) - 1
     counts = np.array([np.bincount(groups, weights=here) for here in found])
     least = np.where(counts > 0, counts, np.inf).min(axis=0)
@@ -217,7 +218,7 @@ def _other_calls(cells: Any, found: Flags) -> Flags:
 
 
 def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any, Floats, Flags]:
-    """Return the tensors of the run or the reference, their values in all runs, else NaN, and which runs have them."""
+    """Return the tensors of run and reference, their values, else NaN, and which runs have them."""
     sizes = [1 + max(int(one.cells[key].max()) for one in readings) for key in KEYS]
     codes = [np.ravel_multi_index([one.cells[key] for key in KEYS], sizes) for one in readings]
     union = np.union1d(codes[0], codes[1])

@@ -3,44 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison import findings, text
-from gradsurgeon.comparison import noise as noise_runs
+from gradsurgeon.comparison import findings, kinks
 from gradsurgeon.comparison.alignment import Pairs, align
-from gradsurgeon.comparison.findings import Answer
 from gradsurgeon.comparison.reading import Reading, Words
+from gradsurgeon.comparison.tolerance import BOUND, Tolerance, same
+from gradsurgeon.errors import printable, shorten_names
+from gradsurgeon.planning.table import abridged, count
+from gradsurgeon.report.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 1
-_KINK = (
-    "rounding alone can part a gradient at a kink, as of ReLU or max pooling: then the runs part elsewhere with "
-    "another seed, and more noise runs measure it"
-)
+_COLUMNS, _STEPS = 100, 8
 
 
-class Comparison(Answer):
-    __doc__ = Answer.__doc__
+@dataclass(frozen=True)
+class Comparison:
+    """Where a run parts from a reference. ``print`` shows it in words.
+
+    Attributes:
+        alike: whether the runs agree, which rounding may leave open: then it is `False`, and ``largest`` is `None`.
+        run: the directory of the run.
+        reference: the directory of the reference.
+        step: the first step in which they part, `None` if they do not.
+        phase: where in the step: ``"forward"``, ``"backward"``, ``"gradient"`` or ``"update"``.
+        inside: the innermost module around the first difference whose input agrees.
+        last: the last tensors that agree, each with name, distance and tolerance.
+        first: the first tensors that do not, in the order of execution.
+        modules: the modules that add to the difference in that forward pass.
+        steps: how many tensors are apart in each step, and how far.
+        growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
+        largest: the tensor whose distance is the most times its tolerance, `None` if rounding decides all.
+        only_run: names that only the run has. Parameters among them make the runs differ.
+        only_reference: names that only the reference has.
+        undecided: tensors that rounding decides in some step, so that they say nothing there.
+        tolerance: how tolerances came about.
+        notes: what else a reader has to know.
+    """
+
+    alike: bool
+    run: str
+    reference: str
+    step: int | None
+    phase: str
+    inside: str
+    last: tuple[findings.Tensor, ...]
+    first: tuple[findings.Tensor, ...]
+    modules: tuple[findings.Module, ...]
+    steps: tuple[findings.Step, ...]
+    growth: str
+    largest: findings.Tensor | None
+    only_run: tuple[str, ...]
+    only_reference: tuple[str, ...]
+    undecided: tuple[str, ...]
+    tolerance: Tolerance
+    notes: tuple[str, ...]
+    pairs: Pairs = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        return "\n".join(text.lines(self))
+        return "\n".join(_lines(self, self._verdict()))
+
+    def _verdict(self) -> str:
+        """Return the answer in one sentence."""
+        largest = self.largest
+        tensors = count(sum(step.compared for step in self.steps), "tensor")
+        of = f"{tensors} of {count(len(self.steps), 'step')}"
+        if self.first:
+            first = self.first[0]
+            where = f"step {self.step}, {self.phase}: {printable(first.text)}"
+            if self.tolerance.kind == "exact" and first.distance <= max(
+                BOUND, float(self.pairs.cells["floor"].max())
+            ):
+                ask = "record noise runs to tell whether it is more than rounding"
+                return f"They are not equal bit for bit: first at {where}; {ask}."
+            if self.tolerance.kind == "rounded-away":
+                return f"They part at {where}; the noise of the noise runs rounded away, so that may be rounding."
+            return f"They part at {where}."
+        if largest is None:
+            return "Nothing can be said: rounding decides every tensor."
+        said = f"They are equal bit for bit in {of}"
+        if self.tolerance.kind != "exact":
+            share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
+            where = f"{printable(largest.text)}, step {largest.step}"
+            said = f"They agree within rounding in {of}: the largest distance is {share} ({where})"
+        if others := len(self.undecided):
+            said += f"; rounding decides {others:,} others, which say nothing"
+        if self.alike:
+            return f"{said}."
+        only = shorten_names([*self.only_run, *self.only_reference])
+        return f"They have other parameters: {only}. {said}, of those that both have."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `gradsurgeon compare --format json`; ``None`` stands for an infinite distance."""
-        hidden = ("pairs", "alike")
-        plain = {
-            one.name: _plain(getattr(self, one.name))
-            for one in fields(self)
-            if one.name not in hidden
-        }
-        return {"version": VERSION, "alike": self.alike, "verdict": text.verdict(self), **plain}
+        shown = [one.name for one in fields(self) if one.name not in ("pairs", "alike")]
+        plain = {name: _plain(getattr(self, name)) for name in shown}
+        return {"version": VERSION, "alike": self.alike, "verdict": self._verdict(), **plain}
 
     def plot(self) -> Figure:
         """Draw a map of distances over steps and the order of execution, with the border marked.
@@ -54,7 +120,8 @@ class Comparison(Answer):
         library("matplotlib", "plot", "plot")
         from gradsurgeon.comparison import plot  # noqa: PLC0415 # needs matplotlib
 
-        return plot.draw(self)
+        exact = self.tolerance.kind == "exact"
+        return plot.draw(self.pairs, f"{self.run} against {self.reference}", exact=exact)
 
 
 def _plain(value: Any) -> Any:
@@ -71,6 +138,7 @@ def compared(
 ) -> Comparison:
     """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
+    notes += kinks.allow(pairs, tolerance.times) if noise else ()
     last, first = findings.border_of(pairs)
     only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)
     largest = findings.largest_of(pairs)
@@ -79,10 +147,8 @@ def compared(
     everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
-    if noise_runs.same(run, reference):
+    if same(run, reference):
         notes.append("both are one directory")
-    if phase == "backward" and np.isfinite(pairs.cells["distance"][border]):
-        notes.append(_KINK)
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
         alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
@@ -113,3 +179,70 @@ def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
         alone = {*one.bound[kind]} - {*other.bound[kind]}
         found |= {pairs.names[name]: not pairs.kinds[kind].of_modules for name in sorted(alone)}
     return found
+
+
+def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
+    """Yield the answer: the verdict, the border, what modules add, how it goes on, what was compared."""
+    yield verdict
+    yield f"run {printable(answer.run)}, reference {printable(answer.reference)}"
+    for told, names in (("run", answer.only_run), ("reference", answer.only_reference)):
+        if names:
+            yield f"only in the {told}: {abridged(names, {})}"
+    if answer.first:
+        yield from (_border(answer, answer.first[0]), "")
+        for table in _tables(answer):
+            yield from (*table.lines(_COLUMNS), "")
+    texts = [
+        f"tolerance: {answer.tolerance.text}",
+        *(f"note: {one}" for one in answer.notes),
+    ]
+    if answer.undecided:
+        number = count(len(answer.undecided), "tensor")
+        texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
+    for text in texts:
+        yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
+def _border(answer: Comparison, first: findings.Tensor) -> str:
+    where, other = f"step {first.step}, {first.phase}", f"the {printable(first.text)}"
+    far = first.why or f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
+    if answer.inside:
+        before = f"the input of {printable(answer.inside)} agrees"
+        other = "its output" if answer.inside == first.name else other
+    elif not answer.last:
+        remedy = "; look at the data and at the first weights" if first.phase == "forward" else ""
+        return f"{where}: {other} does not agree: {far}{remedy}"
+    elif answer.last[-1].step < first.step:
+        before = f"all of step {answer.last[-1].step} agrees"
+    else:
+        before = f"the {printable(answer.last[-1].text)} agrees"
+    return f"{where}: {before}, {other} does not: {far}"
+
+
+def _tables(answer: Comparison) -> Iterator[Table]:
+    tensors = [(one, "agrees") for one in answer.last]
+    tensors += [(one, "parts") for one in answer.first]
+    rows = [
+        (f"{one.step}", printable(one.text), one.why or f"{one.distance:.2g}", f"{one.tolerance:.2g}", word)
+        for one, word in tensors
+    ]  # fmt: skip
+    head = ("step", "tensor", "distance", "tolerance", "")
+    yield Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
+    if answer.modules:
+        added = [
+            (printable(one.name), f"{one.came_in:.2g}", f"{one.went_out:.2g}")
+            for one in answer.modules
+        ]
+        heads = ("module", "distance of its input", "of its output")
+        title = f"modules that add to the difference in step {answer.step}"
+        yield Table(title, heads, added, frozenset({1, 2}))
+    steps = [one for one in answer.steps if one.step >= (answer.step or 0)]
+    shown = min(_STEPS, len(steps))
+    steps = [steps[place * (len(steps) - 1) // max(1, shown - 1)] for place in range(shown)]
+    numbers = [
+        (f"{one.step}", f"{one.apart:,} of {one.compared:,}", f"{one.median:.2g}", f"{one.largest:.2g}")
+        for one in steps
+    ]  # fmt: skip
+    title = f"how it goes on{answer.growth and f': the difference {answer.growth}'}"
+    columns = ("step", "tensors apart", "their median distance", "largest")
+    yield Table(title, columns, numbers, frozenset(range(4)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from gradsurgeon.comparison.alignment import (
     Pairs,
 )
 from gradsurgeon.comparison.order import is_inside, parent_of
-from gradsurgeon.comparison.tolerance import Tolerance
 
 _LAST, _FIRST = 3, 5
 # A module adds to a difference if so many times as much goes out as came in. A projection is a sample: it can be
@@ -64,50 +62,6 @@ class Step(NamedTuple):
     apart: int
     median: float
     largest: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Where a run parts from a reference. ``print`` shows it in words.
-
-    Attributes:
-        alike: whether the runs agree, which rounding may leave open: then it is `False`, and ``largest`` is `None`.
-        run: the directory of the run.
-        reference: the directory of the reference.
-        step: the first step in which they part, `None` if they do not.
-        phase: where in the step: ``"forward"``, ``"backward"``, ``"gradient"`` or ``"update"``.
-        inside: the innermost module around the first difference whose input agrees.
-        last: the last tensors that agree, each with name, distance and tolerance.
-        first: the first tensors that do not, in the order of execution.
-        modules: the modules that add to the difference in that forward pass.
-        steps: how many tensors are apart in each step, and how far.
-        growth: whether the distance ``"grows"``, ``"stays"`` or ``"shrinks"`` by the last step, if known.
-        largest: the tensor whose distance is the most times its tolerance, `None` if rounding decides all.
-        only_run: names that only the run has. Parameters among them make the runs differ.
-        only_reference: names that only the reference has.
-        undecided: tensors that rounding decides in some step, so that they say nothing there.
-        tolerance: how tolerances came about.
-        notes: what else a reader has to know.
-    """
-
-    alike: bool
-    run: str
-    reference: str
-    step: int | None
-    phase: str
-    inside: str
-    last: tuple[Tensor, ...]
-    first: tuple[Tensor, ...]
-    modules: tuple[Module, ...]
-    steps: tuple[Step, ...]
-    growth: str
-    largest: Tensor | None
-    only_run: tuple[str, ...]
-    only_reference: tuple[str, ...]
-    undecided: tuple[str, ...]
-    tolerance: Tolerance
-    notes: tuple[str, ...]
-    pairs: Pairs = field(repr=False, compare=False)
 
 
 def words(pairs: Pairs, at: int) -> str:
@@ -181,7 +135,7 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
                 added.append((came[key], start, module.went_out / start, module))
 
     def is_of_inside(start: float, outer: Module) -> bool:
-        """Return whether a module inside adds the difference: that one took in no more than the outer module."""
+        """Return whether a module inside adds the difference: no more came into it."""
         return any(
             outer.name != inner.name
             and is_inside(inner.name, outer.name)
@@ -210,7 +164,7 @@ def steps_of(pairs: Pairs) -> Iterator[Step]:
 
 
 def growth_of(pairs: Pairs, border: int) -> str:
-    """Return whether the distance of the tensors that part in the first step `grows`, `stays` or `shrinks` by the last."""
+    """Return whether the distances of the first step that parts `grows`, `stays` or `shrinks`."""
     cells, apart = pairs.cells, pairs.apart & np.isfinite(pairs.cells["distance"])
     ends = [
         cells[apart & (cells["step"] == step)]

@@ -98,7 +98,7 @@ def forward_order(
 
 
 def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key]) -> _Key:
-    """Return a likely place: after the module before it, or for a later call at the end of the module around it."""
+    """Return a likely place: after the module before it, or at the end of the module around it."""
     if call == 0:
         place = order.index(root)
         before = order[place - 1] if place else ""

@@ -1,4 +1,4 @@
-"""The map of a comparison: how far each tensor is apart, over steps and the order of execution. Needs matplotlib."""
+"""The map of a comparison: distances over steps and the order of execution. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
-from gradsurgeon.comparison.findings import Answer, tensor_of
+from gradsurgeon.comparison.alignment import Pairs
+from gradsurgeon.comparison.findings import tensor_of
 from gradsurgeon.report.plots import ZERO, Picture, plain
 
 _NAMED = 60  # rows that have room for a name
 
 
-def draw(answer: Answer) -> Picture:
+def draw(pairs: Pairs, title: str, *, exact: bool) -> Picture:
     """Draw one row per tensor of a step and one column per step, coloured by distance over tolerance."""
-    pairs, cells = answer.pairs, answer.pairs.cells
+    cells = pairs.cells
     keys = np.stack([cells["place"], cells["rank"]], axis=1)
     _, first, row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     row, (steps, column) = row.reshape(-1), np.unique(cells["step"], return_inverse=True)
     values = np.full((len(first), len(steps)), np.nan)
-    exact = answer.tolerance.kind == "exact"
     with np.errstate(divide="ignore"):
         logs = np.log10(cells["distance"] if exact else pairs.ratio)
     ends = (-8.0, 1.0) if exact else (-3.0, 3.0)
@@ -45,12 +45,10 @@ def draw(answer: Answer) -> Picture:
     shown = np.linspace(0, len(steps) - 1, min(len(steps), 12)).round().astype(int)
     axes.set_xticks(shown, [str(steps[one]) for one in shown.tolist()])
     axes.set_xlabel("step")
-    axes.set_title(
-        plain(f"{answer.run} against {answer.reference}"), loc="left", fontsize=10, pad=10
-    )
+    axes.set_title(plain(title), loc="left", fontsize=10, pad=10)
     marks = [Patch(color=ZERO, label="missing, or decided by rounding")]
-    if answer.first:
-        border = int(np.flatnonzero(pairs.apart)[0])
+    if pairs.apart.any():
+        border = int(np.argmax(pairs.apart))
         left, top, name = column[border] - 0.5, row[border] - 0.5, names[row[border]]
         mark: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 2}
         axes.add_patch(Rectangle((left, top), 1, 1, zorder=5, **mark))

@@ -1,4 +1,4 @@
-"""How far two runs are apart, and how far rounding alone takes them. Needs numpy.
+"""How far two runs are apart, and how far rounding alone takes them; unfit noise runs are refused.
 
 A projection is a signed sum, so the difference of two projections is a sample of the norm of the difference:
 its expected square is the squared norm.
@@ -6,11 +6,15 @@ its expected square is the squared norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsurgeon.comparison.reading import Reading
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.store.layout import section
@@ -24,6 +28,16 @@ DECIDED_BY_ROUNDING = 0.1
 _MOST = 0.5
 _VANISHING = 1e-5  # times the median norm
 BOUND = 1e-3  # of runs without noise that cannot be bit-identical
+# Layers carry a difference on: at once it becomes a hundred times as large only by another computation.
+_JUMP, _FAR = 100.0, 0.01
+# Runs that rounding parts are not nearer to each other than by so many times.
+_ALIKE = 10.0
+# In later steps the weights of a noise run differ by more than rounding.
+EARLY = 10
+_REMEDY = (
+    "make noise runs by the script of the reference, with its data and seed, and "
+    "`gradsurgeon run --perturb EPS --seed N`"
+)
 _SIZES = "`--perturb 4e-3` (2^-8) is what half precision needs"
 
 
@@ -99,7 +113,7 @@ def eps_of(dtype: str) -> float:
 
 
 def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
-    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest of the model."""
+    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
     widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
     own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
     return _EPS * np.where(of_modules, widest, np.array(own))
@@ -153,3 +167,72 @@ def without_noise(
         f"devices and threads are not known: if they differ, {remedy}"
     )
     return Tolerance("exact", 0.0, 0.0, text)
+
+
+def same(one: Reading, other: Reading) -> bool:
+    """Return whether two runs are one directory."""
+    return os.path.realpath(one.path) == os.path.realpath(other.path)
+
+
+def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
+    """Refuse a directory that is given twice.
+
+    Raises:
+        RecordError: a noise run is the run, the reference or another noise run.
+    """
+    for place, one in enumerate(noise):
+        for what, other in (
+            ("the reference", reference),
+            ("the run", run),
+            *(("given twice", before) for before in noise[:place]),
+        ):
+            if same(one, other):
+                _refuse(one, f"is {what}", "give each noise run once, none of which is compared")
+
+
+def refuse_unlike(
+    noise: Sequence[Reading],
+    found: Flags,
+    values: Floats,
+    forward: Flags,
+    told: Callable[[int], str],
+) -> None:
+    """Refuse what differs from the reference by more than rounding can in the first forward pass, and NaN and Inf.
+
+    Args:
+        noise: the noise runs.
+        found: of shape `[noise runs, tensors]`: which tensors each noise run has.
+        values: norms and projections of the reference and of the noise runs, NaN where a run lacks a tensor.
+        forward: which tensors are of the first forward pass; none in later steps, as weights differ there.
+        told: returns what a tensor is called.
+
+    Raises:
+        RecordError: a noise run does not repeat the reference, or is non-finite where the reference is finite.
+    """
+    finite = np.asarray(np.isfinite(values).all(axis=2))
+    # Where rounding decides, noise runs differ from each other too; another script differs alike in all of them.
+    spread = np.zeros(len(forward))
+    if len(noise) > 1:
+        spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)
+    for one, here, fine, numbers in zip(noise, found, finite[1:], values[1:], strict=True):
+        bad = np.flatnonzero(here & ~fine & finite[0])
+        if len(bad):
+            where = f"has NaN or Inf at the {told(bad[0])}"
+            _refuse(one, f"{where}, where the reference is finite", "lower --perturb, or its seed")
+        known = np.flatnonzero(forward & fine & finite[0])
+        far = distances(numbers[known], values[0][known])
+        before = np.concatenate([[0.0], np.maximum.accumulate(far)])[: len(far)]
+        # The first tensor that noise moves shows how large the noise is.
+        rules = section(one.meta, "plan").get("rules", ())
+        begin = DECIDED_BY_ROUNDING if any(rule["action"] == "perturb" for rule in rules) else _FAR
+        limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
+        strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
+        if len(strange):
+            at = strange[0]
+            moved = f"differs from the reference by {far[at]:.2g} at the {told(known[at])}"
+            rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
+            _refuse(one, f"{moved}, {rounding}", _REMEDY)
+
+
+def _refuse(one: Reading, what: str, do: str) -> None:
+    raise RecordError(f"noise run {printable(one.path)}: {what}; {do}")

@@ -179,7 +179,7 @@ class Ranks:
         return frozenset(map(id, params))
 
     def own(self, tensors: Collection[int]) -> list[int]:
-        """Return the tensors, among some, that each of several ranks has for itself: neither averaged nor sharded."""
+        """Return the tensors, among some, that are neither averaged nor sharded."""
         averaged, params = self.averaged(), self._params()
         return [
             tensor
@@ -192,7 +192,7 @@ class Ranks:
 
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
-    """Return the groups that no other group contains: a group of experts that some ranks did not use adds nothing."""
+    """Return the groups that no other group contains, as a group of experts may be."""
     if len(groups) < 2:  # noqa: PLR2004 # nearly always
         return groups
     found: dict[Any, frozenset[int]] = {}

@@ -85,7 +85,7 @@ def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionI
 
 
 def _peers(prefix: str, info: SessionInfo) -> tuple[set[int], list[int]]:
-    """Return the ranks that share gradients with this rank, directly or through others, and the ranks that came."""
+    """Return the ranks that share gradients, also through others, and the ranks that came."""
     wanted: set[int] = set()
     here, more = list[int](), set(info.peers)
     while not more <= wanted:

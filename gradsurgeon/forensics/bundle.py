@@ -1,4 +1,4 @@
-"""A failed step as a directory: written as a whole or not at all, and read from anywhere without running anything."""
+"""A failed step as a directory, written whole or not at all, and read without running anything."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
 _CALL_PARTS = ("args", "kwargs", "buffers", "grads", "number", "compiled")
 _PLAIN = (str, int, bool, float, type(None), torch.dtype, torch.Size)
-_NOT_HELD = (
-    "the model was given a {}, which a bundle cannot hold: it can hold tensors, numbers, texts, dtypes, lists, tuples "
-    "and dicts"
-)
+_NOT_HELD = "the model was given a {}, which a bundle cannot hold: it holds tensors, plain values, lists, tuples and dicts"
 
 
 class NotWrittenError(Exception):
@@ -60,7 +57,7 @@ class NotWrittenError(Exception):
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
-    """Write a bundle into a folder; return the diagnosis with its path, or with the reason why there is none."""
+    """Write a bundle; return the diagnosis with its path, or with the reason why there is none."""
     innocent = failed.together and not diagnosis.where
     if not failed.kept.calls or innocent:
         return diagnosis
@@ -355,7 +352,7 @@ def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _code_of(module: nn.Module) -> str:
-    """Return a hash of a module tree and of the source of its classes outside of torch; empty if a source is missing."""
+    """Return a hash of a module tree and the source of its classes; empty if a source is missing."""
     known: dict[type, str] = {}
     try:
         for kind in {type(inner) for inner in module.modules()}:

@@ -31,16 +31,12 @@ _LESSER = (torch.float16, torch.bfloat16, torch.float32)
 _GROWN = 1e3
 
 _ADVICE = {
-    "overflow": "the values are too large for the format: find out why they grow (the magnitudes before it), run this "
-    "operation in float32 or wider, or bound its inputs",
-    "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs (an epsilon, "
-    "a clamp, a mask applied before the operation, not after it)",
+    "overflow": "the values are too large for the format: find out why they grow, or run this in float32",
+    "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
     "bad input": "find out where these numbers come from: no operation of the model has made them",
     "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
-    "kernel": "another implementation of the same operation gives finite numbers: use that one, try another "
-    "version of torch, and report the inputs to its maintainers",
-    "transient": "the same operation on the same numbers is finite when it is repeated: suspect the hardware or a "
-    "race, and run a memory test of the machine before you trust its results",
+    "kernel": "another implementation gives finite numbers: use that one, and report the inputs",
+    "transient": "the operation is finite when it is repeated: suspect the hardware or a race",
     "unknown": "the operation cannot be repeated in another format: look at its inputs",
 }
 
@@ -129,7 +125,7 @@ def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> C
 
 
 def _too_large_inside(call: Call, number: int, limit: float) -> str:
-    """Return a sentence on inputs whose squares, or their sum, are too large for a format, if smaller inputs are fine."""
+    """Return a sentence on inputs whose squares are too large for a format, if smaller ones are fine."""
     given = [elements(t) for t in call.tensors if is_real(t) and t.numel()]
     largest = max(map(_largest, given), default=0.0)
     squares = largest * largest * max((max(t.shape, default=1) for t in given), default=1)

@@ -15,69 +15,43 @@ from gradsurgeon.forensics.loss import source_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
 from gradsurgeon.forensics.sources import Source
 
+_LONGEST = 300
 _NO_CALL = (
-    "no call of the model was kept: the script calls parts of the model by itself, or the model is compiled: then apply "
-    "the rules to the module that torch.compile returned"
+    "no call of the model was kept: the script calls its parts, or it is compiled: then "
+    "apply the rules to the module that torch.compile returned"
 )
-_TOO_LARGE = (
-    f"{{}} of the calls of this step were not kept: the tensors exceed {MAX_BYTES // 2**20} MiB"
-)
+_TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BYTES // 2**20} MiB"
 _DIFFERENT = (
-    "the replay returned other outputs than the call: state in Python has changed, an input was written to, the model "
-    "uses random numbers from elsewhere, or the machine made an error"
+    "the replay returned other outputs than the call: state, an input or random numbers changed"
 )
-_CLOSE = (
-    "the replay differs from the call in the last digits (an operation is not deterministic), or the script has "
-    "written into the output, which can then not be compared"
-)
+_CLOSE = "the replay differs in the last digits, or the script has written into the output"
 _UPDATED = (
-    "another optimizer has updated weights since the call, and the replay used the new weights: its outputs differ and "
-    "cannot be compared"
+    "another optimizer has updated weights since the call, and the replay used the new weights"
 )
-_NOTHING_FINITE = (
-    "the call returned no finite number to compare the replay with: anything that ends in NaN looks alike, such as a "
-    "replay after state in Python has changed"
-)
+_NOTHING_FINITE = "the call returned no finite number to compare the replay with"
 _FINITE = (
     "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
-    "of the model or by `torch.autograd.grad` (a gradient penalty), or the model uses random numbers from elsewhere, or "
-    "the machine made an error"
+    "or by `torch.autograd.grad` (a gradient penalty), or random numbers differ, or the machine made an error"
 )
-_ITERATOR = (
-    "the model was given an iterator ({}), which a replay would use up for the training: give the model the items of "
-    "the iterator instead"
-)
-_LEFT = (
-    "the replay changed an object and could not put it back, so the training goes on with it: {}"
-)
-_LONGEST = 300
+_FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
+_ITERATOR = "the model was given an iterator ({}), which a replay would use up: give it the items"
+_LEFT = "the replay changed an object and could not put it back: {}"
 _DIVIDED = (
-    "the parameters are divided over ranks, which would have to run the step again together: they do so with "
-    "`fully_shard`, but not with the older FSDP or with tensor parallelism"
+    "the parameters are divided over ranks, which run a step again together only with `fully_shard`"
 )
 _ALONE = (
     "the parameters are divided over ranks, which run a step again together only if a rule makes them agree on it: "
     "`then: raise` or `skip-step`, and not while rules only observe"
 )
-_FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
-_OUTSIDE = (
-    "the loss is computed outside of the model and cannot be run again: only its graph is known"
-)
+_OUTSIDE = "the loss is computed outside of the model and cannot be run again"
 _OTHERS = (
-    "the replay has non-finite gradients in other parameters than the update: the script, or a hook of it, has changed "
-    "gradients by itself"
+    "the replay has non-finite gradients in other parameters: the script has changed gradients"
 )
 _UNSEEN = "no operation that PyTorch shows has made it"
-_INFINITE = (
-    "the output of the model is infinite there, not NaN, and the script may mean that: the loss is computed outside and "
-    "cannot be run again"
-)
+_INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 _WRITTEN = "an input was written to after the call"
-_UPDATED_WEIGHT = (
-    "no trap stopped the update before, so its gradients were finite: the optimizer itself wrote this number there, or "
-    "the script did since (a checkpoint, a copy)"
-)
+_UPDATED_WEIGHT = "gradients were finite in the update before: the optimizer itself wrote this number there, or the script did"
 
 
 def diagnose(

@@ -40,7 +40,7 @@ _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
 def source_in(loss: KeptLoss) -> Source | None:
-    """Return the operation that made a loss non-finite, or a target or weight that was so; ``None`` if unknown."""
+    """Return the operation or tensor that made a loss non-finite; ``None`` if unknown."""
     try:
         # The script may mean an infinity, but never NaN.
         is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"

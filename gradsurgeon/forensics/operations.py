@@ -1,4 +1,4 @@
-"""One operation of a replay, as a report shows it: arguments, numbers, and the module and line that called it."""
+"""One operation of a replay: arguments, numbers, and the module and line that called it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any layout as real numbers; of a sharded tensor, the elements of this rank."""
+    """Return the elements of a tensor as real numbers; of a sharded tensor, those of this rank."""
     part = _dist.local(tensor.detach())
     if part.layout != torch.strided:
         part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()

@@ -24,7 +24,6 @@ from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Cause
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.debugging import stand_at
-from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
@@ -40,7 +39,7 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.sources import BLANK, Source, first_to_blame, held, taken_from
+from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
 from gradsurgeon.planning.manifest import ROOT
 
 # The kinds of tensors that can be non-finite before the operations begin, or between them.
@@ -161,7 +160,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             self._history.append((label, max(magnitudes)))
 
     def _before(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor that an operation is about to write into; zeros for memory not written to yet."""
+        """Return a copy of a tensor that an operation writes into; zeros for unwritten memory."""
         part = elements(tensor)
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None

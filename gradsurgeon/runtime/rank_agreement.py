@@ -80,7 +80,7 @@ class _Voted:
 
 
 class RankAgreement:
-    """The votes of a session on updates. In one process, which has no other rank to ask, nothing is voted on."""
+    """The votes of a session on updates. In one process nothing is voted on."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -166,7 +166,7 @@ class RankAgreement:
         self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
     def heard(self, counter: StepCounter) -> Heard:
-        """Return the votes of the ranks on an update. Waits for their votes if needed, never for their updates."""
+        """Return the votes of the ranks on an update. Waits for votes, never for updates."""
         context = self._context
         if not context.ranks.are_several:
             return ALONE
@@ -213,7 +213,7 @@ class RankAgreement:
             text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
             context.event_log.notice_once("paused", text, step=step, warn=True)
         if context.paused and not paused:
-            text = "paused between a backward pass and its update, which goes on with the rules on all ranks: the rules rest from the next pass on"
+            text = "paused between a backward pass and its update: the rules rest from the next pass on"
             context.event_log.notice_once("paused late", text, step=step)
         return bool(paused)
 

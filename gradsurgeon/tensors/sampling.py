@@ -1,11 +1,17 @@
-"""Fixed samples of the elements of tensors."""
+"""Fixed samples of the elements of tensors, compared bit by bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from gradsurgeon import _numbers
+
+# Elements per tensor by which checks compare; smaller tensors are compared whole.
+SAMPLE = 1024
 
 
 @lru_cache(maxsize=256)
@@ -15,7 +21,7 @@ def _places(numel: int, most: int, device: torch.device) -> Tensor:
     return torch.randint(numel, (most,), generator=generator).to(device)
 
 
-def sample(tensor: Tensor, most: int) -> Tensor:
+def sample(tensor: Tensor, most: int = SAMPLE) -> Tensor:
     """Return a copy of elements of a tensor, flat: all of a small one, else ``most`` elements at fixed places.
 
     The places depend on the number of elements alone, and some may occur twice.
@@ -24,3 +30,28 @@ def sample(tensor: Tensor, most: int) -> Tensor:
     if tensor.numel() <= most:
         return tensor.flatten().clone()
     return torch.take(tensor, _places(tensor.numel(), most, tensor.device))
+
+
+def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
+    pairs = zip(old, new, strict=True)
+    return torch.stack([_numbers.differs(*pair).float().mean() for pair in pairs])
+
+
+def largest(grad: Tensor) -> Tensor:
+    """Return the places of the largest magnitudes in a gradient of any layout. Shape ``[k]``, int64."""
+    if grad.layout != torch.strided:
+        whole = grad.detach().coalesce()
+        rows, width = whole.indices()[0], max(1, grad.numel() // max(1, grad.shape[0]))
+        rows = rows[: max(1, SAMPLE // width)]
+        return (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
+    flat = grad.detach().abs().flatten()
+    return flat.topk(min(SAMPLE, flat.numel())).indices
+
+
+def by_device(tensors: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
+    """Return numbers of tensors in groups of one device."""
+    groups: dict[torch.device, list[int]] = {}
+    for tensor in tensors:
+        groups.setdefault(of[tensor].device, []).append(tensor)
+    return list(groups.values())

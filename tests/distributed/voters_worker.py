@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsurgeon import _dist
-from gradsurgeon.distributed import hosts
+from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
 
@@ -136,7 +136,7 @@ def main() -> None:
     killed = "killed" in sys.argv
     if not killed:
         found = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}
-        hosts.MANY = 3
+        votes.MANY = 3
         found["by hosts"] = voted("hosts", ["a", "a", "b", "b"])
         found["leaving"] = served_by_one_that_leaves()
         found["late"] = late()

@@ -15,7 +15,7 @@ from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 import gradsurgeon
@@ -107,7 +107,11 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
     ),
     "outside_of_the_model": ("a tensor of shape [3]", 20, ("no module and no optimizer",)),
-    "weights_made_nan": ("0.weight", 0, ("eps 1e-08 of the optimizer is 0 in float16",)),
+    "weights_made_nan": (
+        "0.weight",
+        0,
+        ("non-finite although its gradients were finite", "eps of the optimizer"),
+    ),
     "never_cleared": ("0.weight", 3, ("from before the update of step 2", "optimizer.zero_grad()")),
     "cleared_too_early": (
         "0.weight",
@@ -115,7 +119,7 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("all gradients were gone", "not between `backward()` and"),
     ),
     "clipped_while_scaled": ("", 3, ("to a norm of 0.5", "the loss scale of 4096", "unscale_")),
-    "loss_over_nothing": ("", 7, ("the loss of step 7 was NaN", "it came out of nll_loss")),
+    "loss_over_nothing": ("", 7, ("the loss of step 7 was NaN", "A mean over nothing")),
     "left_in_evaluation_mode": ("", 12, ("since step 10", "evaluation mode", "model.train()")),
     "untied": ("0.weight, 1.weight", 0, ("equal in every element but two tensors",)),
     "copied_units": ("0.weight, 2.weight", 1, ("all 16 units", "random numbers")),
@@ -136,25 +140,6 @@ def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training
     assert [word for word in (place, *words) if word not in event.message] == []
     # The guide has the message of every fault: run `python -m laws.faulty_loops` in `tests` to write it anew.
     assert row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("divides", ["by the mask", "by a number", "what is lost"])
-def test_operation_that_made_a_lost_loss_is_named(divides: str) -> None:
-    model = nn.Linear(16, 4)
-
-    def loss_at(step: int) -> Tensor:
-        chosen = torch.full((8,), step != 7)
-        each: Tensor = model(torch.randn(8, 16)).square().mean(1)[chosen]
-        if divides == "what is lost":
-            return each.mean() / 8 * 2
-        return each.sum() / (chosen.sum() if divides == "by the mask" else len(each))
-
-    event = only(fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS))
-    made_by = "mean" if divides == "what is lost" else "a division by 0"
-    assert (
-        f"the loss of step 7 was NaN although all gradients are finite: it came out of {made_by}."
-        in event.message
-    )
 
 
 def test_change_of_mode_is_told_if_evaluations_cannot_be_seen() -> None:

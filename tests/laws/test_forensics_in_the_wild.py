@@ -530,8 +530,7 @@ def test_a_call_that_was_given_an_iterator_is_not_run_again(
     source = given()
     diagnosis = diagnosed(Draws(torch.log), {"source": source})
     assert diagnosis.reasons == (
-        f"the model was given an iterator ({kind}), which a replay would use up for the training: give the model "
-        "the items of the iterator instead",
+        f"the model was given an iterator ({kind}), which a replay would use up: give it the items",
     )
     assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
     left = source["batches"][0] if isinstance(source, dict) else source
@@ -549,8 +548,7 @@ class Root(nn.Module):
 
 
 _UPDATED = (
-    "another optimizer has updated weights since the call, and the replay used the new weights: its outputs differ "
-    "and cannot be compared"
+    "another optimizer has updated weights since the call, and the replay used the new weights"
 )
 
 
@@ -653,10 +651,7 @@ class Counts(Net):
         return super().forward(x)
 
 
-_LEFT = (
-    "the replay changed an object and could not put it back, so the training goes on with it: held (TypeError: it "
-    "only grows)"
-)
+_LEFT = "the replay changed an object and could not put it back: held (TypeError: it only grows)"
 
 
 @pytest.mark.parametrize(
@@ -718,10 +713,7 @@ class Drops(nn.Module):
         return {"out": out, "first": self.first(x).detach() if self.finite else None}
 
 
-_NOTHING = (
-    "the call returned no finite number to compare the replay with: anything that ends in NaN looks alike, such as "
-    "a replay after state in Python has changed"
-)
+_NOTHING = "the call returned no finite number to compare the replay with"
 
 
 @singly(finite=[True, False], seed=[0, 1, 8], chance=[random.random, np.random.random])

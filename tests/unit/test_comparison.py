@@ -87,7 +87,7 @@ class TestBorder:
     def test_a_gradient_that_differs(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(made("doubled", fault("loss doubled")), reference, noise)
         assert (found.phase, found.first[0].text) == ("backward", "output gradient of head")
-        assert "rounding alone can part a gradient at a kink" in found.notes[-1]
+        assert found.notes == ()
 
     def test_the_update(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(

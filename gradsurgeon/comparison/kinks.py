@@ -1,0 +1,65 @@
+"""Gradients that part because rounding moved a few elements over a kink, as of ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradsurgeon.comparison.alignment import BOTH, Pairs
+from gradsurgeon.errors import printable
+
+# A gradient differs by a few elements: by no more than ten usual ones have together, or one that is ten times as large.
+_ELEMENTS = 10.0
+# A fault of the code shows in each step, and rounding moves no element over a kink in each: elsewhere the distance is
+# so many times smaller.
+_ONCE = 10.0
+_TOLD = (
+    "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
+    "it shows in no other step, and what comes after it was judged by {times:g} times as much"
+)
+
+
+def allow(pairs: Pairs, times: float) -> Iterator[str]:
+    """Raise the limits of all that comes after a kink; yield a note for each kink.
+
+    A kink adds to the noise there, so the limits after it are those of noise of this size. Later steps begin with other
+    weights: their limits grow by the ratio by which the updates exceed theirs.
+
+    Args:
+        pairs: the tensors of two runs.
+        times: how many times the noise is allowed.
+    """
+    cells = pairs.cells
+    while len(apart := np.flatnonzero(pairs.apart)) and _is_kink(pairs, at := int(apart[0])):
+        cell, after = cells[at].copy(), np.arange(len(cells)) >= at
+        here = after & (cells["step"] == cell["step"])
+        updates = pairs.ratio[here & pairs.of_base("value") & np.isfinite(cells["distance"])]
+        grown = max(1.0, updates.max(initial=1.0))
+        cells["limit"][here] = np.maximum(cells["limit"][here], times * cell["distance"])
+        cells["limit"][after & ~here] *= grown
+        text = printable(pairs.kind(at).text(pairs.name(at)))
+        yield _TOLD.format(
+            step=cell["step"],
+            text=text,
+            far=cell["distance"],
+            numel=int(cell["numel"]),
+            times=times,
+        )
+
+
+def _is_kink(pairs: Pairs, at: int) -> bool:
+    """Tell whether an output gradient, the first tensor that parts, differs as by a kink.
+
+    A kink switches elements on or off, so it changes the norm by the square of the distance: a factor changes the norm
+    by the distance itself.
+    """
+    cells = pairs.cells
+    cell, far = cells[at], cells["distance"][at]
+    if pairs.kind(at).phase != "backward" or cell["state"] != BOTH or not np.isfinite(far):
+        return False
+    same = pairs.like(at, "kind", "name", "rank", "part", "call")
+    same[at] = False
+    again = same & (cells["distance"] > cells["limit"]) & (cells["distance"] > far / _ONCE)
+    is_small = far * np.sqrt(cell["numel"]) <= _ELEMENTS and cell["shift"] <= far**2
+    return bool(is_small and same.any() and not again.any())
