@@ -13,7 +13,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 from gradsurgeon.report.tensor_numbers import GROWTH
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
@@ -24,6 +24,10 @@ _FAR, _LEAST_COMPARED = 1e4, 4
 _USUAL_SHARE = 0.9
 # A module whose weight has so much more gradient than its bias: the gradient of the bias is zero by mathematics.
 _SIBLING = 1e3
+# Successive norms of a noisy tensor differ by a factor of 4, and by a power of 4 of that of others.
+_NOISY, _NOISIER = math.log(4.0), 4.0
+_LEAST_STEPS = 20
+_MOST_FOR_LEVELS = 200_000
 
 
 class _Judged(NamedTuple):
@@ -31,6 +35,7 @@ class _Judged(NamedTuple):
 
     exploded: list[Track]
     vanished: list[Track]
+    noisy: list[Track]
     usual: float
 
 
@@ -51,6 +56,8 @@ def callouts(history: History, params: int) -> Iterator[str]:
             ("largest spike", _spike(tracks, judged, wholes, params)),
             *_dead(tracks),
             ("vanishing", _vanishing(judged, kind) if GRADIENT in kind else ""),
+            ("noisy", _noisy(tracks, judged.noisy)),
+            *(("level changed", _level(whole, params)) for whole in wholes),
         ]
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
         for word, text in said[:1] if kind in OF_WEIGHTS else said:
@@ -82,7 +89,7 @@ def _judged(tracks: Sequence[Track]) -> _Judged:
     others = [track for track in tracks if track.name not in names]
     usual = _usual(others)
     vanished = _vanished(tracks, others, usual) if compared else []
-    return _Judged(exploded, vanished, usual)
+    return _Judged(exploded, vanished, _noisy_ones(tracks), usual)
 
 
 def _usual(tracks: Sequence[Track]) -> float:
@@ -104,6 +111,16 @@ def _vanished(tracks: Sequence[Track], others: Sequence[Track], usual: float) ->
         and not (_is_bias(track) and track.median * _SIBLING < largest[_module(track)])
         and (track.median * _FAR < usual or track.growth * _FAR < min(1.0, middle))
     ]
+
+
+def _noisy_ones(tracks: Sequence[Track]) -> list[Track]:
+    known = [one for one in tracks if one.jitter >= 0 and int(one.there.sum()) >= _LEAST_STEPS]
+    if len(known) < _LEAST_COMPARED:
+        return []
+    least = max(_NOISY, _NOISIER * float(np.median([track.jitter for track in known])))
+    # Rounding is all that is left of a gradient that is zero by mathematics.
+    usual = _usual(tracks)
+    return [one for one in known if one.jitter > least and one.median * _FAR > usual]
 
 
 def _module(track: Track) -> str:
@@ -158,8 +175,8 @@ def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> str:
 
 
 def _spike(tracks: Sequence[Track], judged: _Judged, wholes: Sequence[Whole], params: int) -> str:
-    # An explosion ends in a peak.
-    loud = {track.name for track in judged.exploded}
+    # A noisy tensor has peaks all the time, and an explosion ends in one.
+    loud = {track.name for track in (*judged.noisy, *judged.exploded)}
     quiet = [track for track in tracks if track.name not in loud]
     for whole in wholes:
         if len(whole.names) == 1 or not loud.isdisjoint(whole.names):
@@ -226,3 +243,26 @@ def _vanishing(judged: _Judged, kind: str) -> str:
         most = min(far, key=lambda track: track.growth)
         text = f"{printable(most.name)} has shrunk from {most.first:.3g} to {_end(most):.3g}, and others have not"
     return f"{_names(far)}; {text}"
+
+
+def _noisy(tracks: Sequence[Track], noisy: Sequence[Track]) -> str:
+    if not noisy:
+        return ""
+    most = max(noisy, key=lambda track: track.jitter)
+    usual = float(np.median([track.jitter for track in tracks if track.jitter >= 0]))
+    return (
+        f"{_names(noisy)}; from step to step the norm of {printable(most.name)} changes {math.exp(most.jitter):.3g} "
+        f"times, that of others {math.exp(usual):.3g} times"
+    )
+
+
+def _level(whole: Whole, params: int) -> str:
+    known = np.isfinite(whole.values) & (whole.values > 0)
+    steps, values = whole.steps[known][-_MOST_FOR_LEVELS:], whole.values[known][-_MOST_FOR_LEVELS:]
+    if (change := change_of_level(steps, values)) is None:
+        return ""
+    word = "fell" if change.after < change.before else "rose"
+    return (
+        f"the {whole_name(whole, params)} {word} from {change.before:.3g} to {change.after:.3g} at step {change.step}, "
+        "and stayed there"
+    )

@@ -57,6 +57,7 @@ class Track:
         zero_since: the step from which on all norms are 0 until the end.
         growth: how many times the first norms the last finite ones are.
         rise: how many times the first norms the highest ones are that last a few steps.
+        jitter: the median distance of the logarithms of norms of successive steps.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Track:
     zero_since: int | None
     growth: float
     rise: float
+    jitter: float
 
     @property
     def nonfinite(self) -> int:
@@ -305,6 +307,7 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
                 zero_since=_zero_since(sheet, line) if ends_in_zero[row] else None,
                 growth=growth,
                 rise=rise,
+                jitter=float(numbers["jitter"][row]),
             )
 
 

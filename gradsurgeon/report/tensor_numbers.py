@@ -1,4 +1,4 @@
-"""Numbers of many tensors at once: medians, growth and spikes of their norms. Needs numpy."""
+"""Numbers of many tensors at once: medians, growth, noise and spikes of their norms. Needs numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gradsurgeon.report.spikes import Floats, Ints, largest_spikes
 GROWTH, LARGE = 1e3, 1e2
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
 _LEAST_FOR_GROWTH = 4
-_FIELDS = ("largest", "median", "growth", "rise")
+_TURNS = 4  # so many losses that take turns are no noise
+_MOST_FOR_JITTER = 2**16
+_FIELDS = ("largest", "median", "growth", "rise", "jitter")
 
 
 def has_grown(rise: float, largest: float) -> bool:
@@ -39,6 +41,8 @@ def numbers_of(sheet: Sheet, lines: slice) -> dict[str, Any]:
         found["growth"][rows], found["rise"][rows] = _growth(norms, broken[rows])
     for rows, _, norms in _alike(sample, ~np.isnan(sample)):
         found["median"][rows] = np.median(norms, axis=1)
+    for rows, _, norms in _alike(sample, sample > 0):
+        found["jitter"][rows] = _jitter(np.log(norms[:, -_MOST_FOR_JITTER:]))
     return found
 
 
@@ -65,3 +69,14 @@ def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:
     end = np.where(broken, norms[:, -few:].max(axis=1), lasting[:, -1])
     growth = end / begin if number >= _LEAST_FOR_GROWTH else np.full(len(norms), np.nan)
     return growth, (np.maximum(end, lasting.max(axis=1)) if few > 1 else end) / begin
+
+
+def _jitter(logs: Floats) -> Floats:
+    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time.
+
+    Losses that take turns have a different norm in each step, and the same again a few steps later.
+    """
+    found = np.full(len(logs), np.nan)
+    for lag in range(1, min(_TURNS, logs.shape[1] - 1) + 1):
+        found = np.fmin(found, np.median(np.abs(logs[:, lag:] - logs[:, :-lag]), axis=1))
+    return found
