@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -10,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count
+from gradsurgeon.report.diagnoses import first_diagnosis
 from gradsurgeon.report.rules_and_events import by_kind
 
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
 
 State = Literal["running", "ended", "stopped", "unknown"]
-
-_DIAGNOSIS = re.compile(r"^diagnosis \([^)]*\): (.*)$", re.MULTILINE)
-_PLACE = re.compile(r"^  at (.*?)(?:, in \S+)?(?:: .*)?$", re.MULTILINE)
 
 
 class Ending(NamedTuple):
@@ -105,18 +102,3 @@ def _of_rank(state: str, ending: Mapping[str, Any], written: float | None) -> tu
         return "stopped", f"stopped at step {step} by rule {printable(rule)} ({error})"
     exit_status = f", exit status {status}" if isinstance(status, int) else ""
     return "stopped", f"stopped by {error}{exit_status}"
-
-
-def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
-    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped.
-
-    Args:
-        events: oldest first.
-        edits: ids of rules that edit gradients, whose events are no trips.
-    """
-    trips = [event for event in events if is_trip(event, edits)]
-    for event in trips:
-        if (found := _DIAGNOSIS.search(event.message)) is not None:
-            place = _PLACE.search(event.message, found.end())
-            return f"step {event.step}: {found[1]}{f', {place[1]}' if place else ''}"
-    return trips[0].message.partition("\n")[0] if trips else ""

@@ -21,7 +21,7 @@ import numpy as np
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.ending import first_diagnosis
+from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.grid import Grid, grid_of
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
 from gradsurgeon.report.page_lines import combined_data, compared_data, line
@@ -265,4 +265,5 @@ def _event(group: EventGroup) -> dict[str, Any]:
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
         "where": ", ".join(filter(None, where)),
+        "diagnosis": diagnosis_of(event.message),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from page_views import HOSTILE, eventful_run, label, open_page, place, plots
 from runs import KEY, meta, values, write
 
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
@@ -227,6 +228,32 @@ def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) ->
     assert "This chart could not be drawn: broken" in page.locator("main").inner_text()
     assert plots(page) == 1
     assert page.locator(".rows button").count() > 0
+
+
+def test_a_diagnosis_is_laid_out(page: Any, tmp_path: Path) -> None:
+    message = DIAGNOSIS.strip()
+    writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0, math.nan]})
+    writer.event(Event("trap", "no-nan", 3, 0, "a", message))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert (
+        page.locator(".band p").inner_text()
+        == "step 3: NaN born in the forward pass of head (Linear): aten.sqrt, net.py:34"
+    )
+    laid = page.locator(".diagnosis")
+    assert laid.locator("mark").inner_text() == "return hidden.sqrt()"
+    assert laid.locator("tbody tr").inner_text().split("\t") == [
+        "self",
+        "in",
+        "[2] float32",
+        "-1 to 4",
+    ]
+    assert laid.locator(".badge").all_inner_texts() == ["reproduced", "mathematics"]
+    # Views repeat the number above them.
+    assert laid.locator("circle").count() == 2
+    assert not page.get_by_text("> NaN").is_visible()
+    page.get_by_text("the whole message").click()
+    assert page.get_by_text("> NaN").is_visible()
 
 
 def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None:
