@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from gradsurgeon import _html
 from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report import notebook
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
