@@ -46,5 +46,5 @@ def end(came_out, runs, html):
     """Write the page, and return the exit code: 0 if the story came out as it is told."""
     code = cli.main(["report", *map(str, runs), "--html", html])
     if not came_out:
-        print("THE STORY CAME OUT DIFFERENTLY here: compare the lines above with rules/guide/stories.md")
+        print("THE STORY CAME OUT DIFFERENTLY: compare the lines above with rules/guide/stories.md")
     return code or int(not came_out)

@@ -142,7 +142,7 @@ def test_losses_go_to_backward_as_shown() -> None:
     seg_loss, depth_loss = (model[name](trunk(x)).square().sum() for name in ("seg", "depth"))
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         exec(code, {"gradsurgeon": gradsurgeon, "seg_loss": seg_loss, "depth_loss": depth_loss})
-        assert session.latest("seg/depth", rule="tasks", stat="cosine") is not None
+        assert session.latest("trunk:seg/depth", rule="tasks", stat="cosine") is not None
     assert trunk.weight.grad is not None
 
 
