@@ -32,7 +32,7 @@ def _parametrized(values: dict[str, Collection[Any]], *, every: bool) -> pytest.
     for row in chosen:
         case = [column[i] for column, i in zip(columns, row, strict=True)]
         name = "-".join(map(_id, values, case))
-        marks = () if row in quick else pytest.mark.slow
+        marks: Any = () if row in quick else pytest.mark.slow
         cases.append(pytest.param(*case, id=name, marks=marks))
     return pytest.mark.parametrize(tuple(values), cases)
 

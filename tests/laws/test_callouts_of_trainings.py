@@ -252,7 +252,10 @@ def test_a_healthy_training_has_no_remark(healthy: Callable[[], Training], tmp_p
     assert remarks(healthy(), tmp_path) == []
 
 
-@pytest.mark.parametrize(("healthy", "frozen"), [(trainings.fine_tuning, 12), (trainings.lora, 6)])
+@pytest.mark.parametrize(
+    ("healthy", "frozen"),
+    [(trainings.lora, 6), pytest.param(trainings.fine_tuning, 12, marks=pytest.mark.slow)],
+)
 def test_what_is_frozen_is_told_apart_from_remarks(
     healthy: Callable[[], Training], frozen: int, tmp_path: Path
 ) -> None:

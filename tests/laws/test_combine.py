@@ -43,7 +43,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
 pytestmark = pytest.mark.usefixtures("doubles")
 
 
-@singly(model_name=MODELS, method=METHODS)
+# Krum takes three losses at least: with those of the first model the quick storey tries most methods.
+@singly(model_name=["overlapping", "heads", "twice used"], method=METHODS)
 def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: str) -> None:
     make, losses_of = MODELS[model_name]
     model, x = make(), torch.randn(5, 6)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
-from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -143,7 +142,8 @@ def run(way: str, micro: int = 1, kept: str = "") -> Outcome:
 
 
 @pytest.mark.cell("compiled autograd", "backward", "accumulated", "step", "modules")
-@singly(rule=IDS, way=WAYS)
+@pytest.mark.parametrize("rule", IDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rule_acts_as_without_it(way: str, rule: str) -> None:
     wanted, found = run("eager"), run(way)
     assert wanted.status[rule].fired > 0

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import slow
 
 from benchmarks import losses, losses_page, measure
 from benchmarks.machine import EXTRA
+
+# Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick storey.
+pytestmark = pytest.mark.slow
 
 ONCE = measure.Budget(rounds=2, seconds=0.0, least=2)
 SMALL_TRUNK = losses.Trunk("small", "two layers of 6", lambda: losses.mlp(6, 2), 6, (5, 6))
 ALL_WAYS = (*losses.BARE, *losses.WAYS)
 
 
-@pytest.mark.parametrize("number", [losses.LOSSES[0], *slow(*losses.LOSSES[1:])])
+@pytest.mark.parametrize("number", losses.LOSSES)
 def test_losses_can_be_seen_apart_in_every_way(number: int) -> None:
     pytest.importorskip("torchjd", reason="of the extra `bench`")
     rows = list(losses.of_trunk(SMALL_TRUNK, number, "cpu", ONCE, ALL_WAYS))

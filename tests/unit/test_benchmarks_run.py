@@ -33,6 +33,9 @@ from benchmarks.machine import EXTRA, version
 from benchmarks.workloads import Workload, deep_mlp
 from gradsurgeon.actions import ACTIONS, LossRule
 
+# Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick storey.
+pytestmark = pytest.mark.slow
+
 ONCE = measure.Budget(rounds=2, seconds=0.0, least=2)
 SMALL = Workload("small", "four layers", lambda device: deep_mlp(device, 4), alone=True)
 
@@ -73,7 +76,6 @@ def test_all_rules_bind() -> None:
     assert len(gradsurgeon.load(startup.twenty(0.5)).rules) == 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "tensors", "elements"),
     [
@@ -88,7 +90,6 @@ def test_models_have_the_sizes_that_the_tables_name(net: Any, tensors: int, elem
     assert (len(params), sum(param.numel() for param in params)) == (tensors, elements)
 
 
-@pytest.mark.slow
 def test_a_step_can_be_measured_with_everything_on_it() -> None:
     cases = [case for case in overhead.all_cases() if case.package != "wandb"]
     rows = list(overhead.of_workload(SMALL, cases, "cpu", ONCE))
@@ -102,7 +103,6 @@ def test_a_step_can_be_measured_with_everything_on_it() -> None:
     json.dumps(rows)
 
 
-@pytest.mark.slow
 def test_every_job_is_done_in_all_ways() -> None:
     rows = list(like_for_like.of_workload(SMALL, "cpu", ONCE))
     assert [one["job"] for one in rows] == [job.name for job in like_for_like.JOBS]
@@ -152,7 +152,6 @@ def test_rules_that_fail_stop_the_run() -> None:
         list(overhead.of_workload(SMALL, [Case("ours", "rules", failing)], "cpu", ONCE))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis", scaling.AXES, ids=lambda axis: axis.name)
 def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
     found = scaling.at(axis, axis.quick[0], "cpu", budget=ONCE)
@@ -167,7 +166,6 @@ def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
     assert {one.rule for one in plan.bindings} == {one.id for one in plan.rules.rules}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("curve", curves.CURVES, ids=lambda curve: curve.name)
 def test_every_curve_can_be_measured(curve: curves.Curve) -> None:
     found = curves.measured(curve, min(curve.places[0], 100))
@@ -200,7 +198,6 @@ def test_a_recorded_run_is_read_again(tmp_path: Path) -> None:
     assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
 
 
-@pytest.mark.slow
 def test_collectives_and_their_bytes_are_counted() -> None:
     found = {(one["wrapper"], one["params"], one["case"]): one for one in ranks.counted(1)}
     for layers in (4, 16):
@@ -211,7 +208,6 @@ def test_collectives_and_their_bytes_are_counted() -> None:
     assert ("fsdp2", 8, rule_sets.CLIP_BITES) in found
 
 
-@pytest.mark.slow
 def test_what_is_asked_of_a_device_is_counted_in_every_case() -> None:
     rows = list(device_counts.measured("cpu", quick=True))
     names = [case.name for case in device_counts.cases()]
