@@ -50,9 +50,15 @@ _BOUNDS = {
 class Options(BaseModel):
     """A mapping of a rule file. Strict, frozen, and without unknown keys."""
 
-    # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values.
+    # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values; built
+    # at first use, because a file uses few of the actions.
     model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        defer_build=True,
     )
 
     @classmethod
