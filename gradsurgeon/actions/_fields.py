@@ -6,6 +6,7 @@ reason why it cannot work, and the remedy, in the words of the rule file.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -68,7 +69,14 @@ def described(value: object) -> str:
 
 
 def written(value: object) -> str:
-    """Return a scalar as a rule file spells it."""
+    """Return a value as a rule file spells it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {written(one)}' for key, one in value.items())}}}"
+    if isinstance(value, str):
+        bare = re.fullmatch(r"[a-z][a-z0-9.-]*", value)
+        return value if bare else json.dumps(value, ensure_ascii=False)
     special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan", "True": "true", "False": "false"}
     return special.get(str(value), str(value))
 

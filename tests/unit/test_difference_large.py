@@ -11,7 +11,7 @@ import pytest
 import gradsurgeon
 from gradsurgeon import source
 from gradsurgeon.planning import Manifest, Param
-from gradsurgeon.review import markdown, text
+from gradsurgeon.review import text
 from gradsurgeon.review.difference import Difference, compare
 from gradsurgeon.review.lint_context import LintContext
 from gradsurgeon.schema import RuleSet, inspect
@@ -57,7 +57,7 @@ def test_thousands_of_rules_take_seconds(shape: str) -> None:
     old, new = map(rules, SHAPES[shape])
     start = time.process_time()
     found = compare(old, new, MANIFEST)
-    markdown.render(found)
+    text.markdown(found)
     text.render(found)
     assert time.process_time() - start < 8  # in quadratic time it was 20 to 500
 
@@ -73,7 +73,7 @@ class TestLongChains:
     def test_a_long_chain_is_cut_in_words_only(self) -> None:
         found = self.found(60)
         assert {len(chain.after) for chain in found.params} == {61}
-        for written in (markdown.render(found), text.render(found)):
+        for written in (text.markdown(found), text.render(found)):
             (line,) = [line for line in written.splitlines() if "old-0" in line and "r-38" in line]
             assert "21 more" in line
             assert "r-39" not in line
