@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from torch import Tensor
 
 from gradsurgeon import _html
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Answer = TypeVar("Answer")
-# A notebook shows the last events; `events` has all of them.
-_EVENTS_SHOWN = 5
 
 
 class Session(RecordQueries):
@@ -263,27 +261,5 @@ class Session(RecordQueries):
         return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
-        head, *state = repr(self).splitlines()
-        statuses = self._attachment.status(wait=False)
-        rules = []
-        for rule in self.plan.rules.rules:
-            of = statuses[rule.id]
-            edits = rule.edits or isinstance(rule, FreezeRule)
-            changed = f"{of.changed:.0%}" if edits else "-"
-            last = "-" if of.last_step is None else of.last_step
-            row = (rule.id, rule.action, f"{of.matched:,}", f"{of.fired:,}", changed, last)
-            rules.append(row)
-        events = [
-            (event.step, event.kind, event.rule, event.name, event.message.partition("\n")[0])
-            for event in self._attachment.events[-_EVENTS_SHOWN:]
-        ]
-        columns = ("rule", "action", "matched", "fired", "changed", "last step")
-        of_events = ("step", "last events", "rule", "name", "message")
-        calls = ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()")
-        more = chain.from_iterable((" ", _html.code(call)) for call in calls)
-        return _html.page(
-            _html.element("p", _html.bold(head), "\n", "\n".join(map(str.strip, state))),
-            _html.table(columns, rules, right={2, 3, 4, 5}),
-            events and _html.table(of_events, events, right={0}),
-            _html.element("p", "to see more: ", *more),
-        )
+        more = "print(session.plan), gradsurgeon.report.summary(session), session.plot()"
+        return _html.element("pre", f"{self!r}\nto see more: {more}")

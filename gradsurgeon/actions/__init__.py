@@ -86,3 +86,4 @@ for _module in pkgutil.iter_modules(__path__):
 
 # The actions of gradsurgeon; `known_actions` also has the user's own.
 ACTIONS: dict[str, type[Rule]] = dict(known_actions)
+globals().update({rule.__name__: rule for rule in ACTIONS.values()})

@@ -6,9 +6,7 @@ The kind of a rule and the result of its `compile` decide its effect on training
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import combinations, islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -238,9 +236,3 @@ class LossRule(Rule):
         elif isinstance(losses, list | tuple) and len(losses) == 1:
             message = "expected two losses or more, found one: nothing can conflict with it"
             yield Flaw("losses", message, "name the others")
-        elif isinstance(losses, list | tuple):
-            # Hundreds of losses have very many pairs.
-            pairs = Counter(f"{a}/{b}" for a, b in islice(combinations(losses, 2), 10**5))
-            if twice := next((pair for pair, times in pairs.items() if times > 1), None):
-                message = f"two pairs of losses have the same name `{twice[:80]}` in records"
-                yield Flaw("losses", message, "remove `/` from the name of one of them")

@@ -132,9 +132,6 @@ class Manifest:
         return frozenset(fact for fact, is_missing in facts.items() if is_missing)
 
 
-_SCRIPTED = "ScriptModule"
-
-
 def is_scripted(kind: Collection[str]) -> bool:
     """Tell whether `torch.jit` calls modules of a class, and runs none of their hooks.
 
@@ -143,17 +140,7 @@ def is_scripted(kind: Collection[str]) -> bool:
     Args:
         kind: the names of the class and of its bases.
     """
-    return _SCRIPTED in kind and "TopLevelTracedModule" not in kind
-
-
-def calls_no_hook(module: Module, manifest: Manifest) -> bool:
-    """Tell whether `torch.jit` calls a module of a model under all of its names, and none of its hooks."""
-    if is_scripted(module.module_type):
-        return True
-    if _SCRIPTED not in module.module_type or ROOT in module.names:
-        return False
-    traced = {n for one in manifest.modules if _SCRIPTED in one.module_type for n in one.names}
-    return traced.issuperset(name.rpartition(".")[0] or ROOT for name in module.names)
+    return "ScriptModule" in kind and "TopLevelTracedModule" not in kind
 
 
 def class_names(module: object) -> tuple[str, ...]:

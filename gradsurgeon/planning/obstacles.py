@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.manifest import Manifest, Module, Param, calls_no_hook
+from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import (
     Match,
     Matcher,
@@ -164,7 +164,7 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
             )
     yield from _unreachable(rule, params, manifest)
     modules = (thing for thing in match.things if isinstance(thing, Module))
-    if scripted := [module for module in modules if calls_no_hook(module, manifest)]:
+    if scripted := [module for module in modules if "ScriptModule" in module.module_type]:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "
             "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
