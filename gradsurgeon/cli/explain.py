@@ -78,9 +78,7 @@ def check_page(name: str) -> Iterator[str]:
         return
     check = CHECKS[name]
     yield from _paragraphs(check.page.partition("\n")[2])
-    names = ", ".join(f"`{name}`" for name in check.names)
-    where = f", in a model with the parameters {names}" if names else ""
-    yield from ("", f"Found{where}:", "", *_rule_file(f"- {rule}" for rule in check.bad))
+    yield from ("", "Found:", "", *_rule_file(f"- {rule}" for rule in check.bad))
 
 
 def _summary(described: type[Rule]) -> str:

@@ -134,12 +134,12 @@ class TestStrict:
                 {"shape": [3, -1]},
                 (
                     "params[0].shape[1]",
-                    "input should be greater than or equal to 0, found the number -1",
+                    "expected greater than or equal to 0, found the number -1",
                 ),
             ),
             (
                 {"requires_grad": 1},
-                ("params[0].requires_grad", "input should be a valid boolean, found the number 1"),
+                ("params[0].requires_grad", "expected a valid boolean, found the number 1"),
             ),
             (
                 {"dtyp": "x"},
@@ -147,7 +147,7 @@ class TestStrict:
             ),
             (
                 {"aliases": "fc.b"},
-                ("params[0].aliases", 'input should be a valid tuple, found the text "fc.b"'),
+                ("params[0].aliases", 'expected a list, found the text "fc.b"'),
             ),
         ],
     )
@@ -205,7 +205,7 @@ class TestStrict:
         assert refused({**GOOD, "params": [0] * 10_000}, file) == [
             (
                 "params[0]",
-                "input should be a dictionary or an instance of Param, found the number 0",
+                "expected a dictionary or an instance of Param, found the number 0",
             )
         ]
         strange = {f"key{number}": 1 for number in range(10_000)}
