@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
@@ -29,8 +29,7 @@ from gradsurgeon.actions._fields import (
     Limit,
     TargetKind,
     TensorRef,
-    described,
-    items_of,
+    each_once,
     parse_tensor,
 )
 from gradsurgeon.errors import printable
@@ -146,21 +145,11 @@ class FreezeRule(Rule):
         return Hidden()
 
 
-def _name_flaw(name: object) -> Flaw | None:
-    if isinstance(name, str) and name:
-        return None
-    message = f"expected the name of a loss, found {described(name)}"
-    return Flaw("", message, "quote it", check="wrong-type")
-
-
-def _names(value: object) -> tuple[str, ...]:
-    hint = 'such as ["seg", "depth"]'
-    return items_of(value, "a list of names of losses", hint, _name_flaw, "loss")
-
-
 LossNames = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_names),
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names),
+    AfterValidator(each_once),
+    Field(min_length=1),
     WithJsonSchema(
         {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
     ),
@@ -190,7 +179,10 @@ class LossRule(Rule):
 
     losses: Annotated[
         LossNames | None,
-        Field(description="Names of losses, as passed to `gradsurgeon.backward`; with `params`."),
+        Field(
+            description="Names of losses, as passed to `gradsurgeon.backward`; with `params`.",
+            examples=[["seg", "depth"]],
+        ),
     ] = None
 
     @abstractmethod

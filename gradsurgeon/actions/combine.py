@@ -96,7 +96,7 @@ class Combine(LossRule):
     ] = None
     memory: Annotated[
         LossNames | None,
-        Field(description="The losses that only constrain the others."),
+        Field(description="The losses that only constrain the others.", examples=[["seg"]]),
     ] = None
     c: Annotated[
         float | None,
