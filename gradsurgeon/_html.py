@@ -37,10 +37,6 @@ def bold(text: object) -> Markup:
     return element("b", text)
 
 
-def code(text: object) -> Markup:
-    return element("code", text)
-
-
 def listing(texts: Iterable[object]) -> Markup:
     """Return a list with a point for each text, nothing for none."""
     items = [element("li", text) for text in texts]

@@ -164,8 +164,6 @@ class Matcher:
         self.manifest = manifest
         self.names = name_indexes(manifest)
         self._matches: dict[object, Match] = {}
-        # Rules with equal matches share one set, so two sets are compared once.
-        self._sets: dict[frozenset[str], frozenset[str]] = {}
 
     def match(self, rule: Rule) -> Match:
         key = (
@@ -189,9 +187,8 @@ class Matcher:
             return Match(names=names, members=frozenset(names))
         things = tuple(self.names[rule.target].select(rule))
         names = tuple(thing.name for thing in things)
-        members = frozenset(names)
         elements = sum(thing.numel for thing in things if isinstance(thing, Param))
-        return Match(things, names, self._sets.setdefault(members, members), elements)
+        return Match(things, names, frozenset(names), elements)
 
 
 def is_for(rule: Rule, manifest: Manifest) -> bool:

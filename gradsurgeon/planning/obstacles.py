@@ -32,7 +32,6 @@ class Obstacle(NamedTuple):
     kind: Literal["no-match", "expect", "cannot-act"]
     at: tuple[str, ...]  # the option of the rule in its file
     text: str
-    hint: str = ""
 
 
 class MatchedRules:
@@ -89,7 +88,7 @@ def _meet(first: Rule, second: Rule) -> bool:
 def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
     """Return an obstacle as `BindError` shows it, with its place in the file."""
     # The text of `no-match` ends with the names that may be meant.
-    hint = f"; {found.hint}" if found.kind == "expect" else ""
+    hint = "; correct the pattern or the `expect`" if found.kind == "expect" else ""
     return f"{rules.place_to_correct(rule.id, *found.at)}: rule {rule.id}: {found.text}{hint}"
 
 
@@ -135,12 +134,11 @@ def _shortfalls(
     rule: Rule, matched: Sequence[Thing], names: NameIndex, owners: Sequence[str] = ()
 ) -> Iterator[Obstacle]:
     if not matched and not rule.optional:
-        hint = "correct the pattern, or write `optional: true` if it may match nothing"
-        yield Obstacle("no-match", (rule.target,), names.no_match(rule), hint)
+        yield Obstacle("no-match", (rule.target,), names.no_match(rule))
     if rule.expect is not None and rule.expect.params != len(matched):
         found = f"matched {len(matched)}{examples(matched, owners)}"
         text = f"expected {count(rule.expect.params, 'parameter')}, {found}"
-        yield Obstacle("expect", ("expect", "params"), text, "correct the pattern or the `expect`")
+        yield Obstacle("expect", ("expect", "params"), text)
 
 
 def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:

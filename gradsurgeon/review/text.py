@@ -6,11 +6,10 @@ from itertools import accumulate
 
 from gradsurgeon.actions import written
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import NOUNS, count, fold_names
+from gradsurgeon.planning.table import NOUNS, abridged, count
 from gradsurgeon.review.difference import Difference, DiffWarning, Ids, OptionChange, RuleChange
 
 LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
-_MAX_NAMES = 6
 _MAX_UNCHANGED = 10
 _MAX_CHAIN = 40  # rules of one chain
 _CHAINS = 20
@@ -160,13 +159,7 @@ def _chains(found: Difference) -> Iterator[str]:
 
 
 def _names(names: Sequence[str]) -> str:
-    folded = fold_names(names)
-    shown = [
-        _shown(text) + f" x{len(members)}" * (len(members) > 1)
-        for text, members in list(folded.items())[:_MAX_NAMES]
-    ]
-    more = len(folded) - _MAX_NAMES
-    return ", ".join(shown) + (f" and {count(more, 'other')}" if more > 0 else "")
+    return _shown(abridged(names, {}))
 
 
 def _chain(ids: Sequence[str]) -> str:
