@@ -82,8 +82,10 @@ def written(value: object) -> str:
 
 
 def as_list(value: object) -> object:
-    """Return a list of a file as the tuple that strict fields take, and another value as a list of one."""
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    """Return a list of a file as the tuple that strict fields take, and a text as a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:

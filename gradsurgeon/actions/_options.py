@@ -218,7 +218,7 @@ def _hint_for_type(field: Any, wanted: str, value: object) -> str:
     if wanted == "a mapping":
         inner = _nested(field)
         return f"its keys are {', '.join(keys_of(inner))}" if inner else ""
-    if wanted == "a text":
+    if wanted in ("a text", "a list"):
         scalar = isinstance(value, bool | int | float)
         return f'quote it: "{written(value)}"' if scalar else "write a text in quotes"
     return ""

@@ -17,7 +17,6 @@ class Finding:
     at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
     hint: str
-    others: tuple[Rule, ...] = ()  # further rules that the finding is about
 
 
 _Find = Callable[[LintContext], Iterator[Finding]]
@@ -148,7 +147,7 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
                 message = f"`{rule.id[:60]}` acts on single losses, before {_listed(later)} above it in the file"
                 hint = "put this rule first: the others see the combined losses"
             key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), message, hint, later)
+            yield Finding(rule, (key,), message, hint)
 
 
 @_check(
@@ -181,7 +180,7 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
                 f"`{rule.id[:60]}` judges the gradient before {_listed(above)} above it {edit} it"
             )
             hint = f"put the {rule.name()} first"
-            yield Finding(rule, ("action",), message, hint, above)
+            yield Finding(rule, ("action",), message, hint)
 
 
 @_check(
@@ -211,7 +210,7 @@ def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
             replace = f"replace{'s' * (len(before) == 1)}"
             message = f"the trap never sees a NaN: {_listed(before)} {replace} it first"
             hint = "restrict that rule, or remove the trap"
-            yield Finding(trap, ("action",), message, hint, before)
+            yield Finding(trap, ("action",), message, hint)
 
 
 @_check(

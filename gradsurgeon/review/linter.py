@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from gradsurgeon import schema, source
-from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.review.checks import CHECKS, Finding
+from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
-from gradsurgeon.schema import Inspection, Located, RuleSet, bounded
+from gradsurgeon.schema import Inspection, Located, bounded
 
 _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
@@ -50,32 +50,13 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
     context = LintContext(rules)
     for check in CHECKS.values():
         for finding in check.find(context):
-            place = _place(rules, finding)
-            if place is None:
-                continue
-            message = finding.message
-            if rules.place(finding.rule.id).file != place.file:  # the place is the include
-                named = f"`{finding.rule.id}`"
-                where = "in this pack," if named in message else f"rule {named} of this pack:"
-                message = f"{where} {message}"
-            yield Problem(place, check.id, message, finding.hint, check.severity)
+            place = rules.place(finding.rule.id, *finding.at)
+            if not place.file.startswith(PREFIX):  # users cannot change a pack
+                yield Problem(place, check.id, finding.message, finding.hint, check.severity)
     if len(context.compared) < len(context.rules):
         first = context.rules[len(context.compared)]
         message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
         yield Problem(rules.place(first.id), "too-large", message, "", "warning")
-
-
-def _place(rules: RuleSet, finding: Finding) -> Place | None:
-    """Return where to show a finding; ``None`` if it concerns the rules of one pack only.
-
-    Users cannot change a pack. So a finding that involves other rules is shown at the entry that includes
-    the pack.
-    """
-    file = rules.place(finding.rule.id).file
-    alone = all(rules.place(rule.id).file == file for rule in finding.others)
-    if file.startswith(PREFIX) and alone:
-        return None
-    return rules.place_to_correct(finding.rule.id, *finding.at)
 
 
 def _suppressed(sources: Iterable[Located]) -> set[tuple[str, int, str]]:
