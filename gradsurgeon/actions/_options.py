@@ -261,17 +261,6 @@ class Steps(Options):
             return last
         return step + 1 if after == 0 else min(last, step - after + self.every)
 
-    def includes(self, other: Steps) -> bool:
-        """Tell whether all steps of another schedule are steps of this one."""
-        last = (
-            None if other.to is None else other.to - 1 - (other.to - 1 - other.from_) % other.every
-        )
-        if last == other.from_:
-            return self.due(last)
-        if not self.due(other.from_) or other.every % self.every:
-            return False
-        return self.to is None if last is None else self.due(last)
-
     def meets(self, other: Steps) -> bool:
         first, second = sorted((self, other), key=lambda steps: steps.from_)
         common = math.gcd(first.every, second.every)

@@ -252,8 +252,6 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
         same = first == second or (
             isinstance(first, list) and sorted(first) == sorted(second or ())
         )
-        if name == "steps":  # a schedule can be written in several ways
-            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
         if not same:
             changes.append(OptionChange(name, first, second))
     return tuple(changes)

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from gradsurgeon.actions import Rule, Where, in_order
+from gradsurgeon.actions import Rule, Steps, Where, in_order
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT
 from gradsurgeon.schema import RuleSet
@@ -38,7 +38,7 @@ class LintContext:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
         if (wide.target, wide.ref) != (narrow.target, narrow.ref):
             return False
-        if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
+        if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
             return False
         return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
 

@@ -130,7 +130,6 @@ def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
         (TRAP, {**TRAP, "then": "warn"}, "then"),
         (during(0, None), during(0, 100), "steps"),
         (during(0, 100, 4), during(0, 100, 3), "steps"),
-        (during(0, 10, 5), during(0, 6, 5), ""),  # the same steps
         (zero(), zero(optional=True), "optional"),
         (zero(), zero(expect={"params": 6}), "expect.params"),
         (zero(at="step"), zero(), "at"),
