@@ -225,10 +225,10 @@ def _checked(kind: type[_Value], value: object, file: str) -> _Value:
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
         path = tuple(step[:60] if isinstance(step, str) else step for step in first["loc"])
-        message = (
-            first["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "list")
-        )
-        message = f"{message[:1].lower()}{message[1:]}, found {described(first['input'])}"
+        text = first["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "list")
+        message = f"{text[:1].lower()}{text[1:]}, found {described(first['input'])}"
+        if first["type"] == "missing":
+            path, message = path[:-1], f"missing key `{path[-1]}`"
         place = Built(None, file=file).place(path)
         raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
     return valid

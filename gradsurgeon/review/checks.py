@@ -17,6 +17,7 @@ class Finding:
     at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
     hint: str
+    others: tuple[Rule, ...] = ()  # further rules that the finding is about
 
 
 _Find = Callable[[LintContext], Iterator[Finding]]
@@ -147,7 +148,7 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
                 message = f"`{rule.id[:60]}` acts on single losses, before {_listed(later)} above it in the file"
                 hint = "put this rule first: the others see the combined losses"
             key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), message, hint)
+            yield Finding(rule, (key,), message, hint, later)
 
 
 @_check(
@@ -180,7 +181,7 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
                 f"`{rule.id[:60]}` judges the gradient before {_listed(above)} above it {edit} it"
             )
             hint = f"put the {rule.name()} first"
-            yield Finding(rule, ("action",), message, hint)
+            yield Finding(rule, ("action",), message, hint, above)
 
 
 @_check(
@@ -210,7 +211,7 @@ def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
             replace = f"replace{'s' * (len(before) == 1)}"
             message = f"the trap never sees a NaN: {_listed(before)} {replace} it first"
             hint = "restrict that rule, or remove the trap"
-            yield Finding(trap, ("action",), message, hint)
+            yield Finding(trap, ("action",), message, hint, before)
 
 
 @_check(

@@ -50,9 +50,14 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
     context = LintContext(rules)
     for check in CHECKS.values():
         for finding in check.find(context):
-            place = rules.place(finding.rule.id, *finding.at)
-            if not place.file.startswith(PREFIX):  # users cannot change a pack
-                yield Problem(place, check.id, finding.message, finding.hint, check.severity)
+            place, message = rules.place(finding.rule.id, *finding.at), finding.message
+            if place.file.startswith(PREFIX):
+                # Users cannot change a pack, but what they include together.
+                if all(rules.place(other.id).file == place.file for other in finding.others):
+                    continue
+                place = rules.place_to_correct(finding.rule.id)
+                message = f"in this pack, {message}"
+            yield Problem(place, check.id, message, finding.hint, check.severity)
     if len(context.compared) < len(context.rules):
         first = context.rules[len(context.compared)]
         message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
