@@ -53,10 +53,6 @@ class ObserverRule(Rule):
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
     reads_weights: ClassVar[bool] = True
-    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
-        **Rule.tensor_hints,
-        "params": "leave `tensor` out for the gradient, or write `value` or `update`",
-    }
 
     if TYPE_CHECKING:  # an option of some actions, a constant of others
 
