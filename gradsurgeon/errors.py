@@ -43,6 +43,7 @@ def printable(text: str) -> str:
 
 
 _SHOWN = 3
+_MOST = 100  # complaints that a message shows
 
 
 def shorten_names(names: Sequence[str]) -> str:
@@ -187,7 +188,8 @@ class BindError(GradSurgeonError):
         self.complaints: tuple[str, ...] = tuple(complaints)
         count = len(self.complaints)
         head = f"{count} problem{'s' * (count != 1)} in binding the rules; nothing was changed"
-        super().__init__("\n".join([head, *self.complaints]))
+        more = [f"and {count - _MOST} more"] if count > _MOST else []
+        super().__init__("\n".join([head, *self.complaints[:_MOST], *more]))
 
     def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:
         return type(self), (self.complaints,)
