@@ -5,7 +5,6 @@ from collections.abc import Mapping
 READING_CHECKS: Mapping[str, str] = {
     "bad-include": "An entry of `include` names nothing that can be included.",
     "bad-pattern": "A pattern cannot be read.",
-    "bad-requires": "The value of `requires` is no comparison of versions.",
     "bad-value": "The value of an option is not allowed: `gradsurgeon explain ACTION` lists the values.",
     "bad-version": "The file is written for an unknown version of the rule language.",
     "duplicate-key": "A mapping holds a key twice.",
