@@ -25,6 +25,7 @@ from gradsurgeon.actions._effects import (
     Spikes,
 )
 from gradsurgeon.actions._fields import (
+    FROM_LIST,
     TARGETS,
     Flaw,
     TargetKind,
@@ -47,6 +48,7 @@ from gradsurgeon.actions._options import Options, Steps, Where
 
 __all__ = [
     "ACTIONS",
+    "FROM_LIST",
     "MOMENTS",
     "TARGETS",
     "ByNorm",

@@ -81,11 +81,8 @@ def written(value: object) -> str:
     return special.get(str(value), str(value))
 
 
-def as_list(value: object) -> object:
-    """Return a list of a file as the tuple that strict fields take, and a text as a list of one."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
+# A file has lists, and strict fields take tuples.
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -116,7 +113,8 @@ _PATTERN_SCHEMA = {
 }
 Patterns = Annotated[
     tuple[Glob, ...],
-    BeforeValidator(as_list),
+    FROM_LIST,
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Field(min_length=1),
     WithJsonSchema(_PATTERN_SCHEMA),
 ]

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
@@ -25,6 +25,7 @@ from gradsurgeon.actions._effects import (
     Then,
 )
 from gradsurgeon.actions._fields import (
+    FROM_LIST,
     Flaw,
     Limit,
     TargetKind,
@@ -143,7 +144,7 @@ class FreezeRule(Rule):
 
 LossNames = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names),
+    FROM_LIST,
     AfterValidator(each_once),
     Field(min_length=1),
     WithJsonSchema(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._fields import Flaw, described, each_once, flawed
+from gradsurgeon.actions._fields import FROM_LIST, Flaw, described, each_once, flawed
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.statistics import STATISTICS
@@ -81,7 +81,7 @@ class NormLog(ObserverRule):
     action: Literal["norm-log"] = "norm-log"
     stats: Annotated[
         tuple[Annotated[str, AfterValidator(_stat)], ...],
-        BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names),
+        FROM_LIST,
         AfterValidator(each_once),
         WithJsonSchema(
             {

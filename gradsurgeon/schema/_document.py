@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from gradsurgeon.actions import Flaw, Options, Rule, check_rule, described, flawed
+from gradsurgeon.actions import FROM_LIST, Flaw, Options, Rule, check_rule, described, flawed
 from gradsurgeon.errors import Place, Problem
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
@@ -69,10 +69,7 @@ def _requirement(text: str) -> str:
     return text
 
 
-_Items = Annotated[
-    tuple[Any, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+_Items = Annotated[tuple[Any, ...], FROM_LIST]
 
 
 class _RuleFile(Options):
