@@ -2,7 +2,7 @@
 
 GradSurgeonError
 ├── RuleFileError            all problems of a rule file at once, each with its place
-├── ManifestError            all problems of a file with the names of a model
+├── ManifestError            the first problem of a file with the names of a model
 ├── ModelError               a model that cannot be imported or built
 ├── BindError                rules that cannot act on this model
 ├── TrapError                a rule stopped an update
@@ -164,10 +164,10 @@ class RuleFileError(_FileError):
 
 
 class ManifestError(_FileError):
-    """The names of a model cannot be read from a file. ``problems`` holds the reasons.
+    """The names of a model cannot be read from a file. ``problems`` holds the reason.
 
     Args:
-        problems: the problems found, at least one.
+        problems: the problem that was found.
     """
 
     _of = "the names of the model"
