@@ -79,24 +79,9 @@ if TYPE_CHECKING:
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule TrapRule",
-    "actions.capture": "Capture",
-    "actions.check_loop": "CheckLoop",
-    "actions.check_ranks": "CheckRanks",
-    "actions.check_structure": "CheckStructure",
-    "actions.check_update": "CheckUpdate",
-    "actions.clamp": "Clamp",
-    "actions.clip_norm": "ClipNorm",
-    "actions.combine": "Combine",
-    "actions.conflict": "Conflict",
-    "actions.freeze": "Freeze",
-    "actions.nan_trap": "NanTrap",
-    "actions.norm_log": "NormLog",
-    "actions.perturb": "Perturb",
-    "actions.sanitize": "Sanitize",
-    "actions.scale": "Scale",
-    "actions.spike_trap": "SpikeTrap",
-    "actions.zero": "Zero",
+    "actions": "CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule "
+    "TrapRule Capture CheckLoop CheckRanks CheckStructure CheckUpdate Clamp ClipNorm Combine Conflict Freeze NanTrap NormLog "
+    "Perturb Sanitize Scale SpikeTrap Zero",
     "checks.base": "Check Finding",
     "comparison": "compare",
     "comparison.comparison": "Comparison",

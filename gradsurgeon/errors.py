@@ -2,7 +2,7 @@
 
 GradSurgeonError
 ├── RuleFileError            all problems of a rule file at once, each with its place
-├── ManifestError            all problems of a file with the names of a model
+├── ManifestError            the first problem of a file with the names of a model
 ├── ModelError               a model that cannot be imported or built
 ├── BindError                rules that cannot act on this model
 ├── TrapError                a rule stopped an update
@@ -43,6 +43,7 @@ def printable(text: str) -> str:
 
 
 _SHOWN = 3
+_MOST = 100  # complaints that a message shows
 
 
 def shorten_names(names: Sequence[str]) -> str:
@@ -163,10 +164,10 @@ class RuleFileError(_FileError):
 
 
 class ManifestError(_FileError):
-    """The names of a model cannot be read from a file. ``problems`` holds the reasons.
+    """The names of a model cannot be read from a file. ``problems`` holds the reason.
 
     Args:
-        problems: the problems found, at least one.
+        problems: the problem that was found.
     """
 
     _of = "the names of the model"
@@ -187,7 +188,8 @@ class BindError(GradSurgeonError):
         self.complaints: tuple[str, ...] = tuple(complaints)
         count = len(self.complaints)
         head = f"{count} problem{'s' * (count != 1)} in binding the rules; nothing was changed"
-        super().__init__("\n".join([head, *self.complaints]))
+        more = [f"and {count - _MOST} more"] if count > _MOST else []
+        super().__init__("\n".join([head, *self.complaints[:_MOST], *more]))
 
     def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:
         return type(self), (self.complaints,)

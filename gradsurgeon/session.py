@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from torch import Tensor
 
 from gradsurgeon import _html
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Answer = TypeVar("Answer")
-# A notebook shows the last events; `events` has all of them.
-_EVENTS_SHOWN = 5
 
 
 class Session(RecordQueries):

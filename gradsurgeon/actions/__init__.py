@@ -25,10 +25,12 @@ from gradsurgeon.actions._effects import (
     Spikes,
 )
 from gradsurgeon.actions._fields import (
+    FROM_LIST,
     TARGETS,
     Flaw,
     TargetKind,
     described,
+    flawed,
     gradient_pairs,
     spelled,
     written,
@@ -46,6 +48,7 @@ from gradsurgeon.actions._options import Options, Steps, Where
 
 __all__ = [
     "ACTIONS",
+    "FROM_LIST",
     "MOMENTS",
     "TARGETS",
     "ByNorm",
@@ -73,6 +76,7 @@ __all__ = [
     "Where",
     "check_rule",
     "described",
+    "flawed",
     "gradient_pairs",
     "in_order",
     "known_actions",
@@ -86,3 +90,4 @@ for _module in pkgutil.iter_modules(__path__):
 
 # The actions of gradsurgeon; `known_actions` also has the user's own.
 ACTIONS: dict[str, type[Rule]] = dict(known_actions)
+globals().update({rule.__name__: rule for rule in ACTIONS.values()})

@@ -78,7 +78,7 @@ class Rule(Options):
     judges_first: ClassVar[bool] = False
     # What to write for `tensor`.
     tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
-        "params": "leave `tensor` out",
+        "params": "leave `tensor` out, or write `value` or `update` with `norm-log`",
         "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such "
         "as `output[0].grad`",
         "tensors": "write `grad` or `value`",

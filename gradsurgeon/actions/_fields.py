@@ -6,13 +6,14 @@ reason why it cannot work, and the remedy, in the words of the rule file.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
+from typing import Annotated, Literal, TypeAlias, TypeGuard
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from gradsurgeon._expressions import PatternError
@@ -68,65 +69,41 @@ def described(value: object) -> str:
 
 
 def written(value: object) -> str:
-    """Return a scalar as a rule file spells it."""
+    """Return a value as a rule file spells it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {written(one)}' for key, one in value.items())}}}"
+    if isinstance(value, str):
+        bare = re.fullmatch(r"[a-z][a-z0-9.-]*", value)
+        return value if bare else json.dumps(value, ensure_ascii=False)
     special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan", "True": "true", "False": "false"}
     return special.get(str(value), str(value))
 
 
-def items_of(
-    value: object, expected: str, hint: str, judge: Callable[[Any], Flaw | None], noun: str = ""
-) -> tuple[Any, ...]:
-    """Return the items of a non-empty list, or raise their flaws.
-
-    Args:
-        value: the list, or any other value of an option.
-        expected: the right value, in words.
-        hint: the remedy for a value that is no list.
-        judge: returns the flaw of an item.
-        noun: the name of an item that may be listed only once.
-    """
-    if not isinstance(value, list | tuple) or not value:
-        message = f"expected {expected}, found {described(value)}"
-        raise flawed(Flaw("", message, hint, check="wrong-type"))
-    flaws: list[Flaw] = []
-    seen: set[object] = set()
-    for index, item in enumerate(value):
-        flaw = judge(item)
-        if flaw is None and noun and item in seen:
-            flaw = Flaw("", f"the {noun} `{item[:60]}` is listed twice", "remove one of them")
-        if flaw is None:
-            seen.add(item)
-        else:
-            flaws.append(replace(flaw, at=(index,)))
-        if len(flaws) > MAX_FLAWS:
-            break
-    if flaws:
-        raise flawed(*flaws)
-    return tuple(value)
+# A file has lists, and strict fields take tuples.
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
-def _pattern_flaw(text: object) -> Flaw | None:
-    if not isinstance(text, str):
-        message = f"expected a pattern, found {described(text)}"
-        return Flaw("", message, _hint_to_quote(text), check="wrong-type")
+def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a list that names something twice."""
+    seen: set[str] = set()
+    for index, value in enumerate(values):
+        if value in seen:
+            raise flawed(Flaw((index,), f"`{value[:60]}` is listed twice", "remove one of them"))
+        seen.add(value)
+    return values
+
+
+def _glob(value: str) -> str:
     try:
-        compile_pattern(text)
+        compile_pattern(value)
     except PatternError as error:
-        return Flaw("", error.message, error.hint, check="bad-pattern")
-    return None
+        raise flawed(Flaw("", error.message, error.hint, check="bad-pattern")) from None
+    return value
 
 
-def _patterns(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (_glob(value),)
-    return items_of(value, "a pattern or a list of patterns", _hint_to_quote(value), _pattern_flaw)
-
-
-def _hint_to_quote(value: object) -> str:
-    if isinstance(value, bool | int | float):
-        return f'quote it: "{written(value)}"'
-    return "" if isinstance(value, list | tuple) else 'patterns are texts in quotes: "*.weight"'
-
+Glob = Annotated[str, AfterValidator(_glob)]
 
 _PATTERN_SCHEMA = {
     "anyOf": [
@@ -134,16 +111,13 @@ _PATTERN_SCHEMA = {
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
     ]
 }
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), WithJsonSchema(_PATTERN_SCHEMA)]
-
-
-def _glob(value: str) -> str:
-    if flaw := _pattern_flaw(value):
-        raise flawed(flaw)
-    return value
-
-
-Glob = Annotated[str, AfterValidator(_glob)]
+Patterns = Annotated[
+    tuple[Glob, ...],
+    FROM_LIST,
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    Field(min_length=1),
+    WithJsonSchema(_PATTERN_SCHEMA),
+]
 
 # The expression accepts names that torch may add later, and refuses names that it will never have.
 _DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")

@@ -6,12 +6,10 @@ The kind of a rule and the result of its `compile` decide its effect on training
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import combinations, islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
@@ -27,12 +25,12 @@ from gradsurgeon.actions._effects import (
     Then,
 )
 from gradsurgeon.actions._fields import (
+    FROM_LIST,
     Flaw,
     Limit,
     TargetKind,
     TensorRef,
-    described,
-    items_of,
+    each_once,
     parse_tensor,
 )
 from gradsurgeon.errors import printable
@@ -56,10 +54,6 @@ class ObserverRule(Rule):
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
     reads_weights: ClassVar[bool] = True
-    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
-        **Rule.tensor_hints,
-        "params": "leave `tensor` out for the gradient, or write `value` or `update`",
-    }
 
     if TYPE_CHECKING:  # an option of some actions, a constant of others
 
@@ -148,21 +142,11 @@ class FreezeRule(Rule):
         return Hidden()
 
 
-def _name_flaw(name: object) -> Flaw | None:
-    if isinstance(name, str) and name:
-        return None
-    message = f"expected the name of a loss, found {described(name)}"
-    return Flaw("", message, "quote it", check="wrong-type")
-
-
-def _names(value: object) -> tuple[str, ...]:
-    hint = 'such as ["seg", "depth"]'
-    return items_of(value, "a list of names of losses", hint, _name_flaw, "loss")
-
-
 LossNames = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_names),
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    FROM_LIST,
+    AfterValidator(each_once),
+    Field(min_length=1),
     WithJsonSchema(
         {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
     ),
@@ -192,7 +176,10 @@ class LossRule(Rule):
 
     losses: Annotated[
         LossNames | None,
-        Field(description="Names of losses, as passed to `gradsurgeon.backward`; with `params`."),
+        Field(
+            description="Names of losses, as passed to `gradsurgeon.backward`; with `params`.",
+            examples=[["seg", "depth"]],
+        ),
     ] = None
 
     @abstractmethod
@@ -238,9 +225,3 @@ class LossRule(Rule):
         elif isinstance(losses, list | tuple) and len(losses) == 1:
             message = "expected two losses or more, found one: nothing can conflict with it"
             yield Flaw("losses", message, "name the others")
-        elif isinstance(losses, list | tuple):
-            # Hundreds of losses have very many pairs.
-            pairs = Counter(f"{a}/{b}" for a, b in islice(combinations(losses, 2), 10**5))
-            if twice := next((pair for pair, times in pairs.items() if times > 1), None):
-                message = f"two pairs of losses have the same name `{twice[:80]}` in records"
-                yield Flaw("losses", message, "remove `/` from the name of one of them")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import library
 
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXTRA = "surgery"
-
-# The result without conflict, as part of a sentence of a page or a plan. A test checks each claim with its methods.
-Size = Literal[
-    "the sum",
-    "the average",
-    "an average, with weights that add up to 1",
-    "at most the length of the average",
-    "at most 1 + `c` times the length of the average",
-    "the sum by its `weights`",
-    "a length of its own",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +26,7 @@ class Method:
     Attributes:
         weighting: the class of `torchjd.aggregation`.
         paper: its source.
-        size: the result without conflict and without `preference`.
+        size: the result without conflict and without `preference`, as part of a sentence; a test checks each.
         about: its effect, in a line.
         options: its options, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
@@ -48,7 +37,7 @@ class Method:
 
     weighting: str
     paper: str
-    size: Size
+    size: str
     about: str
     options: Mapping[str, bool] = field(default_factory=dict)
     solvers: tuple[str, ...] = ()

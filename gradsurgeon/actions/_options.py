@@ -36,6 +36,8 @@ _TYPE_NAMES = {
     "int_from_float": "a whole number",
     "bool_type": "true or false",
     "string_type": "a text",
+    "string_too_short": "a text",
+    "tuple_type": "a list",
     "model_type": "a mapping",
     "dict_type": "a mapping",
     "too_short": "one entry or more",
@@ -50,9 +52,15 @@ _BOUNDS = {
 class Options(BaseModel):
     """A mapping of a rule file. Strict, frozen, and without unknown keys."""
 
-    # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values.
+    # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values; built
+    # at first use, because a file uses few of the actions.
     model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        defer_build=True,
     )
 
     @classmethod
@@ -115,7 +123,7 @@ class _Reader:
         try:
             options = handler(kept)
         except ValidationError as errors:
-            for error in errors.errors(include_url=False):
+            for error in errors.errors(include_url=False)[: MAX_FLAWS + 1]:
                 self.flaws += self.flaws_of(error)
             if not self.flaws:  # a rule is never dropped without a word
                 raise
@@ -163,7 +171,7 @@ class _Reader:
             for flaw in context["flaws"]:
                 message = flaw.message
                 if _nested(field) is None and flaw.check in {"wrong-type", "bad-pattern"}:
-                    message = f"`{path[-1]}`: {message}"
+                    message = f"`{_key(path)}`: {message}"
                 yield replace(flaw, at=(*path, *flaw.path), message=message)
         elif error["type"] != "missing":
             yield _bad_value(path, field, error, context)
@@ -173,10 +181,15 @@ class _Reader:
             yield Flaw(path, f"missing key `{path[0]}`", hint, missing=True, check="missing-key")
 
 
+def _key(path: Path) -> str:
+    """Return the key at the end of a path, without indices into its list."""
+    return next(step for step in reversed(path) if isinstance(step, str))
+
+
 def _bad_value(
     path: Path, field: Any, error: Mapping[str, Any], context: Mapping[str, Any]
 ) -> Flaw:
-    kind, value, key = error["type"], error["input"], path[-1]
+    kind, value, key = error["type"], error["input"], _key(path)
     what = described(value)
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
@@ -205,8 +218,9 @@ def _hint_for_type(field: Any, wanted: str, value: object) -> str:
     if wanted == "a mapping":
         inner = _nested(field)
         return f"its keys are {', '.join(keys_of(inner))}" if inner else ""
-    if wanted == "a text" and isinstance(value, bool | int | float):
-        return f'quote it: "{written(value)}"'
+    if wanted in ("a text", "a list"):
+        scalar = isinstance(value, bool | int | float)
+        return f'quote it: "{written(value)}"' if scalar else "write a text in quotes"
     return ""
 
 
@@ -246,17 +260,6 @@ class Steps(Options):
         if self.every == 1:
             return last
         return step + 1 if after == 0 else min(last, step - after + self.every)
-
-    def includes(self, other: Steps) -> bool:
-        """Tell whether all steps of another schedule are steps of this one."""
-        last = (
-            None if other.to is None else other.to - 1 - (other.to - 1 - other.from_) % other.every
-        )
-        if last == other.from_:
-            return self.due(last)
-        if not self.due(other.from_) or other.every % self.every:
-            return False
-        return self.to is None if last is None else self.due(last)
 
     def meets(self, other: Steps) -> bool:
         first, second = sorted((self, other), key=lambda steps: steps.from_)

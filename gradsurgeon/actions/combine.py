@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, is_number, is_whole
+from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
@@ -23,8 +22,6 @@ else:
 
 # The options that name losses, which rules on modules cannot do.
 _NAMING = ("preference", "memory", "weights")
-# `krum` needs as many more gradients than the wrong ones.
-_MORE_THAN_WRONG = 3
 
 
 class Combine(LossRule):
@@ -91,7 +88,7 @@ class Combine(LossRule):
         ),
     ]
     preference: Annotated[
-        LossNumbers | None,
+        Annotated[dict[str, Annotated[float, Field(ge=0)]], Field(min_length=1)] | None,
         Field(
             description="How much losses count, by name; a loss without a number has 1.",
             examples=[{"seg": 1, "depth": 0.5}],
@@ -99,7 +96,7 @@ class Combine(LossRule):
     ] = None
     memory: Annotated[
         LossNames | None,
-        Field(description="The losses that only constrain the others."),
+        Field(description="The losses that only constrain the others.", examples=[["seg"]]),
     ] = None
     c: Annotated[
         float | None,
@@ -121,7 +118,7 @@ class Combine(LossRule):
     weights: Annotated[
         LossNumbers | None,
         Field(
-            description="Of `constant`: the weight of each loss, by name.",
+            description="Of `constant`: the weights of losses, by name; a loss without a number has 1.",
             examples=[{"seg": 1, "depth": 0.5}],
         ),
     ] = None
@@ -141,8 +138,6 @@ class Combine(LossRule):
         elif isinstance(losses := given.get("losses"), list | tuple):
             # A file may list values of any type, which no mapping can be asked for.
             yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
-            if name == "krum":
-                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -162,7 +157,7 @@ class Combine(LossRule):
             option: getattr(self, option) for option in OPTIONS if getattr(self, option) is not None
         }
         if "weights" in options:
-            options["weights"] = [options["weights"][name] for name in losses]
+            options["weights"] = [options["weights"].get(name, 1.0) for name in losses]
         return Combination(Weigher(self.method, options, self._preferences()))
 
     def _preferences(self) -> list[float] | None:
@@ -193,37 +188,19 @@ def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
 
 
 def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
-    if isinstance(preference := given.get("preference"), Mapping):
-        yield from _unknown_losses("preference", preference, losses)
-        for name, value in preference.items():
-            if is_number(value) and value < 0:
-                message = f"a preference is 0 or more, found the number {value}"
-                hint = "a loss that counts less than the others has one between 0 and 1"
-                yield Flaw(("preference", name), message, hint)
-        values = [preference.get(name, 1.0) for name in losses]
-        if values and all(is_number(value) and value == 0 for value in values):
-            message = "every loss has the preference 0: no loss is trained"
-            yield Flaw("preference", message, "give the trained losses more than 0")
-    if isinstance(weights := given.get("weights"), Mapping):
-        yield from _unknown_losses("weights", weights, losses)
-        for name in islice((name for name in losses if name not in weights), 1):
-            message = f"the loss `{name[:60]}` has no weight"
-            yield Flaw("weights", message, "give each of the `losses` a weight")
-    if isinstance(memory := given.get("memory"), list | tuple):
-        yield from _unknown_losses("memory", memory, losses)
-        yield from _flaws_of_memory(memory, preference, losses)
-
-
-def _flaws_of_memory(
-    memory: Sequence[object], preference: object, losses: Sequence[str]
-) -> Iterator[Flaw]:
-    if losses and all(name in memory for name in losses):
-        message = "every loss is under `memory`: no loss is trained"
-        yield Flaw("memory", message, "leave out the losses that are trained")
-    for index, name in enumerate(memory):
-        if isinstance(preference, Mapping) and isinstance(name, str) and name in preference:
-            message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
-            yield Flaw(("memory", index), message, "remove it from one of the two")
+    for option in _NAMING:
+        if isinstance(names := given.get(option), Mapping | list | tuple):
+            yield from _unknown_losses(option, names, losses)
+    preference, memory = given.get("preference") or {}, given.get("memory") or ()
+    if not isinstance(preference, Mapping) or not isinstance(memory, list | tuple):
+        return
+    for name in (name for name in memory if isinstance(name, str) and name in preference):
+        message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
+        yield Flaw("memory", message, "remove it from one of the two")
+    untrained = [name for name in losses if name in memory or preference.get(name) == 0]
+    if losses and untrained == losses:
+        message = "no loss is trained: each has the preference 0 or is under `memory`"
+        yield Flaw("memory" if memory else "preference", message, "leave one loss or more to train")
 
 
 def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
@@ -234,16 +211,6 @@ def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[
             message = f"`{name[:60]}` under `{option}` is none of the `losses`"
             path = (option, name if is_key else index)
             yield Flaw(path, message, near or "add it there", key=is_key)
-
-
-def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
-    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
-    if is_whole(wrong) and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
-        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
-        hint = "name more losses" if wrong == 0 else "name more losses, or lower it"
-        yield Flaw("n_byzantine", message, hint)
-    if is_whole(selected) and selected > losses:
-        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
 
 
 def _cited(method: Method) -> str:

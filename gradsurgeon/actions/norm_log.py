@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._fields import Flaw, described, items_of
+from gradsurgeon.actions._fields import FROM_LIST, Flaw, described, each_once, flawed
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.statistics import STATISTICS
 
 
-def _stat_flaw(stat: object) -> Flaw | None:
-    if isinstance(stat, str) and stat in STATISTICS:
-        return None
-    hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
-    message = f"expected the name of a statistic, found {described(stat)}"
-    return Flaw("", message, hint or f"known: {', '.join(STATISTICS)}")
-
-
-def _stats(value: object) -> tuple[str, ...]:
-    hint = f"such as [l2]; known: {', '.join(STATISTICS)}"
-    return items_of(value, "a list of statistics", hint, _stat_flaw, "statistic")
+def _stat(name: str) -> str:
+    if name in STATISTICS:
+        return name
+    hint = did_you_mean(name[:60], STATISTICS) or f"known: {', '.join(STATISTICS)}"
+    raise flawed(Flaw("", f"expected the name of a statistic, found {described(name)}", hint))
 
 
 class NormLog(ObserverRule):
@@ -86,8 +80,9 @@ class NormLog(ObserverRule):
 
     action: Literal["norm-log"] = "norm-log"
     stats: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_stats),
+        tuple[Annotated[str, AfterValidator(_stat)], ...],
+        FROM_LIST,
+        AfterValidator(each_once),
         WithJsonSchema(
             {
                 "type": "array",
@@ -96,7 +91,7 @@ class NormLog(ObserverRule):
                 "uniqueItems": True,
             }
         ),
-        Field(description="The statistics to record."),
+        Field(min_length=1, description="The statistics to record.", examples=[["l2"]]),
     ] = ("l2",)
 
     @classmethod

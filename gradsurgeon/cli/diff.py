@@ -5,7 +5,7 @@ import json
 import sys
 
 from gradsurgeon.cli.options import RULE_FILE, add_import, add_names
-from gradsurgeon.review import difference, markdown, sources, text
+from gradsurgeon.review import difference, sources, text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         # GitHub reads `##[` anywhere in a line of a job's log as a command.
         print(json.dumps(compared.to_dict(), indent=2).replace("##[", "#\\u0023["))
     elif arguments.format == "markdown":
-        sys.stdout.write(markdown.render(compared))
+        sys.stdout.write(text.markdown(compared))
     else:
         print(text.render(compared))
     return int(arguments.exit_code and compared.in_effect)

@@ -84,13 +84,10 @@ def check_page(name: str) -> Iterator[str]:
     about = all_checks()[name]
     yield from (f"`{name}` ({about.severity})", "", about.summary)
     if name not in CHECKS:
-        yield from ("", about.help)
         return
     check = CHECKS[name]
     yield from _paragraphs(check.page.partition("\n")[2])
-    names = ", ".join(f"`{name}`" for name in check.names)
-    where = f", in a model with the parameters {names}" if names else ""
-    yield from ("", f"Found{where}:", "", *_rule_file(f"- {rule}" for rule in check.bad))
+    yield from ("", "Found:", "", *_rule_file(f"- {rule}" for rule in check.bad))
 
 
 def _summary(described: type[Rule]) -> str:
@@ -179,7 +176,7 @@ def _default(branch: Mapping[str, Any], key: str) -> str:
         if key in needed:
             return f"needed with {target}"
     default = branch["properties"][key].get("default")
-    return "-" if default is None else _yaml(default)
+    return "-" if default is None else written(default)
 
 
 def _rule_file(rules: Iterable[str]) -> Iterator[str]:
@@ -199,7 +196,7 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
         yield f"  action: {rule.name()}"
         for key, value in options.items():
             # Patterns are always quoted.
-            yield f"  {key}: {json.dumps(value) if key in TARGETS else _yaml(value)}"
+            yield f"  {key}: {json.dumps(value) if key in TARGETS else written(value)}"
         yield from effect
 
 
@@ -222,13 +219,3 @@ def _outcome(example: Example) -> tuple[str, str]:
 
 def _numbers(values: Sequence[float]) -> str:
     return f"[{', '.join(f'{value:g}' for value in values)}]"
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_yaml(one)}' for key, one in value.items())}}}"
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[a-z][a-z0-9.-]*", value) else json.dumps(value)
-    return written(value)

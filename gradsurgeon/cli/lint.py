@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from gradsurgeon import review
-from gradsurgeon.cli.options import add_import, add_output, add_params_file, write_output
+from gradsurgeon.cli.options import add_import, add_output, write_output
 from gradsurgeon.errors import Problem, Severity, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.review import formats, sources
+from gradsurgeon.review import formats
 
 UNREADABLE = "unreadable-file"
 
@@ -34,15 +34,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="which problems make the exit code 1, default: error; an unreadable file makes it 2",
     )
-    add_params_file(parser)
     add_import(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     output, form = arguments.output, arguments.format
-    manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
     # A file that is named twice is linted once.
-    by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
+    by_file = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(by_file)
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     colour = output is None and sys.stdout.isatty() and not plain

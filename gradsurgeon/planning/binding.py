@@ -9,7 +9,7 @@ from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import Match, Matcher, Thing, examples
-from gradsurgeon.planning.obstacles import MAX_COMPLAINTS, UNCHECKED, MatchedRules, complaint
+from gradsurgeon.planning.obstacles import MatchedRules, complaint
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
@@ -26,13 +26,11 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     """
     matcher = Matcher(manifest)
     matched = MatchedRules(rules, matcher)
-    complaints: list[str] = []
-    for rule in rules.rules:
-        if len(complaints) > MAX_COMPLAINTS:
-            complaints.append(f"{rules.place(rule.id)}: {UNCHECKED}")
-            break
-        found = matched.obstacles(rule.id, alone=alone)
-        complaints += [complaint(rules, rule, one) for one in found]
+    complaints = [
+        complaint(rules, rule, found)
+        for rule in rules.rules
+        for found in matched.obstacles(rule.id, alone=alone)
+    ]
     if complaints:
         raise BindError(complaints)
     bindings: list[Binding] = []

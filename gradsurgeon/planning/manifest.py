@@ -26,7 +26,6 @@ _WRAPPERS = {
 }
 _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
-Fact = Literal["class of the root", "classes of modules", "classes of parameters"]
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
 # Limits for files, not for models. On longer names a regular expression could take long.
@@ -120,19 +119,10 @@ class Manifest:
         return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
 
     @cached_property
-    def untold(self) -> frozenset[Fact]:
-        """The facts that the source of the names lacks for some parameter or module."""
-        params = self.params
-        roots = [one for one in self.modules if one.name == ROOT]
-        facts: dict[Fact, bool] = {
-            "class of the root": any(not root.module_type for root in roots),
-            "classes of modules": any(not module.module_type for module in self.modules),
-            "classes of parameters": any(not param.module_type for param in params),
-        }
-        return frozenset(fact for fact, is_missing in facts.items() if is_missing)
-
-
-_SCRIPTED = "ScriptModule"
+    def lacks_classes(self) -> bool:
+        """Whether the source of the names lacks classes, as a file of weights does."""
+        things: tuple[Param | Module, ...] = (*self.params, *self.modules)
+        return any(not one.module_type for one in things)
 
 
 def is_scripted(kind: Collection[str]) -> bool:
@@ -143,17 +133,7 @@ def is_scripted(kind: Collection[str]) -> bool:
     Args:
         kind: the names of the class and of its bases.
     """
-    return _SCRIPTED in kind and "TopLevelTracedModule" not in kind
-
-
-def calls_no_hook(module: Module, manifest: Manifest) -> bool:
-    """Tell whether `torch.jit` calls a module of a model under all of its names, and none of its hooks."""
-    if is_scripted(module.module_type):
-        return True
-    if _SCRIPTED not in module.module_type or ROOT in module.names:
-        return False
-    traced = {n for one in manifest.modules if _SCRIPTED in one.module_type for n in one.names}
-    return traced.issuperset(name.rpartition(".")[0] or ROOT for name in module.names)
+    return "ScriptModule" in kind and "TopLevelTracedModule" not in kind
 
 
 def class_names(module: object) -> tuple[str, ...]:

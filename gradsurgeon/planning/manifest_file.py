@@ -32,7 +32,6 @@ VERSION = 1
 MAX_BYTES = 100_000_000
 # One byte of JSON can become many bytes of memory: this many values need half a gigabyte.
 _MAX_VALUES = 6_000_000
-_MAX_PROBLEMS = 100
 _KINDS = "names come from params.json or from *.safetensors"
 _WRITE_AGAIN = "write the file again: `gradsurgeon params`"
 
@@ -59,7 +58,6 @@ class _File:
     version: Literal[1]
     origin: Name
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
-    # A program writes these lists: their first wrong item says enough.
     params: Annotated[tuple[Param, ...], FailFast()]
     modules: Annotated[tuple[Module, ...], FailFast()]
 
@@ -221,29 +219,19 @@ def _read_json(file: str, *, header: bool = False) -> object:
 
 
 def _checked(kind: type[_Value], value: object, file: str) -> _Value:
-    """Return a value of a type, or raise all its problems, each at its place."""
+    """Return a value of a type. A program writes these files: their first problem says enough."""
     try:
         valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
-        if (count := errors.error_count()) > _MAX_PROBLEMS:
-            _refuse(file, f"{count} problems: this is no file of names", _KINDS)
-        problems = [_problem(file, error) for error in errors.errors(include_url=False)]
-        raise ManifestError(problems) from None
+        first = errors.errors(include_url=False)[0]
+        path = tuple(step[:60] if isinstance(step, str) else step for step in first["loc"])
+        text = first["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "list")
+        message = f"{text[:1].lower()}{text[1:]}, found {described(first['input'])}"
+        if first["type"] == "missing":
+            path, message = path[:-1], f"missing key `{path[-1]}`"
+        place = Built(None, file=file).place(path)
+        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
     return valid
-
-
-def _problem(file: str, error: Any) -> Problem:
-    path = tuple(step[:60] if isinstance(step, str) else step for step in error["loc"])
-    kind, hint = error["type"], _WRITE_AGAIN
-    if kind == "missing":
-        path, message = path[:-1], f"missing key `{path[-1]}`"
-    elif kind == "unexpected_keyword_argument":
-        message = f"unknown key `{path[-1]}`"
-    else:
-        message, hint = error["msg"].replace("Input should be", "expected", 1), ""
-        message = message.replace("valid tuple", "list")
-        message = f"{message[:1].lower()}{message[1:]}, found {described(error['input'])}"
-    return Problem(Built(None, file=file).place(path), "bad-manifest", message, hint)
 
 
 def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:

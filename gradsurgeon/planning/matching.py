@@ -8,7 +8,7 @@ from functools import cache
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.errors import printable
 from gradsurgeon.match import compile_pattern, select, suggest
-from gradsurgeon.planning.manifest import ROOT, Fact, Manifest, Module, Param
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 
 Thing = Param | Module
 _EXAMPLES = 3
@@ -164,8 +164,6 @@ class Matcher:
         self.manifest = manifest
         self.names = name_indexes(manifest)
         self._matches: dict[object, Match] = {}
-        # Rules with equal matches share one set, so two sets are compared once.
-        self._sets: dict[frozenset[str], frozenset[str]] = {}
 
     def match(self, rule: Rule) -> Match:
         key = (
@@ -189,9 +187,8 @@ class Matcher:
             return Match(names=names, members=frozenset(names))
         things = tuple(self.names[rule.target].select(rule))
         names = tuple(thing.name for thing in things)
-        members = frozenset(names)
         elements = sum(thing.numel for thing in things if isinstance(thing, Param))
-        return Match(things, names, self._sets.setdefault(members, members), elements)
+        return Match(things, names, frozenset(names), elements)
 
 
 def is_for(rule: Rule, manifest: Manifest) -> bool:
@@ -204,18 +201,16 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
 
 def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
     """Return complaints about conditions on facts that the source of the names lacks."""
-    on_params = rule.target == "params" and bool(manifest.params)
-    owners: Fact = "classes of parameters" if on_params else "classes of modules"
-    conditions: Sequence[tuple[str, object, Fact]] = (
-        ("model", rule.model, "class of the root"),
-        ("where: module_type", rule.where.module_type, owners),
-        ("where: requires_grad", rule.where.requires_grad, "classes of parameters"),
-    )
+    conditions = {
+        "model": rule.model,
+        "where: module_type": rule.where.module_type,
+        "where: requires_grad": rule.where.requires_grad,
+    }
     return [
         f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
         "`--model`, or with the params.json that `gradsurgeon params` writes"
-        for condition, wanted, fact in conditions
-        if wanted is not None and fact in manifest.untold
+        for condition, wanted in conditions.items()
+        if wanted is not None and manifest.lacks_classes
     ]
 
 

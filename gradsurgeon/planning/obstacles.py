@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.manifest import Manifest, Module, Param, calls_no_hook
+from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import (
     Match,
     Matcher,
@@ -22,9 +22,6 @@ from gradsurgeon.planning.matching import (
 from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
-# No reader needs more complaints, and each hint takes time.
-MAX_COMPLAINTS = 100
-UNCHECKED = "the rules from here on are not checked"
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
 
 
@@ -32,7 +29,6 @@ class Obstacle(NamedTuple):
     kind: Literal["no-match", "expect", "cannot-act"]
     at: tuple[str, ...]  # the option of the rule in its file
     text: str
-    hint: str = ""
 
 
 class MatchedRules:
@@ -89,7 +85,7 @@ def _meet(first: Rule, second: Rule) -> bool:
 def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
     """Return an obstacle as `BindError` shows it, with its place in the file."""
     # The text of `no-match` ends with the names that may be meant.
-    hint = f"; {found.hint}" if found.kind == "expect" else ""
+    hint = "; correct the pattern or the `expect`" if found.kind == "expect" else ""
     return f"{rules.place_to_correct(rule.id, *found.at)}: rule {rule.id}: {found.text}{hint}"
 
 
@@ -106,8 +102,6 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        if len(complaints) > MAX_COMPLAINTS:
-            return [*complaints, f"{rules.place(rule.id)}: {UNCHECKED}"]
         matches = {title: matcher.match(rule) for title, matcher in matchers.items()}
         titles = tuple(title for title, match in matches.items() if match.is_for)
         if titles not in together:
@@ -135,12 +129,11 @@ def _shortfalls(
     rule: Rule, matched: Sequence[Thing], names: NameIndex, owners: Sequence[str] = ()
 ) -> Iterator[Obstacle]:
     if not matched and not rule.optional:
-        hint = "correct the pattern, or write `optional: true` if it may match nothing"
-        yield Obstacle("no-match", (rule.target,), names.no_match(rule), hint)
+        yield Obstacle("no-match", (rule.target,), names.no_match(rule))
     if rule.expect is not None and rule.expect.params != len(matched):
         found = f"matched {len(matched)}{examples(matched, owners)}"
         text = f"expected {count(rule.expect.params, 'parameter')}, {found}"
-        yield Obstacle("expect", ("expect", "params"), text, "correct the pattern or the `expect`")
+        yield Obstacle("expect", ("expect", "params"), text)
 
 
 def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
@@ -164,7 +157,7 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
             )
     yield from _unreachable(rule, params, manifest)
     modules = (thing for thing in match.things if isinstance(thing, Module))
-    if scripted := [module for module in modules if calls_no_hook(module, manifest)]:
+    if scripted := [module for module in modules if "ScriptModule" in module.module_type]:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "
             "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "

@@ -28,10 +28,9 @@ class Check:
     """One question about valid rules."""
 
     find: _Find  # its name is the name of the check, its docstring the page
-    # `error`: training cannot begin. `warning`: probably a mistake. `note`: a fact worth knowing.
+    # `warning`: probably a mistake. `note`: a fact worth knowing.
     severity: Severity
-    bad: tuple[str, ...]  # rules in which the check finds something ...
-    names: tuple[str, ...]  # ... in a model with these parameters, if it needs names
+    bad: tuple[str, ...]  # rules in which the check finds something
 
     @property
     def id(self) -> str:
@@ -45,13 +44,11 @@ class Check:
 _checks: list[Check] = []
 
 
-def _check(
-    *bad: str, severity: Severity = "warning", names: tuple[str, ...] = ()
-) -> Callable[[_Find], _Find]:
+def _check(*bad: str, severity: Severity = "warning") -> Callable[[_Find], _Find]:
     """Return a decorator that makes a function a check."""
 
     def add(find: _Find) -> _Find:
-        _checks.append(Check(find, severity, bad, names))
+        _checks.append(Check(find, severity, bad))
         return find
 
     return add
@@ -61,67 +58,13 @@ _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 
 
 @_check(
-    '{id: norms, action: norm-log, params: "encodr.*"}',
-    severity="error",
-    names=("encoder.fc.weight", "encoder.fc.bias"),
-)
-def no_match(context: LintContext) -> Iterator[Finding]:
-    """A rule matches nothing in the model whose names `--params` gives to lint.
-
-    Training with such a rule ends with an error before its first step. Most often a name is misspelt, or
-    the model has changed and the rule has not.
-
-    Correct the pattern: the message has the nearest names. If a rule is meant for some models only, write
-    `optional: true`, or `model:` with the class of the model.
-    """
-    return _obstacles(context, "no-match")
-
-
-@_check(
-    '{id: norms, action: norm-log, params: "fc*", expect: {params: 2}}',
-    severity="error",
-    names=("fc1.weight", "fc1.bias", "fc2.weight"),
-)
-def broken_expect(context: LintContext) -> Iterator[Finding]:
-    """A rule matches another number of parameters than its `expect` says.
-
-    Training with such a rule ends with an error before its first step. The number is there so that a pattern
-    cannot change its meaning unnoticed, and in the model whose names `--params` gives to lint, it has.
-
-    `gradsurgeon plan` shows the matches of the rule. If they are wrong, correct the pattern; if they are right,
-    correct the number.
-    """
-    return _obstacles(context, "expect")
-
-
-@_check(
-    # A file of weights has no classes.
-    '{id: norms, action: norm-log, params: "fc.*", where: {module_type: "Linear"}}',
-    severity="error",
-    names=("fc.weight", "fc.bias"),
-)
-def cannot_act(context: LintContext) -> Iterator[Finding]:
-    """A rule cannot act on its matches, or the names cannot decide what it matches.
-
-    Training with such a rule ends with an error before its first step. With the names of a model, from
-    `--params`, the check finds rules on parameters that have no shape yet, that are complex or sparse and do
-    not allow the action, or that are sharded so that the rule cannot reach them. It also finds conditions that
-    the file of names cannot decide.
-
-    The message says what the rule can do instead. For undecided conditions, give lint the names as
-    `gradsurgeon params` writes them.
-    """
-    return _obstacles(context, "cannot-act")
-
-
-@_check(
     '{id: second-layer, action: norm-log, params: "layers.1*"}',
 )
 def number_prefix(context: LintContext) -> Iterator[Finding]:
     """A star right behind a number also matches more digits.
 
     `layers.1*` means layers 1, 10 to 19, and 100: a pattern that was right for a small model grows with the
-    model. With the names of a model, the check reports it only if the model has such a longer number.
+    model.
 
     End the number with a dot, as in `layers.1.*`, or write a range: `layers.{10..19}.*`.
     """
@@ -129,7 +72,7 @@ def number_prefix(context: LintContext) -> Iterator[Finding]:
         for key in (rule.target, "exclude"):
             for index, text in enumerate(getattr(rule, key)):
                 number = None if text.startswith("re:") else _NUMBER.search(text)
-                if number is None or not _may_go_on(number[1], context, rule, text):
+                if number is None:
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
@@ -176,23 +119,6 @@ def scale_by_zero(context: LintContext) -> Iterator[Finding]:
         if isinstance(rule, Scale) and rule.factor == 0:
             message = "scaling by 0 leaves NaN: NaN times 0 is NaN"
             yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")
-
-
-def _may_go_on(number: str, context: LintContext, rule: Rule, pattern: str) -> bool:
-    """Tell whether a pattern matches a name with more digits; without names, it may."""
-    if context.matched is None or rule.target == "tensors":
-        return True
-    hits = context.matched.matcher.names[rule.target].hits(pattern)
-    return any(map(re.compile(f"(?<![0-9]){number}[0-9]").search, hits))
-
-
-def _obstacles(context: LintContext, kind: str) -> Iterator[Finding]:
-    if context.matched is None:
-        return
-    for rule in context.rules:
-        for found in context.matched.obstacles(rule.id):
-            if found.kind == kind:
-                yield Finding(rule, found.at, found.text, found.hint)
 
 
 @_check(

@@ -1,18 +1,13 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
-from pydantic.fields import FieldInfo
-
 from gradsurgeon.actions import FreezeRule, Options, Rule, Steps, TrapRule
 from gradsurgeon.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.schema import RuleSet
-
-# If these are not given, their meaning depends on the rule, so no default is filled in.
-_NEVER_FILLED_IN = ("at", "tensor", "steps")
 
 Ids = tuple[str, ...]
 Kind = Literal[
@@ -175,9 +170,11 @@ def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleCh
     if old is not None and new is not None:
         options = changed_options(old, new)
     else:
-        given = {key: value for key, value in _given_options(shown).items() if key != "action"}
-        sides = ((key, None, value) if new else (key, value, None) for key, value in given.items())
-        options = tuple(OptionChange(*side) for side in sides)
+        options = tuple(
+            OptionChange(name, None, value) if new else OptionChange(name, value, None)
+            for name, (value, given) in _options(shown).items()
+            if given and name != "action"
+        )
     return RuleChange(
         id=rule,
         action=shown.action,
@@ -244,64 +241,54 @@ def protects(rule: Rule) -> bool:
     return rule.edits or isinstance(rule, TrapRule | FreezeRule)
 
 
-def _given_options(rule: Rule) -> dict[str, Any]:
-    """Return the options of a rule that differ from their defaults, as plain values.
-
-    ``at`` and ``tensor`` are always included if the rule uses them: their defaults depend on the rule, and
-    writing a default out is no difference.
-    """
-    options: dict[str, Any] = {"action": rule.action}
-    for name, info in type(rule).model_fields.items():
-        value = getattr(rule, name)
-        if name in {"id", "action", "at", "tensor"} or value == info.default:
-            continue
-        if isinstance(value, Options):
-            plain = value.model_dump(by_alias=True, exclude_defaults=True)
-            inner = {f"{name}.{key}": item for key, item in plain.items()}
-            options |= {name: plain} if isinstance(value, Steps) else inner
-        else:
-            options[name] = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
-    if rule.target != "params":
-        options["tensor"] = str(rule.ref)
-    elif rule.takes_at:
-        options["at"] = rule.point
-    if "where.dtype" in options:
-        options["where.dtype"] = options["where.dtype"].removeprefix("torch.")
-    return options
-
-
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
     """Return the options whose meaning differs."""
-    before, after = _given_options(old), _given_options(new)
+    before, after = _options(old), _options(new)
+    given = (name for side in (before, after) for name, option in side.items() if option.given)
     changes = []
-    for name in dict.fromkeys((*before, *after)):
-        first, second = _value(old, before, name), _value(new, after, name)
-        same = _comparable(first) == _comparable(second)
-        if name == "steps":  # a schedule can be written in several ways
-            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
+    for name in dict.fromkeys(given):
+        first, second = (side[name].value if name in side else None for side in (before, after))
+        # The order of a list has no effect on what the rule selects.
+        same = first == second or (
+            isinstance(first, list) and sorted(first) == sorted(second or ())
+        )
         if not same:
             changes.append(OptionChange(name, first, second))
     return tuple(changes)
 
 
-def _comparable(value: Any) -> Hashable:
-    # The order of a list has no effect on what the rule selects.
-    return frozenset(value) if isinstance(value, list) else repr(value)
+class _Option(NamedTuple):
+    value: Any  # as in a rule file
+    given: bool  # differs from the default
 
 
-def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
-    """Return the given value of an option, or its default if the rule has such an option."""
-    info = _field(rule, name)
-    if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
-        return options.get(name)
-    return list(info.default) if isinstance(info.default, tuple) else info.default
+def _options(rule: Rule) -> dict[str, _Option]:
+    """Return the options of a rule by name, with dots into mappings.
+
+    ``at`` and ``tensor`` are always given if the rule uses them: their defaults depend on the rule, and
+    writing a default out is no difference.
+    """
+    options = dict(_fields(rule))
+    options["action"] = _Option(rule.action, given=True)
+    for name in ("id", "at", "tensor"):
+        del options[name]
+    if rule.target != "params" or not rule.ref.grad:
+        options["tensor"] = _Option(str(rule.ref), given=True)
+    elif rule.takes_at:
+        options["at"] = _Option(rule.point, given=True)
+    return options
 
 
-def _field(rule: Rule, name: str) -> FieldInfo | None:
-    """Return the field of an option, ``None`` if the rule has no such field or mapping."""
-    options: Any = rule
-    *mappings, key = name.split(".")
-    for mapping in mappings:
-        options = getattr(options, mapping, None)
-    fields = type(options).model_fields if isinstance(options, Options) else {}
-    return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)
+def _fields(options: Options, within: str = "") -> Iterator[tuple[str, _Option]]:
+    for key, info in type(options).model_fields.items():
+        name, value = f"{within}{info.alias or key}", getattr(options, key)
+        if isinstance(value, Steps):
+            plain = value.model_dump(by_alias=True, exclude_defaults=True) or None
+            yield name, _Option(plain, given=plain is not None)
+        elif isinstance(value, Options):
+            yield from _fields(value, f"{name}.")
+        else:
+            shown = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
+            if key == "dtype" and value is not None:
+                shown = value.removeprefix("torch.")
+            yield name, _Option(shown, given=value != info.default)

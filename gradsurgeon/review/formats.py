@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
-from gradsurgeon.errors import Problem, printable
+from gradsurgeon.errors import Problem, Severity, printable
 from gradsurgeon.review import checks
-from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
+from gradsurgeon.review.reading_checks import READING_CHECKS
 from gradsurgeon.schema import VERSION
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -92,13 +93,18 @@ def _message_and_hint(problem: Problem) -> str:
     return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
 
+class CheckInfo(NamedTuple):
+    summary: str  # what is wrong, in one sentence
+    help: str  # why it matters and what to do
+    severity: Severity = "error"
+
+
 def all_checks() -> dict[str, CheckInfo]:
-    return {**READING_CHECKS, **{name: _info(check) for name, check in checks.CHECKS.items()}}
-
-
-def _info(check: checks.Check) -> CheckInfo:
-    summary, _, text = check.page.partition("\n")
-    return CheckInfo(summary, " ".join(text.split()) or check.page, check.severity)
+    infos = {name: CheckInfo(text, text) for name, text in READING_CHECKS.items()}
+    for name, check in checks.CHECKS.items():
+        summary, _, text = check.page.partition("\n")
+        infos[name] = CheckInfo(summary, " ".join(text.split()) or summary, check.severity)
+    return infos
 
 
 # -- SARIF ----------------------------------------------------------------------------------------

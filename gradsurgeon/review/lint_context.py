@@ -1,11 +1,10 @@
-"""Answers to the questions of checks: which tensors a rule selects, which of two acts first, where they overlap."""
+"""Answers to the questions of checks: which of two rules acts first, and whether they certainly overlap."""
 
-from functools import cache
 from itertools import accumulate
 
-from gradsurgeon.actions import Rule, Where, in_order
+from gradsurgeon.actions import Rule, Steps, Where, in_order
 from gradsurgeon.match import contains, disjoint
-from gradsurgeon.planning import ROOT, Manifest, MatchedRules, Matcher
+from gradsurgeon.planning import ROOT
 from gradsurgeon.schema import RuleSet
 
 # Rules are compared in pairs, pattern by pattern, and a file may hold thousands of rules.
@@ -13,20 +12,12 @@ MAX_COMPARED = 400
 
 
 class LintContext:
-    def __init__(self, rules: RuleSet, manifest: Manifest | None = None) -> None:
+    def __init__(self, rules: RuleSet) -> None:
         self.rules = rules.rules
-        self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
-        self._is_within = cache(frozenset[str].issubset)
         self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
         sizes = accumulate(len(rule.patterns) + len(rule.exclude) for rule in self.rules)
         # The rules that are compared with each other: all of them, except in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in sizes)]
-
-    def selected(self, rule: Rule) -> frozenset[str] | None:
-        """Return the names that a rule selects; ``None`` if names are unknown."""
-        if self.matched is None or rule.target == "tensors":
-            return None
-        return self.matched.matches[rule.id].members
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
         return self._place[first.id] < self._place[second.id]
@@ -34,28 +25,21 @@ class LintContext:
     def overlap(self, first: Rule, second: Rule) -> bool:
         """Tell whether two rules certainly act on one tensor in one step.
 
-        Without names this is certain if one rule selects all that a pattern of the other matches.
+        It is certain if one rule selects all that a pattern of the other matches.
         """
         if (first.target, first.ref) != (second.target, second.ref):
             return False
-        names, others = self.selected(first), self.selected(second)
-        if names is not None and others is not None:
-            shared = not names.isdisjoint(others)
-        else:
-            shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(
-                _selects_all_of(second, first, text) for text in first.patterns
-            )
+        shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(
+            _selects_all_of(second, first, text) for text in first.patterns
+        )
         return shared and first.steps.meets(second.steps)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
         if (wide.target, wide.ref) != (narrow.target, narrow.ref):
             return False
-        if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
+        if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
             return False
-        names, wider = self.selected(narrow), self.selected(wide)
-        if names is not None and wider is not None:
-            return bool(names) and self._is_within(names, wider)
         return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
 
 

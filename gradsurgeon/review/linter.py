@@ -7,26 +7,25 @@ import re
 from collections.abc import Iterable, Iterator
 
 from gradsurgeon import schema, source
-from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.planning import Manifest
-from gradsurgeon.review.checks import CHECKS, Finding
+from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
-from gradsurgeon.schema import Inspection, Located, RuleSet, bounded
+from gradsurgeon.schema import Inspection, Located, bounded
 
 _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
 
-def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
+def lint(path: str) -> list[Problem]:
     """Return all problems of a file and its includes; an unreadable file is one of the problems."""
     try:
         document = source.read(path)
     except RuleFileError as error:
         return list(error.problems)
-    return lint_rules(schema.inspect(document), manifest)
+    return lint_rules(schema.inspect(document))
 
 
-def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
+def lint_rules(inspected: Inspection) -> list[Problem]:
     """Return the problems of rules that were read, in the order of files and lines."""
     order = {one.file: index for index, one in enumerate(inspected.sources)}
 
@@ -34,50 +33,35 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
         place = problem.place
         return order.get(place.file, len(order)), place.line, place.col
 
-    found = sorted(_problems_of_rules(inspected, manifest), key=position)
+    found = sorted(_problems_of_rules(inspected), key=position)
     suppressed = _suppressed(one for one in inspected.sources if not one.file.startswith(PREFIX))
     kept = [
         problem
         for problem in found
-        if problem.severity == "error"
-        or (problem.place.file, problem.place.line, problem.check) not in suppressed
+        if (problem.place.file, problem.place.line, problem.check) not in suppressed
     ]
     return sorted(dict.fromkeys([*inspected.problems, *bounded(kept)]), key=position)
 
 
-def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
+def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
     rules = inspected.rules
     if rules is None:
         return
-    context = LintContext(rules, manifest)
+    context = LintContext(rules)
     for check in CHECKS.values():
         for finding in check.find(context):
-            place = _place(rules, finding, always=check.severity == "error")
-            if place is None:
-                continue
-            message = finding.message
-            if rules.place(finding.rule.id).file != place.file:  # the place is the include
-                named = f"`{finding.rule.id}`"
-                where = "in this pack," if named in message else f"rule {named} of this pack:"
-                message = f"{where} {message}"
+            place, message = rules.place(finding.rule.id, *finding.at), finding.message
+            if place.file.startswith(PREFIX):
+                # Users cannot change a pack, but what they include together.
+                if all(rules.place(other.id).file == place.file for other in finding.others):
+                    continue
+                place = rules.place_to_correct(finding.rule.id)
+                message = f"in this pack, {message}"
             yield Problem(place, check.id, message, finding.hint, check.severity)
     if len(context.compared) < len(context.rules):
         first = context.rules[len(context.compared)]
         message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
         yield Problem(rules.place(first.id), "too-large", message, "", "warning")
-
-
-def _place(rules: RuleSet, finding: Finding, *, always: bool) -> Place | None:
-    """Return where to show a finding; ``None`` if it concerns the rules of one pack only.
-
-    Users cannot change a pack. So a finding that involves other rules is shown at the entry that includes
-    the pack; with ``always``, so is any finding, because it makes the pack unusable for a model.
-    """
-    file = rules.place(finding.rule.id).file
-    alone = all(rules.place(rule.id).file == file for rule in finding.others)
-    if file.startswith(PREFIX) and alone and not always:
-        return None
-    return rules.place_to_correct(finding.rule.id, *finding.at)
 
 
 def _suppressed(sources: Iterable[Located]) -> set[tuple[str, int, str]]:

@@ -18,7 +18,7 @@ from gradsurgeon import packs, planning, schema, source
 from gradsurgeon.errors import HintedError, Place, Problem, RuleFileError
 from gradsurgeon.planning import Manifest, manifest_file
 from gradsurgeon.review import model_loading
-from gradsurgeon.schema import Located, RuleSet
+from gradsurgeon.schema import RuleSet
 
 _SECONDS = 60
 _LINK = "120000"
@@ -90,10 +90,6 @@ class _GitTree:
 
     def open(self, path: str) -> source.Document:
         return self._document(path, f"{self.ref}:{path}")
-
-    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
-        return packs.Included(document.file, folder / name, folder)
 
     def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
         """Return the file of a relative entry: below ``folder``, in the same commit."""

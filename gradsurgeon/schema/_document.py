@@ -4,17 +4,17 @@ import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from gradsurgeon.actions import Flaw, Rule, check_rule, described
-from gradsurgeon.errors import Place, Problem, did_you_mean
+from pydantic import AfterValidator, Field, ValidationError
+
+from gradsurgeon.actions import FROM_LIST, Flaw, Options, Rule, check_rule, described, flawed
+from gradsurgeon.errors import Place, Problem
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 from gradsurgeon.source import Document, Path
 
-_TOP_LEVEL = ("version", "requires", "include", "rules")
 MAX_PROBLEMS = 100  # of one severity: no reader needs more, and the log of a job stays short
-_MAX_HINTS = 50  # on unknown keys: each search takes time
 
 
 @dataclass(frozen=True)
@@ -62,55 +62,46 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
     return None
 
 
+def _requirement(text: str) -> str:
+    if meets(VERSION, text) is None:
+        message = f"`requires` must be comparisons of versions, found {described(text)}"
+        raise flawed(Flaw("", message, 'such as ">=0.1" or ">=0.1, <0.3"'))
+    return text
+
+
+_Items = Annotated[tuple[Any, ...], FROM_LIST]
+
+
+class _RuleFile(Options):
+    """The top level of a rule file, whose rules and includes are read later."""
+
+    # `refusal` has refused later versions.
+    version: Annotated[
+        int, Field(ge=1, description="Version of the rule language.", examples=[FORMAT])
+    ]
+    requires: Annotated[str, AfterValidator(_requirement)] | None = None
+    include: Annotated[_Items | None, Field(min_length=1, examples=[f'["{PREFIX}nan-trap@1"]'])] = (
+        None
+    )
+    rules: Annotated[
+        _Items | None,
+        Field(min_length=1, examples=['- {id: my-rule, action: norm-log, params: "*"}']),
+    ] = None
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        if "rules" not in given and not given.get("include"):
+            message = "missing key `rules`: there is nothing to do"
+            hint = "write `rules:` with a list of rules below, each beginning with `- id: ...`"
+            yield Flaw("rules", message, hint, missing=True, check="missing-key")
+
+
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-    meant: set[str] = set()
-    examples = {
-        "version": f"begin the file with `version: {FORMAT}`",
-        "rules": "write `rules:` with a list of rules below, each beginning with `- id: ...`",
-    }
-    unknown = 0
-    for key, value in data.items():
-        if key not in _TOP_LEVEL:
-            unknown += 1
-            hint = ""
-            if unknown <= _MAX_HINTS:
-                hint = did_you_mean(str(key), [one for one in _TOP_LEVEL if one not in data])
-            meant.update(hint.split("`")[1:2])
-            hint = hint or f"known: {', '.join(_TOP_LEVEL)}"
-            message = f"unknown key `{str(key)[:60]}`"
-            yield Problem(source.key_place((key,)), "unknown-key", message, hint)
-        elif value is None:
-            hint = examples.get(key, "remove the key")
-            yield Problem(source.key_place((key,)), "wrong-type", f"`{key}` has no value", hint)
-        else:
-            yield from _values(source, key, value)
-    missing = {"version": "the meaning of a rule file is frozen per version"}
-    if not data.get("include"):
-        missing["rules"] = "there is nothing to do"
-    for key, reason in missing.items():
-        if key not in data and key not in meant:
-            message = f"missing key `{key}`: {reason}"
-            yield Problem(source.missing_place(()), "missing-key", message, examples[key])
-
-
-def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
-    place, found = source.place((key,)), described(value)
-    if key == "version" and (value != FORMAT or type(value) is not int):
-        message = f"`version` must be the number {FORMAT}, found {found}"
-        yield Problem(place, "bad-version", message, f"write `version: {FORMAT}`")
-    if key == "requires" and (not isinstance(value, str) or meets(VERSION, value) is None):
-        message = f"`requires` must be a text with comparisons, found {found}"
-        yield Problem(place, "bad-requires", message, 'such as ">=0.1" or ">=0.1, <0.3"')
-    if key in ("rules", "include") and not isinstance(value, list | tuple):
-        hint = "begin each rule with `- id: ...`"
-        if key == "include":
-            hint = f'such as `include: ["{PREFIX}nan-trap@1"]`'
-        yield Problem(place, "wrong-type", f"`{key}` must be a list, found {found}", hint)
-    elif key == "rules" and not value:
-        hint = 'a rule is `- {id: my-rule, action: norm-log, params: "*"}`'
-        yield Problem(place, "no-rules", "the list of rules is empty", hint)
-    elif key == "include" and not value:
-        yield Problem(place, "bad-include", "the list of includes is empty", "remove the key")
+    try:
+        _RuleFile.model_validate(dict(data), context={})
+    except ValidationError as errors:
+        (error,) = errors.errors(include_url=False)
+        yield from (_problem(source, (), flaw) for flaw in error["ctx"]["flaws"])
 
 
 def duplicate_ids(

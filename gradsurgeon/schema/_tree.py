@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -31,9 +32,6 @@ MAX_FILES = 32
 class Files(Protocol):
     """A tree of files for `include`: on disk, or in a commit of git."""
 
-    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document in ``folder`` in the form that an entry of `include` has."""
-
     def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
         """Return the file of a relative entry in a file in ``folder``, or raise `IncludeError`."""
 
@@ -42,10 +40,6 @@ class Files(Protocol):
 
 
 class _Disk:
-    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        path = folder / pathlib.Path(document.file).name
-        return packs.Included(document.file, path.resolve(), folder)
-
     def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
         return packs.file_on_disk(entry, folder)
 
@@ -162,13 +156,13 @@ class _Tree:
         self._ids: dict[str, Place] = {}
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
-        trail = () if source.folder is None else (files.itself(source, source.folder),)
-        self._add_file(source, source.folder, trail)
+        if source.folder is not None:
+            # The path is relative in a commit of git, and absolute on disk.
+            own = source.folder / re.split("[/:]", source.file)[-1]
+            self._reached = dict.fromkeys((own, own.resolve()), source.place(()))
+        self._add_file(source, source.folder)
 
-    def _add_file(
-        self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
-    ) -> None:
-        # `trail` is the chain of includes to this file, with the file itself.
+    def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
         group: list[Problem] = []
         self.problems.append(group)
         self.sources.append(source)
@@ -185,7 +179,7 @@ class _Tree:
         for index, entry in enumerate(included if isinstance(included, list | tuple) else ()):
             place = source.place(("include", index))
             if isinstance(entry, str):
-                problems += self._follow(entry, place, folder, trail)
+                problems += self._follow(entry, place, folder)
             else:
                 message = f"expected a pack or the path of a file, found {described(entry)}"
                 hint = f'such as "{packs.PREFIX}nan-trap@1"'
@@ -210,13 +204,7 @@ class _Tree:
         ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
         yield from duplicate_ids(source, ids, self._ids)
 
-    def _follow(
-        self,
-        entry: str,
-        place: Place,
-        folder: pathlib.Path | None,
-        trail: tuple[packs.Included, ...],
-    ) -> Iterator[Problem]:
+    def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
         # Entries without a file count too, because their hints take time.
         self._followed += 1
         if self._followed > MAX_FILES:
@@ -226,7 +214,11 @@ class _Tree:
             return
         try:
             target = packs.locate(entry, folder, self._from.find)
-            self._refuse_second_time(target, place, trail)
+            first = self._reached.setdefault(target.path, place)
+            if first is not place:  # a circle, too
+                message = f"{target.name} is included twice, first at {first}"
+                yield Problem(place, "bad-include", message, "remove one of the two entries")
+                return
             # A pack has no folder, and comes with gradsurgeon.
             document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
@@ -237,21 +229,7 @@ class _Tree:
             (problem,) = error.problems
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
-            self._add_file(document, target.folder, (*trail, target))
-
-    def _refuse_second_time(
-        self, target: packs.Included, place: Place, trail: tuple[packs.Included, ...]
-    ) -> None:
-        paths = [one.path for one in trail]
-        if target.path in paths:
-            circle = [one.name for one in trail[paths.index(target.path) :]]
-            chain = " -> ".join([*circle, circle[0]])
-            message = f"the includes form a circle: {chain}"
-            raise packs.IncludeError(message, "remove one of these entries")
-        if first := self._reached.get(target.path):
-            message = f"{target.name} is included twice, first at {first}"
-            raise packs.IncludeError(message, "remove one of the two entries")
-        self._reached[target.path] = place
+            self._add_file(document, target.folder)
 
 
 def pack(name: str) -> source.Document:

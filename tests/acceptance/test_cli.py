@@ -90,26 +90,6 @@ class TestLint:
         assert (done.returncode, done.stderr) == (0, "warned.yaml: 1 warning\n")
         assert done.stdout.startswith("warned.yaml:3:40: warning: scaling by 0 ")
 
-    def test_with_the_names_of_a_model(self, here: pathlib.Path) -> None:
-        (here / "params.json").write_bytes(PARAMS.read_bytes())
-        rules = '  - {id: odd, action: norm-log, params: "head.bias"}\n'
-        (here / "astray.yaml").write_text(CLEAN + rules)
-        assert call("lint", "astray.yaml", cwd=here).returncode == 0
-        arguments = ("lint", "--params", "params.json", "astray.yaml", "clean.yaml")
-        done = call(*arguments, "--format", "concise", cwd=here, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (1, "2 files: 1 error (1 clean)\n")
-        assert re.match(r"astray\.yaml:4:41: error: .*head\.weight.* \[no-match\]\n$", done.stdout)
-
-    def test_names_that_cannot_be_read(self, here: pathlib.Path) -> None:
-        (here / "params.json").write_text('{"version": 1, "params": 3}')
-        for name, reason in (
-            ("params.json", "params.json params: error: expected a list, found the number 3"),
-            ("gone.json", "gone.json: error: cannot read the file: No such file"),
-        ):
-            done = call("lint", "wrong.yaml", "--params", name, cwd=here)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert reason in done.stderr
-
     def test_several_files_and_each_once(self, here: pathlib.Path) -> None:
         names = ("wrong.yaml", "clean.yaml", "warned.yaml", "wrong.yaml")
         done = call("lint", *names, "--format", "concise", cwd=here)

@@ -231,4 +231,4 @@ class TestPlan:
         (written / "params.json").write_text('{"version": 1, "params": 3}')
         done = call_here("plan", "clean.yaml", "--params", "params.json", cwd=written)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "params.json params: error: expected a list, found the number 3" in done.stderr
+        assert "params.json: error: missing key `origin`" in done.stderr

@@ -1,7 +1,6 @@
 """The checks of lint on what rules mean: every file under ``cases/lint``, and what no file can show.
 
 ``bad`` files give exactly the lines of ``<name>.out``; ``good`` files give none, or those of theirs.
-With ``<name>.params.json`` beside it a case is linted with these names.
 A file named like a check is about that check. Files in folders are included by cases.
 """
 
@@ -14,10 +13,8 @@ import time
 import guide
 import pytest
 
-from gradsurgeon import packs, planning, review, schema, source
-from gradsurgeon.errors import BindError, Problem
-from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import sources
+from gradsurgeon import packs, review, schema, source
+from gradsurgeon.errors import Problem
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.lint_context import MAX_COMPARED
 from gradsurgeon.review.reading_checks import READING_CHECKS
@@ -32,17 +29,11 @@ def text_of(problems: list[Problem]) -> str:
     return "".join(f"{problem.concise()}\n" for problem in problems)
 
 
-def names_of(case: pathlib.Path) -> Manifest | None:
-    """Return the names that stand beside a case, if any do."""
-    path = case.with_suffix(".params.json")
-    return sources.manifest_of(str(path)) if path.exists() else None
-
-
-def lint(folder: pathlib.Path, rules: str, manifest: Manifest | None = None) -> list[Problem]:
+def lint(folder: pathlib.Path, rules: str) -> list[Problem]:
     """Lint rules that are given as a text without the lines above them."""
     path = folder / "rules.yaml"
     path.write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
-    return review.lint(str(path), manifest)
+    return review.lint(str(path))
 
 
 def found(problems: list[Problem]) -> list[tuple[str, int, int]]:
@@ -54,7 +45,7 @@ def test_a_bad_file_shows_exactly_its_problems(
     case: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(case.parent)
-    problems = review.lint(case.name, names_of(case))
+    problems = review.lint(case.name)
     assert problems
     assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
     assert {one.check for one in problems} <= {*CHECKS, *READING_CHECKS}
@@ -63,7 +54,7 @@ def test_a_bad_file_shows_exactly_its_problems(
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
 def test_a_good_file_is_clean(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(case.parent)
-    problems = review.lint(case.name, names_of(case))
+    problems = review.lint(case.name)
     out = case.with_suffix(".out")
     assert text_of(problems) == (out.read_text(encoding="utf-8") if out.exists() else "")
     assert case.stem not in {one.check for one in problems}
@@ -78,13 +69,7 @@ def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
     examples = CHECKS[check]
-    names = None
-    if examples.names:
-        names = manifest(*map(param, examples.names))
-    if check == "cannot-act":  # as files of weights have them
-        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.names)
-        names = Manifest("model.safetensors", params)
-    bad = lint(tmp_path, "".join(f"- {rule}\n" for rule in examples.bad), names)
+    bad = lint(tmp_path, "".join(f"- {rule}\n" for rule in examples.bad))
     assert check in {one.check for one in bad}
     severities = {one.severity for one in bad if one.check == check}
     assert severities == {examples.severity}
@@ -92,7 +77,7 @@ def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: pathlib.
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
 def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
-    for problem in review.lint(str(case), names_of(case)):
+    for problem in review.lint(str(case)):
         place = problem.place
         lines = pathlib.Path(place.file).read_text(encoding="utf-8").split("\n")
         assert place.line_text == lines[place.line - 1]
@@ -128,94 +113,6 @@ class TestSensibleFiles:
             }
             # One of them shows what the check warns of: the order of effects.
             assert warned == ({"effective-order"} if "# order.yaml" in one else set())
-
-
-def param(name: str, *aliases: str, ndim: int = 2) -> Param:
-    return Param(name, aliases, (2,) * ndim, "float32", requires_grad=True, module_type=("Linear",))
-
-
-def manifest(*params: Param, model_type: tuple[str, ...] = ("Net",)) -> Manifest:
-    modules = [Module(".", (), model_type), Module("layers", (), ("ModuleList",))]
-    return Manifest(origin="Net", params=params, modules=tuple(modules), model_type=model_type)
-
-
-LAYERS = [param(f"layers.{index}.weight") for index in range(12)]
-
-
-class TestWithNames:
-    """What is doubtful without names is known with them."""
-
-    def test_a_number_that_does_not_go_on(self, tmp_path: pathlib.Path) -> None:
-        rules = '  - {id: a, action: norm-log, params: "layers.1*"}\n'
-        assert found(lint(tmp_path, rules)) == [("number-prefix", 3, 39)]
-        assert found(lint(tmp_path, rules, manifest(*LAYERS))) == [("number-prefix", 3, 39)]
-        assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
-
-    def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            '  - {id: a, action: scale, at: step, params: "*.weight", factor: 2}\n'
-            '  - {id: b, action: scale, params: "h.*", factor: 2}\n'
-        )
-        assert lint(tmp_path, rules) == []
-        names = [param("h.weight"), param("h.bias"), param("fc.weight")]
-        assert found(lint(tmp_path, rules, manifest(*names))) == [("effective-order", 4, 21)]
-        assert lint(tmp_path, rules, manifest(*names[1:])) == []
-
-    def test_conditions_and_classes_of_models_count(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            '  - {id: a, action: scale, at: step, params: "*", factor: 2, where: {ndim: 2}}\n'
-            '  - {id: b, action: scale, at: step, params: "*", factor: 2, where: {ndim: 1}}\n'
-            '  - {id: c, action: scale, params: "*", factor: 2, model: "Other"}\n'
-        )
-        names = manifest(param("h.weight"), param("h.bias", ndim=1))
-        assert lint(tmp_path, rules, names) == []
-        other = manifest(param("h.weight"), param("h.bias", ndim=1), model_type=("Other",))
-        (problem,) = lint(tmp_path, rules, other)
-        assert (problem.check, problem.place.line) == ("effective-order", 5)
-        assert "`a` and `b`" in problem.message
-
-    RULES = (
-        '  - {id: a, action: norm-log, params: "encodr.*"}  # gradsurgeon: ignore[no-match]\n'
-        '  - {id: b, action: norm-log, params: "*", expect: {params: 13}}\n'
-    )
-
-    def test_rules_that_do_not_bind_are_errors_that_no_comment_hides(
-        self, tmp_path: pathlib.Path
-    ) -> None:
-        assert lint(tmp_path, self.RULES.partition("  #")[0] + "\n") == []
-        problems = lint(tmp_path, self.RULES, manifest(*LAYERS))
-        assert found(problems) == [
-            ("no-match", 3, 39),
-            ("broken-expect", 4, 61),
-        ]
-        assert [one.severity for one in problems] == ["error", "error"]
-
-    def test_what_binding_refuses_is_found(self, tmp_path: pathlib.Path) -> None:
-        names = manifest(*LAYERS)
-        for problem in lint(tmp_path, self.RULES, names):
-            with pytest.raises(BindError) as error:
-                planning.bind(schema.validate(source.read(tmp_path / "rules.yaml")), names)
-            assert problem.message in str(error.value)
-
-    @pytest.mark.slow
-    def test_no_number_of_doubts_hides_an_error(self, tmp_path: pathlib.Path) -> None:
-        doubts = "".join(
-            f'  - {{id: r{at}, action: clamp, params: "layers.{at % 12}.*", at: backward, max: 1}}\n'
-            for at in range(300)
-        )
-        wrong = '  - {id: z, action: scale, params: "h.*", factor: 2}\n'
-        problems = lint(tmp_path, doubts + wrong, manifest(*LAYERS))
-        assert [one.place.line for one in problems if one.check == "no-match"] == [303]
-
-    def test_rules_of_a_pack_are_shown_where_it_is_included(self, tmp_path: pathlib.Path) -> None:
-        path = tmp_path / "rules.yaml"
-        path.write_text('version: 1\ninclude: ["gradsurgeon:gan@1"]\n')
-        names = Manifest("Net", (), (Module(".", (), ("Net",)),), ("Net",))
-        (problem,) = review.lint(str(path), names)
-        assert found([problem]) == [("no-match", 2, 11)]
-        assert problem.message.startswith(
-            "rule `gan-norms` of this pack: no parameter of the model"
-        )
 
 
 class TestSuppression:

@@ -127,32 +127,37 @@ class TestRoundTrip:
 
 
 class TestStrict:
-    def test_the_first_item_that_is_wrong_with_all_its_problems(self, file: pathlib.Path) -> None:
+    @pytest.mark.parametrize(
+        ("change", "problem"),
+        [
+            (
+                {"shape": [3, -1]},
+                (
+                    "params[0].shape[1]",
+                    "expected greater than or equal to 0, found the number -1",
+                ),
+            ),
+            (
+                {"requires_grad": 1},
+                ("params[0].requires_grad", "expected a valid boolean, found the number 1"),
+            ),
+            (
+                {"dtyp": "x"},
+                ("params[0].dtyp", 'unexpected keyword argument, found the text "x"'),
+            ),
+            (
+                {"aliases": "fc.b"},
+                ("params[0].aliases", 'expected a list, found the text "fc.b"'),
+            ),
+        ],
+    )
+    def test_the_first_problem_is_told_at_its_place(
+        self, file: pathlib.Path, change: dict[str, object], problem: tuple[str, str]
+    ) -> None:
         data = json.loads(json.dumps(GOOD))
-        data["params"][0] |= {"shape": [3, -1, True, "x"], "requires_grad": 1, "dtyp": "float32"}
-        del data["params"][0]["dtype"]
-        data["params"][1]["aliases"] = "fc.b"
-        data["modules"].append({"name": "", "type": [None]})
-        data["hash"] = "sha256:0"
-        data["origin"] = None
-        assert refused(data, file) == [
-            ("origin", "expected a valid string, found nothing"),
-            (
-                "hash",
-                "string should match pattern '^sha256:[0-9a-f]{64}$', found the text \"sha256:0\"",
-            ),
-            (
-                "params[0].shape[1]",
-                "expected greater than or equal to 0, found the number -1",
-            ),
-            ("params[0].shape[2]", "expected a valid integer, found true"),
-            ("params[0].shape[3]", 'expected a valid integer, found the text "x"'),
-            ("params[0]", "missing key `dtype`"),
-            ("params[0].requires_grad", "expected a valid boolean, found the number 1"),
-            ("params[0].dtyp", "unknown key `dtyp`"),
-            ("modules[1].name", 'string should have at least 1 character, found the text ""'),
-            ("modules[1].type[0]", "expected a valid string, found nothing"),
-        ]
+        data["params"][0] |= change
+        data["params"][1] |= change
+        assert refused(data, file) == [problem]
 
     def test_names_are_unique_aliases_included(self, file: pathlib.Path) -> None:
         data = json.loads(json.dumps(GOOD))
@@ -196,12 +201,17 @@ class TestStrict:
         assert found.params[0].dtype == "float64"
         assert "was edited by hand, or merged" in found.notes[0]
 
-    def test_thousands_of_problems_are_counted(self, file: pathlib.Path) -> None:
+    def test_of_thousands_of_problems_the_first_is_told(self, file: pathlib.Path) -> None:
         assert refused({**GOOD, "params": [0] * 10_000}, file) == [
-            ("params[0]", "expected a dictionary or an instance of Param, found the number 0")
+            (
+                "params[0]",
+                "expected a dictionary or an instance of Param, found the number 0",
+            )
         ]
         strange = {f"key{number}": 1 for number in range(10_000)}
-        assert refused(GOOD | strange, file) == [("", "10000 problems: this is no file of names")]
+        assert refused(GOOD | strange, file) == [
+            ("key0", "unexpected keyword argument, found the number 1")
+        ]
 
     def test_a_shape_of_a_million_dimensions(self, file: pathlib.Path) -> None:
         ((place, message),) = refused(manifest(("a", "float32", [1 << 62] * 1_000_000)), file)
@@ -357,7 +367,7 @@ class TestWeights:
         with pytest.raises(ManifestError, match="no regular file"):
             manifest_file.read(tmp_path / "m.safetensors")
 
-    def test_every_tensor_that_is_wrong(self, tmp_path: pathlib.Path) -> None:
+    def test_a_tensor_that_is_wrong(self, tmp_path: pathlib.Path) -> None:
         path = tmp_path / "m.safetensors"
         write_weights(
             path, {"a": ("F32", [-1]), "b": (3, [1]), "": ("F32", [1]), "c": ("F32", [1])}
@@ -365,7 +375,7 @@ class TestWeights:
         with pytest.raises(ManifestError) as caught:
             manifest_file.read(path)
         places = [str(one.place).removeprefix(f"{path} ") for one in caught.value.problems]
-        assert places == ["a.shape[0]", "b.dtype", "[key]"]
+        assert places == ["a.shape[0]"]
 
 
 def test_an_index_of_several_files_is_refused(file: pathlib.Path) -> None:

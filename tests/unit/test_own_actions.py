@@ -78,7 +78,7 @@ class TestReview:
         )
 
     def test_lint(self, folder: pathlib.Path) -> None:
-        given = ("lint", "rules.yaml", "--import", "own_actions", "--params", "params.json")
+        given = ("lint", "rules.yaml", "--import", "own_actions")
         code, out, _ = self.run(folder, *given, "--fail-on", "error")
         assert (code, "error" in out) == (0, False)
 

@@ -47,8 +47,8 @@ def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
         with pytest.raises(BindError) as caught:
             bound(manifest, *(scale(number, name) for number, name in enumerate(wrong[:3_000])))
     assert rule[20] == "and 19980 more doubts of this kind"
-    assert len(caught.value.complaints) == 102
-    assert caught.value.complaints[-1].endswith("the rules from here on are not checked")
+    assert len(caught.value.complaints) == 3_000
+    assert str(caught.value).endswith("\nand 2900 more")
     with pytest.raises(BindError, match=r'"lyers\.2\.weigth" or 97 more patterns; closest names'):
         bound(model("layers.1.weight"), scale(0, wrong[:100]))
 

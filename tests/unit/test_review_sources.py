@@ -116,7 +116,7 @@ class TestCommits:
     ) -> None:
         repository.commit(**{"r.yaml": text("r", "s.yaml"), "s.yaml": text("s", "r.yaml")})
         assert problem("HEAD:r.yaml")[1] == (
-            "the includes form a circle: HEAD:r.yaml -> HEAD:s.yaml -> HEAD:r.yaml"
+            "HEAD:r.yaml is included twice, first at HEAD:r.yaml:1:1"
         )
 
     @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ class TestCommits:
                 "linked/deep.yaml",
                 "`linked/deep.yaml`: cannot read the file: `HEAD` has no such file",
             ),
-            ("r.yaml", "the includes form a circle"),
+            ("r.yaml", "is included twice"),
             ("binary.yaml", "it holds NUL bytes"),
         ],
     )

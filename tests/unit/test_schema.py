@@ -20,7 +20,7 @@ ZERO = {"id": "one", "action": "zero", "params": "*"}
 
 NO_FILE_COULD_HOLD: list[tuple[dict[Any, Any], str, str]] = [
     ({}, "<dict>", "missing-key"),
-    ({"version": 1, "rules": []}, "<dict> rules", "no-rules"),
+    ({"version": 1, "rules": []}, "<dict> rules", "wrong-type"),
     ({"version": 1, "rules": {"a"}}, "<dict> rules", "wrong-type"),
     ({"version": 1, "rules": [{**ZERO, 3: 4}]}, "<dict> rules[0]", "key-type"),
     (
@@ -28,7 +28,7 @@ NO_FILE_COULD_HOLD: list[tuple[dict[Any, Any], str, str]] = [
         "<dict> rules[0].steps",
         "key-type",
     ),
-    ({"version": 1, 3: 4, "rules": [ZERO]}, "<dict> [3]", "unknown-key"),
+    ({"version": 1, 3: 4, "rules": [ZERO]}, "<dict>", "key-type"),
     (
         {"version": 1, "rules": [{**ZERO, "params": b"x"}]},
         "<dict> rules[0].params",

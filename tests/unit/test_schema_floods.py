@@ -20,7 +20,7 @@ def problems_of(text: str) -> list[Problem]:
 FLOODS = {
     "rules": HEAD + "".join(f'- {{id: a-{i}, actio: zero, param: "*"}}\n' for i in range(12_000)),
     "patterns": HEAD + "- {id: a, action: zero, params: [" + '"{",' * 90_000 + "]}\n",
-    "statistics": HEAD + f'- {{id: a, action: norm-log, params: "*", stats: [{"l2," * 90_000}]}}\n',
+    "statistics": HEAD + f'- {{id: a, action: norm-log, params: "*", stats: [{"l9," * 90_000}]}}\n',
     "keys": HEAD + "- id: a\n  action: zero\n" + "".join(f"  k{i}: 1\n" for i in range(45_000)),
     "keys of the top level": "version: 1\n" + "".join(f"k{i}: 1\n" for i in range(49_000)),
     "ids": HEAD + '- {id: a, action: zero, params: "*"}\n' * 10_000,

@@ -328,7 +328,7 @@ def shortened(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     kept = text[:limit].rpartition("\n")[0]
-    fences = re.findall("^(`{3,})(?:text)?$", kept, flags=re.MULTILINE)
+    fences = re.findall("^(`{3,})(?:text|diff)?$", kept, flags=re.MULTILINE)
     if len(fences) % 2:
         kept += f"\n{fences[-1]}"
     return f"{kept}\n\nThe rest is left out here: it is too long. See the output `markdown-file`.\n"

@@ -9,7 +9,6 @@ import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 # pathlib takes longer
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120 # as above
 
 
 def _leave_the_path() -> None:
@@ -27,24 +26,8 @@ def _run_the_hidden_sitecustomize() -> None:
         spec.loader.exec_module(module)
 
 
-def _make_importable() -> None:
-    """Make the package importable from the folder of this file if it is not installed."""
-    if importlib.util.find_spec("gradsurgeon") is None:
-        folder = os.path.join(_ROOT, "gradsurgeon")  # noqa: PTH118 # as above
-        spec = importlib.util.spec_from_file_location(
-            "gradsurgeon",
-            os.path.join(folder, "__init__.py"),  # noqa: PTH118 # as above
-            submodule_search_locations=[folder],
-        )
-        if spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            sys.modules["gradsurgeon"] = module
-            spec.loader.exec_module(module)
-
-
 _leave_the_path()
 try:
-    _make_importable()
     from gradsurgeon.launcher.importing import start
 
     start()
