@@ -9,10 +9,9 @@ import numpy as np
 from gradsurgeon.comparison.alignment import BOTH, Pairs
 from gradsurgeon.errors import printable
 
-# A gradient differs by a few elements: by no more than ten usual ones have together, or one that is ten times as large.
+# A few elements: no more than ten usual ones have together, or one that is ten times as large.
 _ELEMENTS = 10.0
-# A fault of the code shows in each step, and rounding moves no element over a kink in each: elsewhere the distance is
-# so many times smaller.
+# A fault of the code shows in each step, a kink in one: elsewhere the distance is so many times smaller.
 _ONCE = 10.0
 _TOLD = (
     "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
@@ -23,8 +22,8 @@ _TOLD = (
 def allow(pairs: Pairs, times: float) -> Iterator[str]:
     """Raise the limits of all that comes after a kink; yield a note for each kink.
 
-    A kink adds to the noise there, so the limits after it are those of noise of this size. Later steps begin with other
-    weights: their limits grow by the ratio by which the updates exceed theirs.
+    A kink is noise of its size, so all after it gets the limit of such noise. Later steps begin with other weights:
+    their limits grow by the ratio by which the updates exceed theirs.
 
     Args:
         pairs: the tensors of two runs.
@@ -51,8 +50,8 @@ def allow(pairs: Pairs, times: float) -> Iterator[str]:
 def _is_kink(pairs: Pairs, at: int) -> bool:
     """Tell whether an output gradient, the first tensor that parts, differs as by a kink.
 
-    A kink switches elements on or off, so it changes the norm by the square of the distance: a factor changes the norm
-    by the distance itself.
+    A kink switches elements on or off, so the norm changes by the square of the distance. A factor changes it by the
+    distance itself.
     """
     cells = pairs.cells
     cell, far = cells[at], cells["distance"][at]

@@ -283,8 +283,8 @@ class RankAgreement:
         measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
         if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
-                f"{lacking}: norms over the shards of a model, and gradients of single losses, would wait for ever, and "
-                f"weights would drift apart if a step is skipped or a final gradient edited; {remedy}"
+                f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
+                f"would drift apart if a step is skipped or a final gradient edited; {remedy}"
             )
         if self._decides:
             text = f"{lacking}: this rank decides alone, and if it stops, the others wait for it; {remedy}"

@@ -54,7 +54,7 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 ) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model, and "
+        "nothing heard of rules on rank 1 within 4 s: norms over shards, and "
         "gradients of single losses, would wait for ever, and weights would drift apart if a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
