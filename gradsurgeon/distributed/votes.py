@@ -4,8 +4,8 @@ A rank votes at the end of a backward pass that all ranks take part in, and neve
 its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such pass
 together, so a number identifies it.
 
-One server answers some ten thousand requests per second, so many ranks would all wait for it. Therefore one rank of
-each host starts a server for the ranks of this host, and only their sum goes to the server of the job.
+One server answers some ten thousand requests per second, too few for many ranks. Therefore one rank of each host
+starts a server for its ranks, and only their sum goes to the server of the job.
 """
 
 from __future__ import annotations
