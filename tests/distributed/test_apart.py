@@ -249,9 +249,7 @@ def test_norms_over_shards_are_refused_where_one_rank_alone_asks_for_them(
     ranks: list[dict[str, Any]],
 ) -> None:
     one, other = (rank["bounded on one"] for rank in ranks)
-    assert one["error"].startswith(
-        "nothing heard of rules on rank 1 within 4 s: norms over shards"
-    )
+    assert one["error"].startswith("nothing heard of rules on rank 1 within 4 s: norms over shards")
     assert moved(one) == moved(other) == ALL
 
 
