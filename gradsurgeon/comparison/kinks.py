@@ -11,7 +11,7 @@ from gradsurgeon.errors import printable
 
 # A few elements: no more than ten usual ones have together, or one that is ten times as large.
 _ELEMENTS = 10.0
-# A fault of the code shows in each step, a kink in one: elsewhere the distance is so many times smaller.
+# A fault of the code shows in each step: elsewhere a kink is so many times smaller.
 _ONCE = 10.0
 _TOLD = (
     "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
@@ -50,8 +50,7 @@ def allow(pairs: Pairs, times: float) -> Iterator[str]:
 def _is_kink(pairs: Pairs, at: int) -> bool:
     """Tell whether an output gradient, the first tensor that parts, differs as by a kink.
 
-    A kink switches elements on or off, so the norm changes by the square of the distance. A factor changes it by the
-    distance itself.
+    A kink switches elements on or off, so the norm changes by the square of the distance; a factor changes it more.
     """
     cells = pairs.cells
     cell, far = cells[at], cells["distance"][at]

@@ -38,7 +38,7 @@ _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
 _WAITS = (
-    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the backward pass before "
+    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the pass before "
     "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
 )
 
