@@ -12,7 +12,6 @@ from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
-from gradsurgeon.planning.table import grid
 from gradsurgeon.recording.previews import CaptureKey
 from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
@@ -249,21 +248,5 @@ class Session(RecordQueries):
         return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
-        statuses = self._attachment.status(wait=False)
-        rules = [("rule", "action", "matched", "fired", "changed", "last step")]
-        for rule in self.plan.rules.rules:
-            of = statuses[rule.id]
-            edits = rule.edits or isinstance(rule, FreezeRule)
-            changed = f"{of.changed:.0%}" if edits else "-"
-            last = "-" if of.last_step is None else str(of.last_step)
-            rules.append((rule.id, rule.action, f"{of.matched:,}", f"{of.fired:,}", changed, last))
-        events = [
-            "  ".join((f"step {event.step}", event.kind, *filter(None, (event.rule, event.name))))
-            for event in self._attachment.events[-_EVENTS_SHOWN:]
-        ]
-        lines = [repr(self), *grid(rules, right=frozenset({2, 3, 4, 5}))]
-        lines += ["last events:", *events] if events else []
-        lines.append(
-            "to see more: print(session.plan) gradsurgeon.report.summary(session) session.plot()"
-        )
-        return _html.pre("\n".join(lines))
+        more = "print(session.plan), gradsurgeon.report.summary(session), session.plot()"
+        return _html.pre(f"{self!r}\nto see more: {more}")

@@ -159,7 +159,7 @@ class LoopCheck(Check):
 
     def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
         came, there = seen.tolist()
-        # The witnesses may be cleared on purpose, as the layers that a script freezes: then other gradients are there.
+        # The witnesses may be cleared on purpose: then other gradients are there.
         others = None if there or not came else _any_of(update.grads, update.tensors)
         gone = came and not there and (others is None or not bool(others))
         owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0

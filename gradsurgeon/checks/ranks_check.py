@@ -60,7 +60,7 @@ class _Owner:
     alike: int = 0
     weights_alike: bool = False
     is_local: bool = False
-    # A difference of ranks that no wrapper holds: a fault if they are alike again, else they train apart from now on.
+    # A difference without a wrapper: a fault if the ranks are alike again, else they train apart.
     parted: Finding | None = None
 
 

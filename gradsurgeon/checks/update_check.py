@@ -21,7 +21,7 @@ _FIRST = 3
 # A learning rate may be 0 for a while, and a weight in half precision may have a float32 copy elsewhere:
 # both are given so many updates.
 PATIENCE = 100
-# A gradient that mathematics makes 0, as of a bias before a batch norm, is rounding noise: this far below the others.
+# A gradient that mathematics makes 0, as before a batch norm, is this far below the others.
 _NOISE = 1e-4
 
 _STILL = "{{names}} did not move in {updates} updates although gradients come: "
@@ -41,8 +41,8 @@ _FULL, _REDUCED = (
     "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate",
 )
 _BROKEN = (
-    "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at eps of the "
-    "optimizer: 1e-8 is 0 in float16, so it divides by 0 where a gradient is 0"
+    "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
+    "eps of the optimizer: 1e-8 is 0 in float16"
 )
 _OUTSIDE = (
     "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
@@ -91,7 +91,7 @@ class UpdateCheck(Check):
         for leaf in done.strangers() if self._passes <= 3 * WINDOW else ():
             known = self._outside.get(id(leaf))
             if known is None or known[0] is not leaf:
-                # Held, so that no other leaf gets its id; a leaf made anew in each pass makes room for the next.
+                # Held, so that no other leaf gets its id.
                 if len(self._outside) > WINDOW:
                     self._outside.clear()
                 self._outside[id(leaf)] = (leaf, sample(leaf), 1)

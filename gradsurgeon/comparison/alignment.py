@@ -36,7 +36,7 @@ _PAIR = np.dtype(
 # Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
 _LATE = 2**40
 _OTHER_BATCHES = "other batches or micro-batches"
-_DIVIDED = "divide the samples differently; where a statistic of the batch counts, as in batch norm, such runs truly differ"
+_DIVIDED = "divide the samples differently; with batch norm such runs truly differ"
 _RENAME = "name what was renamed by lines `old: new` in --map FILE"
 _CALLED = "called another number of times in one run, as by an evaluation between steps"
 _FEW = "fewer than three noise runs measured the tolerance: false alarms are likelier"

@@ -17,8 +17,8 @@ from gradsurgeon.comparison.alignment import (
 from gradsurgeon.comparison.order import is_inside, parent_of
 
 _LAST, _FIRST = 3, 5
-# A module adds to a difference if so many times as much goes out as came in. A projection is a sample: it can be
-# several times too small.
+# A module adds to a difference if so many times as much goes out as came in: a projection can be several times too
+# small.
 _ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
 _STATES = {
     MISSING_IN_RUN: "missing in the run",

@@ -9,22 +9,21 @@ import numpy as np
 from gradsurgeon.comparison.alignment import BOTH, Pairs
 from gradsurgeon.errors import printable
 
-# A gradient differs by a few elements: by no more than ten usual ones have together, or one that is ten times as large.
+# A few elements: no more than ten usual ones have together, or one that is ten times as large.
 _ELEMENTS = 10.0
-# A fault of the code shows in each step, and rounding moves no element over a kink in each: elsewhere the distance is
-# so many times smaller.
+# A fault of the code shows in each step: elsewhere a kink is so many times smaller.
 _ONCE = 10.0
 _TOLD = (
     "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
-    "it shows in no other step, and what comes after it was judged by {times:g} times as much"
+    "it agrees in another step, and what comes after it was judged by {times:g} times as much"
 )
 
 
 def allow(pairs: Pairs, times: float) -> Iterator[str]:
     """Raise the limits of all that comes after a kink; yield a note for each kink.
 
-    A kink adds to the noise there, so the limits after it are those of noise of this size. Later steps begin with other
-    weights: their limits grow by the ratio by which the updates exceed theirs.
+    A kink is noise of its size, so all after it gets the limit of such noise. Later steps begin with other weights:
+    their limits grow by the ratio by which the updates exceed theirs.
 
     Args:
         pairs: the tensors of two runs.
@@ -51,8 +50,7 @@ def allow(pairs: Pairs, times: float) -> Iterator[str]:
 def _is_kink(pairs: Pairs, at: int) -> bool:
     """Tell whether an output gradient, the first tensor that parts, differs as by a kink.
 
-    A kink switches elements on or off, so it changes the norm by the square of the distance: a factor changes the norm
-    by the distance itself.
+    A kink switches elements on or off, so the norm changes by the square of the distance; a factor changes it more.
     """
     cells = pairs.cells
     cell, far = cells[at], cells["distance"][at]
@@ -60,6 +58,10 @@ def _is_kink(pairs: Pairs, at: int) -> bool:
         return False
     same = pairs.like(at, "kind", "name", "rank", "part", "call")
     same[at] = False
-    again = same & (cells["distance"] > cells["limit"]) & (cells["distance"] > far / _ONCE)
+    # Where it agreed in an earlier step, later ones say nothing: they begin with other weights.
+    if not (same & (cells["step"] < cell["step"])).any():
+        again = (cells["distance"] > cells["limit"]) & (cells["distance"] > far / _ONCE)
+        if not same.any() or (same & again).any():
+            return False
     is_small = far * np.sqrt(cell["numel"]) <= _ELEMENTS and cell["shift"] <= far**2
-    return bool(is_small and same.any() and not again.any())
+    return bool(is_small)

@@ -1,8 +1,8 @@
 """The order in which the tensors of a step came about: forward, backward, gradients, update.
 
-Rows of a run are grouped by statistic, not by time. The order of modules comes from the order in which they first
-ran and from their nesting. A module that runs several times in one pass, such as an activation that layers share,
-has its place after the output whose numbers equal the numbers of its input.
+Rows of a run are grouped by statistic, not by time. Modules are ordered by their first run and their nesting. A
+module that runs several times in one pass, such as an activation that layers share, has its place after the output
+whose numbers equal those of its input.
 """
 
 from __future__ import annotations

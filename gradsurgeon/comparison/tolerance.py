@@ -88,8 +88,8 @@ def vanishing(norms: Floats, groups: Ints) -> Floats:
 def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
     """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
 
-    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so an element
-    that noise runs leave alone can still change its sign.
+    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so small
+    elements can change their sign.
     """
     found = drift.copy()
     known, of = np.unique(tensors, return_inverse=True)
@@ -210,7 +210,7 @@ def refuse_unlike(
         RecordError: a noise run does not repeat the reference, or is non-finite where the reference is finite.
     """
     finite = np.asarray(np.isfinite(values).all(axis=2))
-    # Where rounding decides, noise runs differ from each other too; another script differs alike in all of them.
+    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
     spread = np.zeros(len(forward))
     if len(noise) > 1:
         spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)

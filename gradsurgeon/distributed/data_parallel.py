@@ -1,7 +1,7 @@
 """The `DistributedDataParallel` wrappers of this process, and which of them average the next backward pass.
 
-A wrapper averages in the backward pass after its own forward pass outside of `no_sync`. It does not average in a pass of
-its inner model, or in a second pass. Ranks wait for each other in no other pass, so no other pass may make them wait.
+A wrapper averages in the backward pass after its own forward pass outside of `no_sync`, not in a pass of its inner
+model, or in a second pass. Ranks wait for each other in no other pass.
 Only the reducer knows the pass that it awaits: trainers set it up themselves.
 """
 

@@ -132,7 +132,7 @@ class Ranks:
     def averaging(
         self, tensors: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
-        """Return the ranks over which a pass that begins now averages gradients, and the parameters that it averages.
+        """Return the ranks over which a pass that begins now averages, and the parameters that it averages.
 
         Args:
             tensors: the parameters.

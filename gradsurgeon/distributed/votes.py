@@ -1,11 +1,11 @@
 """Votes of ranks on the next update, cast in the key-value store of the job, without a collective.
 
-A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads the votes of
-all ranks at its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such
-pass together, so a number is enough to identify a pass on all of them.
+A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads the votes at
+its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such pass
+together, so a number identifies it.
 
-One server answers some ten thousand requests per second, so many ranks would all wait for it. Therefore one rank of
-each host starts a server for the ranks of this host, and only their sum goes to the server of the job.
+One server answers some ten thousand requests per second, too few for many ranks. Therefore one rank of each host
+starts a server for its ranks, and only their sum goes to the server of the job.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
 _WAITS = (
-    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the backward pass before "
+    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the pass before "
     "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
 )
 
-_LEFT = "{having} no session any more: this update takes place, and from now on a trap that trips raises on its own rank"
+_LEFT = (
+    "{having} no session any more: this update takes place, and later traps raise on their own rank"
+)
 _ABSENT = "{lacking} of {number} ranks did not vote on this update within {waited:.0f} s: the update takes place, on all ranks"
 
 
@@ -161,8 +163,8 @@ class Decision(NamedTuple):
 
 _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
-# Of voters that have closed while other ranks have not: the store, the number of ranks, and whether this process serves
-# others. The process that hosts the store waits for those ranks. A voter itself would keep its session alive.
+# Of voters that closed before other ranks: the store, the number of ranks, and whether this process serves others.
+# The process that hosts the store waits for them. A voter itself would keep its session alive.
 _left: list[tuple[Any, int, bool]] = []
 
 
@@ -243,7 +245,7 @@ class Voter:
         return self._decisions.get(number)
 
     def begins(self, topic: str) -> bool:
-        """Tell whether the ranks meet over a topic at this update for the first time. Alike on all ranks that come to it."""
+        """Tell whether the ranks meet over a topic for the first time, alike on all ranks that come to it."""
         begun = b""
         if not self.is_over:
             with self._asking():
@@ -253,7 +255,7 @@ class Voter:
     def meet(self, value: object, limit: float) -> dict[int, Any]:
         """Return the values of the ranks that come here in time, the same on all of them.
 
-        The result is empty if the store fails. All these ranks have read the decision on the same pass, the last one.
+        The result is empty if the store fails. All these ranks have read the decision on the last pass.
 
         Args:
             value: the value of this rank, which must be picklable.

@@ -95,7 +95,7 @@ def _judged(call: Call, number: int) -> Cause:
         return cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
         text = f"in float64 the result is {facts(wide).kind} as well"
-        # Smaller numbers do not leave a pole at zero. Right beside any other pole the result has a moderate size.
+        # Smaller numbers do not leave a pole at zero. Beside any other pole the result is moderate.
         pole = _is_finite(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and _is_finite(smaller):
             return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")

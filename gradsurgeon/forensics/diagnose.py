@@ -51,7 +51,9 @@ _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 _WRITTEN = "an input was written to after the call"
-_UPDATED_WEIGHT = "gradients were finite in the update before: the optimizer itself wrote this number there, or the script did"
+_UPDATED_WEIGHT = (
+    "gradients were finite before: the optimizer itself wrote this number there, or the script"
+)
 
 
 def diagnose(

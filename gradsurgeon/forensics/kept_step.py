@@ -75,7 +75,7 @@ class KeptCall:
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
         bytes: the size of all that is kept.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
-        training: by name, whether each module was in training, if that may have changed.
+        training: by name, whether each module was in training, if that may differ.
         compiled: whether compiled code ran.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.

@@ -223,7 +223,7 @@ def lines_of_node(node: Any) -> tuple[Line, ...]:
 
 
 def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the innermost line of the script, and after it the innermost line of a library that it called, if any.
+    """Return the innermost line of the script, and after it that of a library that it called, if any.
 
     Lines of torch and of this package do not count, and neither do the lines that led to the replay.
     """

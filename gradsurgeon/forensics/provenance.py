@@ -1,9 +1,8 @@
 """Follows non-finite numbers through every operation of a replay, to find the operation that made them.
 
 A *birth* is an operation that returns NaN without a NaN among its inputs. For an infinity all inputs must be finite:
-attention masks hold infinities on purpose. If infinities make a NaN, the infinity that is no mask is blamed, or the
-operation if all of them are masks. Numbers are followed from the birth to the gradients of the parameters, so an
-infinity that spoils no gradient is not blamed.
+attention masks hold infinities on purpose. If infinities make a NaN, one that is no mask is blamed, or the operation.
+Numbers are followed to the gradients of the parameters, so an infinity that spoils no gradient is not blamed.
 """
 
 from __future__ import annotations

@@ -178,8 +178,7 @@ def _go_back(
         if provenance.seed("output gradient", _spelled(path).lstrip("."), grad) is not None:
             found.returned.add(path)
     with provenance:
-        # No watch over backward passes sees this pass, and only the copies get gradients. A reentrant checkpoint
-        # refuses that, and names the remedy.
+        # No watch sees this pass, and only the copies get gradients. A reentrant checkpoint refuses that.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
             tuple(driven.values()),

@@ -120,8 +120,8 @@ def first_to_blame(sources: Iterable[Source]) -> Source | None:
 def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tensor, Kind]], bool]:
     """Return the non-finite inputs that led to the NaN, Inf or -Inf of a result, each with its kind.
 
-    The second value tells whether finite numbers alone made some of these elements. Elementwise operations are compared
-    element by element, others as a whole. Waits for the device.
+    The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
+    compared by element, others as a whole. Waits for the device.
     """
     read = [(t, mask) for t, mask in _read(call) if is_real(t) and nonfinite_kind(t)]
     if not read:

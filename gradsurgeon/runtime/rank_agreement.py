@@ -1,8 +1,7 @@
 """All ranks make one decision on an update, by the votes that they cast at the end of a backward pass.
 
-Each rank puts its own findings to all ranks. Reduced gradients are usually alike everywhere, but a parameter that DDP
-ignores, a communication hook or the script itself can make them differ. A rank that stops or skips alone leaves
-the others waiting.
+Each rank puts its own findings to all. Reduced gradients are usually alike, but a parameter that DDP ignores, a
+communication hook or the script can make them differ. A rank that stops or skips alone leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -197,8 +196,8 @@ class RankAgreement:
     def rests(self, heard: Heard) -> bool:
         """Tell whether the rules rest in an update.
 
-        A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients, because half a clip
-        is no clip. It is also a pause for rules that would stop or skip by a norm at the update.
+        A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients: half a clip is no
+        clip. It is one also for rules that stop or skip by a norm at the update.
         """
         context = self._context
         if heard.voter is None:
@@ -283,8 +282,8 @@ class RankAgreement:
         measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
         if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
-                f"{lacking}: norms over the shards of a model, and gradients of single losses, would wait for ever, and "
-                f"weights would drift apart if a step is skipped or a final gradient edited; {remedy}"
+                f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
+                f"would drift apart if a step is skipped or a final gradient edited; {remedy}"
             )
         if self._decides:
             text = f"{lacking}: this rank decides alone, and if it stops, the others wait for it; {remedy}"

@@ -54,7 +54,7 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 ) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model, and "
+        "nothing heard of rules on rank 1 within 4 s: norms over shards, and "
         "gradients of single losses, would wait for ever, and weights would drift apart if a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
@@ -80,7 +80,7 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
         )
         assert rank["plans, raise"]["error"] is None
         assert rank["plans, skip"]["error"].startswith(
-            f"rank {other} has other rules, mode or step than rank {number}: norms over the shards of a model"
+            f"rank {other} has other rules, mode or step than rank {number}: norms over shards"
         )
         assert rank["plans, records"]["said"] == []
         assert rank["plans, records"]["error"] is None
@@ -249,9 +249,7 @@ def test_norms_over_shards_are_refused_where_one_rank_alone_asks_for_them(
     ranks: list[dict[str, Any]],
 ) -> None:
     one, other = (rank["bounded on one"] for rank in ranks)
-    assert one["error"].startswith(
-        "nothing heard of rules on rank 1 within 4 s: norms over the shards of a model"
-    )
+    assert one["error"].startswith("nothing heard of rules on rank 1 within 4 s: norms over shards")
     assert moved(one) == moved(other) == ALL
 
 

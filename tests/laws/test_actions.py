@@ -13,6 +13,7 @@ from pairs import pairwise, slow
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [

@@ -23,7 +23,7 @@ class Net(lightning.LightningModule):
         self._loss, self._kind = loss, kind
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        found = self._loss(batch, self)
+        found: Tensor = self._loss(batch, self)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             self.manual_backward(found / PARTS)

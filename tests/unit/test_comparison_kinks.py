@@ -46,7 +46,7 @@ def test_later_steps_begin_with_other_weights() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        pairs(FINE, (0.02, 1e-6, 1e-6), (0.02, 1e-6, 1e-6)),  # in each step from one on
+        pairs((0.02, 1e-6, 1e-6), (0.02, 1e-6, 1e-6)),  # in each step
         pairs(FINE, (0.02, 1e-6, 1e-6), shift=0.02),  # a factor
         pairs(FINE, (0.2, 1e-6, 1e-6)),  # too large for a few of so many elements
         pairs((0.02, 1e-6, 1e-6)),  # no other step

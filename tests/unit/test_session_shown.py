@@ -52,30 +52,11 @@ def test_a_session_that_observes_says_so() -> None:
         assert "  step 0, observing only; no trap has tripped" in repr(session)
 
 
-def test_a_notebook_shows_rules_and_events() -> None:
-    model = nn.Linear(2, 1)
-    with gradsurgeon.apply(model, RULES) as session:
-        assert "last events:" not in Page(session).texts
-        train(model, *[1.0, float("nan")] * 6)
-        page = Page(session)
-        session.pause()
-        assert "step 12, paused" in Page(session).text
-    assert page.texts[:2] == [
-        "Session of <dict> on Linear (2 parameters)",
-        "  step 12; the last trap tripped at step 11: rule trap on weight",
-    ]
-    assert [line.split() for line in page.texts[4:7]] == [
-        ["norms", "norm-log", "2", "24", "-", "11"],
-        ["later", "scale", "1", "3", "100%", "11"],
-        ["trap", "nan-trap", "2", "12", "-", "11"],
-    ]
-    events = page.texts[page.texts.index("last events:") + 1 : -1]
-    assert events[-2:] == [
-        "step 11  trap  trap  weight",
-        "step 11  skipped-step  trap  weight",
-    ]
-    assert len(events) == 5
-    assert "print(session.plan)" in page.texts[-1]
+def test_a_notebook_shows_the_same_and_how_to_see_more() -> None:
+    with gradsurgeon.apply(nn.Linear(2, 1), RULES) as session:
+        shown = Page(session).text
+        assert all(line.strip() in shown for line in repr(session).splitlines())
+        assert "print(session.plan)" in shown
 
 
 class Marked(nn.Linear):
