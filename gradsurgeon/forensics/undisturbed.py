@@ -49,7 +49,7 @@ class RandomState:
     def nbytes(self) -> int:
         python = 0 if self.python is None else 36 * len(self.python[1])
         numpy = 0 if self.numpy is None else _MT19937_BYTES
-        return python + numpy + sum(state.nbytes for state in self.torch.values())
+        return python + numpy + sum([state.nbytes for state in self.torch.values()])
 
     def set(self) -> None:
         for name, state in self.torch.items():

@@ -20,7 +20,7 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
 from gradsurgeon.runtime.gradient_rules import after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
@@ -30,7 +30,7 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -112,10 +112,9 @@ class Controller:
         self.steps.end_failed()
         self.checks.before_pass(graph)
         if reached is None or reached:
-            with self._kept.spared():
-                tensors = None if reached is None else sorted(reached)
-                having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
-                self._kept.keep_loss(graph, accumulates=bool(having))
+            tensors = None if reached is None else sorted(reached)
+            having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
+            self._kept.keep_loss(graph, accumulates=bool(having))
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
@@ -125,7 +124,7 @@ class Controller:
             by_hand = self._note_pass(done)
             accumulated = by_hand and self.manual.accumulates(done)
             # The records of a pass use the counter of the step that the pass feeds.
-            with self.manual.in_step(accumulated=accumulated):
+            with self.manual.in_step() if accumulated else nullcontext():
                 self._take_snapshots(done)
                 objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
@@ -192,16 +191,21 @@ class Controller:
         if alone and not due.bound_rules and heard.severity <= FINE:
             self.checks.before_edits(step, None)
             return GOES_ON
-        rests = self._agreement.rests(heard)
-        with nullcontext() if rests == context.paused else context.resting(rests=rests):
-            if rests and not step.inside:
-                return self.traps.rest(counter, heard)
-            due = NOTHING_DUE if rests else due
-            if not step.inside:
-                self._agreement.check_norms(counter, due)
-            self._catch_up(step)
-            gradients = Gradients(context, due.final, step.scale)
-            return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
+        if (rests := self._agreement.rests(heard)) == context.paused:
+            return self._act(step, due, heard, rests=rests)
+        with context.resting(rests=rests):
+            return self._act(step, due, heard, rests=rests)
+
+    def _act(self, step: Step, due: DueRules, heard: Heard, *, rests: bool) -> StepDecision:
+        context, counter = self.context, step.counter
+        if rests and not step.inside:
+            return self.traps.rest(counter, heard)
+        due = NOTHING_DUE if rests else due
+        if not step.inside:
+            self._agreement.check_norms(counter, due)
+        self._catch_up(step)
+        gradients = Gradients(context, due.final, step.scale)
+        return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
 
     def _catch_up(self, step: Step) -> None:
         """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
@@ -242,7 +246,8 @@ class Controller:
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)
-            self._count_due(counter)
+            if context.event_log.silent:
+                self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.tensors)
@@ -266,8 +271,7 @@ class Controller:
         context.recorder.end_step()
 
     def _count_due(self, counter: StepCounter) -> None:
-        if self.context.event_log.silent:
-            self._notices.count_due(counter, owned=self.steps.owned)
+        self._notices.count_due(counter, owned=self.steps.owned)
 
     def _is_awaited(self) -> bool:
         """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
@@ -288,7 +292,8 @@ class Controller:
             # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
-            self._count_due(common)
+            if self.context.event_log.silent:
+                self._count_due(common)
             self.traps.done(common)
             common.step = counter.step
 

@@ -15,7 +15,10 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 @dataclass(slots=True, eq=False)
 class RunningPass:
-    """A backward pass that is running.
+    """A backward pass, listed among the running passes within its context.
+
+    The context raises `GradSurgeonError` if another thread runs a pass through the same leaves, and one of the two
+    must be alone.
 
     Attributes:
         graph: the graph that the pass runs through.
@@ -39,6 +42,26 @@ class RunningPass:
             return any(id(tensor) in leaves for tensor in self.inputs)
         return self.graph.reaches(leaves)
 
+    def __enter__(self) -> None:
+        with lock:
+            others = [
+                other
+                for other in _running
+                if other.thread != self.thread and (other.is_alone or self.is_alone)
+            ]
+            leaves = set(map(id, self.graph.leaves())) if others else set()
+            if any(other.graph.reaches(leaves) for other in others):
+                raise GradSurgeonError(_TOGETHER)
+            if self.trains:
+                threads.add(self.thread)
+                if len(threads) > 1:  # a thread that has ended trains nothing
+                    threads.intersection_update(thread.ident for thread in threading.enumerate())
+            _running.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        with lock:
+            _running.remove(self)
+
 
 _running: list[RunningPass] = []
 # The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
@@ -52,30 +75,6 @@ _TOGETHER = (
     "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
     "replaces the hooks on these parameters meanwhile: run both passes in one thread"
 )
-
-
-@contextmanager
-def listed(one: RunningPass) -> Iterator[None]:
-    """List a pass among the running passes.
-
-    Raises:
-        GradSurgeonError: another thread runs a pass through the same leaves, and one of the two must be alone.
-    """
-    with lock:
-        others = [o for o in _running if o.thread != one.thread and (o.is_alone or one.is_alone)]
-        leaves = set(map(id, one.graph.leaves())) if others else set()
-        if any(other.graph.reaches(leaves) for other in others):
-            raise GradSurgeonError(_TOGETHER)
-        if one.trains:
-            threads.add(one.thread)
-            if len(threads) > 1:  # a thread that has ended trains nothing
-                threads.intersection_update(thread.ident for thread in threading.enumerate())
-        _running.append(one)
-    try:
-        yield
-    finally:
-        with lock:
-            _running.remove(one)
 
 
 def training() -> list[RunningPass]:

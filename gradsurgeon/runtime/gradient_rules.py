@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -141,7 +142,9 @@ def run_step_rules(
     if not due.at_step:
         return suspicious
     edited = due.edited if acting else ()
-    with torch.no_grad(), gradients.in_true_units(edited):
+    scale = gradients.scale
+    units = nullcontext() if scale is None else gradients.in_true_units(scale, edited)
+    with torch.no_grad(), units:
         for bound_rule in due.at_step:
             rule = bound_rule.rule
             if isinstance(rule, ObserverRule | CaptureRule):

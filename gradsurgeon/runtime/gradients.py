@@ -30,7 +30,7 @@ class Gradients:
     def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
         self._context = context
         self._now = dict(zip(*context.parameters.grads(tensors), strict=True))
-        self._scale = scale
+        self.scale = scale
         # The measured norms, and the position of each tensor among them.
         self._norms: Norms = ()
         self._measured: dict[int, int] = {}
@@ -55,7 +55,7 @@ class Gradients:
 
     def unscaled(self, tensors: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""
-        return [unscaled(grad, self._scale) for grad in self.of(tensors)]
+        return [unscaled(grad, self.scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of gradients that no rule has edited yet.
@@ -63,7 +63,7 @@ class Gradients:
         If no gradient is sharded over ranks, later rules reuse the norms.
         """
         grads = self.of(tensors)
-        norms = measure.norms_here(tensors, grads, scale=self._scale)
+        norms = measure.norms_here(tensors, grads, scale=self.scale)
         if not _dist.any_sharded(grads):
             self._norms = norms
             self._measured = {tensor: place for place, tensor in enumerate(tensors)}
@@ -82,7 +82,7 @@ class Gradients:
             or not self._measured.keys() >= set(tensors)
             or not self._ours.isdisjoint(tensors)
         ):
-            known = measure.norms(tensors, self.of(tensors), order, scale=self._scale)
+            known = measure.norms(tensors, self.of(tensors), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
             by_tensor = measure.as_dict(known)
@@ -112,16 +112,13 @@ class Gradients:
             return grads, measure.parts(stat, grads)
 
     @contextmanager
-    def in_true_units(self, edited: Iterable[int]) -> Iterator[None]:
+    def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
         """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
-        if (scale := self._scale) is None:
-            yield
-            return
         written = self.having(edited) if self._context.mode == "act" else []
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
         self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
-        self._scale = None
+        self.scale = None
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -109,10 +109,10 @@ class ManualSteps:
             raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
 
     @contextmanager
-    def in_step(self, *, accumulated: bool) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """Attribute an accumulating pass to the step that was already counted."""
         counter = self._context.counters.common
-        back = int(accumulated and self._counted)
+        back = int(self._counted)
         counter.step -= back
         try:
             yield
@@ -125,7 +125,7 @@ class ManualSteps:
         if self.declared:
             return
         step = Step(self._context.counters.common)
-        with self.in_step(accumulated=accumulated):
+        with self.in_step() if accumulated else nullcontext():
             number, self._last = step.counter.step, self._events.step_starting(step)
         if not accumulated:
             self._counted = True
