@@ -54,7 +54,7 @@ def around(runs: Around) -> Callable[[], None]:
 
 def is_only_grad() -> bool:
     """Tell whether passes run, and all of them are `torch.autograd.grad` calls."""
-    return bool(_running) and not any([call.accumulates for call in _running])
+    return bool(_running) and not any(call.accumulates for call in _running)
 
 
 def _added(watching: list[Any], one: object) -> Callable[[], None]:

@@ -211,7 +211,7 @@ def _by_rows(grad: Tensor) -> Tensor:
 def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
     # torch refuses the maximum norm of an empty tensor.
-    filled = grads
+    filled = list(grads)
     if not all(map(Tensor.numel, grads)):
         filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
     # One call over the list, as in `clip_grad_norm_`; it has no public name.

@@ -160,10 +160,8 @@ class KeptStep:
 
     @property
     def bytes(self) -> int:
-        total = 0
-        for kept in (*self.calls, *self.losses.values()):
-            total += kept.bytes
-        return total
+        calls = [call.bytes for call in self.calls]
+        return sum(calls) + sum([loss.bytes for loss in self.losses.values()])
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""

@@ -250,7 +250,7 @@ def _train(
 ) -> Any:
     """Run a pass that gives parameters their gradients, and report it to the watches."""
     graph = running.graph
-    is_scaled = any([watch.scaling.in_use for watch in watches])
+    is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
     with running:
         before: dict[BackwardWatch, _Before] = {}

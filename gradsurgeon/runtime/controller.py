@@ -110,7 +110,8 @@ class Controller:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
-        self.checks.before_pass(graph)
+        if self.context.program.checks:
+            self.checks.before_pass(graph)
         if reached is None or reached:
             tensors = None if reached is None else sorted(reached)
             having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
@@ -119,8 +120,9 @@ class Controller:
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
         try:
-            self.context.ranks.refuse_uneven()
-            self._agreement.find_sessions(done)
+            if self.context.ranks.are_several:
+                self.context.ranks.refuse_uneven()
+                self._agreement.find_sessions(done)
             by_hand = self._note_pass(done)
             accumulated = by_hand and self.manual.accumulates(done)
             # The records of a pass use the counter of the step that the pass feeds.
@@ -168,7 +170,8 @@ class Controller:
             self.traps.add_snapshot(counter, snapshot)
 
     def _end_pass(self, done: BackwardPass) -> None:
-        self.checks.after_pass(done)
+        if self.context.program.checks:
+            self.checks.after_pass(done)
         for counter in self.context.counters.among(done.tensors):
             counter.passes += 1
         self._notices.passed(done)
@@ -176,12 +179,14 @@ class Controller:
         self._kept.reaching += 1
 
     def update_began(self, update: Step) -> None:
-        self.weights.before_update(update)
+        if self.context.program.of_weights:
+            self.weights.before_update(update)
 
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
-        self.checks.before_update(step)
+        if context.program.checks:
+            self.checks.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
@@ -201,18 +206,19 @@ class Controller:
         if rests and not step.inside:
             return self.traps.rest(counter, heard)
         due = NOTHING_DUE if rests else due
-        if not step.inside:
+        if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
-        self._catch_up(step)
+        if step.inside or not (counter.passes or self.manual.active):
+            self._catch_up(step, due)
         gradients = Gradients(context, due.final, step.scale)
         return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
 
-    def _catch_up(self, step: Step) -> None:
+    def _catch_up(self, step: Step, due: DueRules) -> None:
         """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
         # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
         # backward pass and the update that the pass feeds.
         counter = step.counter
-        if not step.inside and (counter.passes or self.manual.active):
+        if counter.begun and not (step.inside or due.of_passes):
             return
         having, _ = self.context.parameters.grads(counter.tensors)
         if step.inside:
@@ -228,7 +234,8 @@ class Controller:
         context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
-        self.checks.before_edits(step, update.gradients)
+        if context.program.checks:
+            self.checks.before_edits(step, update.gradients)
         suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not decision.stops:
@@ -241,8 +248,10 @@ class Controller:
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
-        self.checks.after_update(step, took_place=took_place and not step.skipped)
-        self.weights.after_update(step, took_place=took_place and not step.skipped)
+        if context.program.checks:
+            self.checks.after_update(step, took_place=took_place and not step.skipped)
+        if context.program.of_weights:
+            self.weights.after_update(step, took_place=took_place and not step.skipped)
         if took_place:
             if context.spikes:
                 self.spikes.update(counter)

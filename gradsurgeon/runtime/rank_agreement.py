@@ -120,8 +120,6 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together."""
-        if not self._context.ranks.are_several:
-            return
         if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
             self._voters.clear()
             self._rolls.clear()

@@ -278,7 +278,7 @@ class Traps:
         self, update: StepContext, findings: Sequence[Finding], *, known: bool = False
     ) -> StepDecision:
         rows = self.rows.lengths or self.rows.current
-        if update.heard is ALONE and not rows and not any([report for _, report in findings]):
+        if update.heard is ALONE and not rows and not any(report for _, report in findings):
             return GOES_ON
         scale = self._scale(update.counter)
         return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)

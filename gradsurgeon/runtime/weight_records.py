@@ -22,7 +22,7 @@ SAMPLE = 16384
 
 
 class WeightRecords:
-    """The records of weights of a session. Without rules on weights it does nothing."""
+    """The records of weights of a session."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -50,7 +50,7 @@ class WeightRecords:
 
     def _due(self, step: Step) -> Sequence[BoundRule]:
         """Return the due rules on weights. Of a script that updates weights by hand no update is known."""
-        if not self._context.program.of_weights or not isinstance(step, Update):
+        if not isinstance(step, Update):
             return ()
         return self._context.due_rules(step.counter).of_weights
 
