@@ -21,7 +21,7 @@ from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
-from gradsurgeon.runtime.gradient_rules import after_pass, run_step_rules
+from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -36,7 +36,6 @@ from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
 from gradsurgeon.runtime.traps import Traps
-from gradsurgeon.runtime.weight_records import WeightRecords
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _NOT_MET = (
@@ -154,16 +153,11 @@ class Controller:
         self._last = done.tensors[:1] or self._last
         self._notices.arrived.update(done.tensors)
         context.flags.passed()
-        # Checked once: searching for optimizers after each of many passes would be slow.
-        if not done.tensors and context.event_log.is_noticed("no parameter"):
-            return False
-        if not self.manual.active and self.expects_update():
-            return False
-        params = context.parameters.params() if not done.tensors else ()
+        params = () if done.tensors else context.parameters.params()
+        # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
-            self.manual.note_no_parameter()
             return False
-        return True
+        return self.manual.active or not self.expects_update()
 
     def _take_snapshots(self, done: BackwardPass) -> None:
         for counter, snapshot in after_pass(self.context, done).items():
@@ -241,27 +235,25 @@ class Controller:
         if due.judged_again and not decision.stops:
             decision = self.traps.decide_edited(update, suspicious)
         if decision.stops:
-            self.spikes.forget(update.counter)
+            self.spikes.end(update.counter, took_place=False)
         if context.mode == "act" and due.frozen:
             decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
+        updated = took_place and not step.skipped
         if context.program.checks:
-            self.checks.after_update(step, took_place=took_place and not step.skipped)
+            self.checks.after_update(step, took_place=updated)
         if context.program.of_weights:
-            self.weights.after_update(step, took_place=took_place and not step.skipped)
+            self.weights.after_update(step, took_place=updated)
+        if context.spikes:
+            self.spikes.end(counter, took_place=took_place)
         if took_place:
-            if context.spikes:
-                self.spikes.update(counter)
-            if context.event_log.silent:
-                self._count_due(counter)
+            self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.tensors)
-        if context.spikes:
-            self.spikes.forget(counter)
         self.traps.done(counter)
         if context.program.modules or context.program.tags:
             self.activations.missed(counter)
@@ -280,7 +272,8 @@ class Controller:
         context.recorder.end_step()
 
     def _count_due(self, counter: StepCounter) -> None:
-        self._notices.count_due(counter, owned=self.steps.owned)
+        if self.context.event_log.silent:
+            self._notices.count_due(counter, owned=self.steps.owned)
 
     def _is_awaited(self) -> bool:
         """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
@@ -301,8 +294,7 @@ class Controller:
             # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
-            if self.context.event_log.silent:
-                self._count_due(common)
+            self._count_due(common)
             self.traps.done(common)
             common.step = counter.step
 

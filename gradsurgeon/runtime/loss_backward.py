@@ -17,8 +17,8 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.backward_watch import RunningPass, taking
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.current_pass import RunningPass, taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of

@@ -206,13 +206,10 @@ class RankAgreement:
         if not (self._judges or (meets and context.ranks.shard_groups(everything))):
             return context.paused
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
-        step = context.counters.latest
         if paused and not context.paused:
             text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
+            step = context.counters.latest
             context.event_log.notice_once("paused", text, step=step, warn=True)
-        if context.paused and not paused:
-            text = "paused between a backward pass and its update, which goes on with the rules on all ranks: the rules rest from the next pass on"
-            context.event_log.notice_once("paused late", text, step=step)
         return bool(paused)
 
     def close(self) -> None:
