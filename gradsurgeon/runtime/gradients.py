@@ -71,12 +71,6 @@ class Gradients:
             self._norms, self._measured = norms, tensors
         return norms
 
-    def total(self, tensors: Sequence[int]) -> Norms:
-        """Return one number for all of some gradients, under -1; nothing if it costs no less than their norms."""
-        grads = self.of(tensors)
-        found = None if _dist.any_sharded(grads) else _numbers.total(grads)
-        return () if found is None else (((-1,), found),)
-
     def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
         is_known = len(self._norms) == 1 and self._knows(tensors)

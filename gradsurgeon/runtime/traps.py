@@ -159,12 +159,10 @@ class Traps:
         tensors = update.gradients.having(update.due.trapped)
         if not tensors:
             return []
-        # Nothing reads the norms of finite gradients but rules at `step`.
-        total = () if update.due.at_step else update.gradients.total(tensors)
-        norms = () if total else update.gradients.take_norms(tensors)
+        norms = update.gradients.take_norms(tensors)
         snapshots = self._snapshots[update.counter]
         before = snapshots[-1].norms if snapshots else ()
-        return [Look((before, total or norms), partial(self._nonfinite, update, tensors, norms))]
+        return [Look((before, norms), partial(self._nonfinite, update, tensors, norms))]
 
     def _nonfinite(
         self,
@@ -184,9 +182,6 @@ class Traps:
         elsewhere = self._counted_elsewhere(gradients, update.heard) if objections else {}
         if not (before or doubtful or elsewhere):
             return [(bound.rule.id, None) for bound in fired]
-        if not norms:
-            norms = gradients.take_norms(tensors)
-            (doubtful,) = measure.nonfinite(norms)
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         for tensor, others in elsewhere.items():
             bad[tensor] = measure.merged([*([bad[tensor]] if tensor in bad else ()), *others])
