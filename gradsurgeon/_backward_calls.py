@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class BackwardCall:
 
 
 Before = Callable[[BackwardCall], None]
-Around = Callable[[BackwardCall], AbstractContextManager[None]]
+# Runs the pass that it is given, and returns the result.
+Around = Callable[[BackwardCall, Callable[[], Any]], Any]
 
 _before: list[Before] = []
 _around: list[Around] = []
@@ -46,13 +47,9 @@ def before(call: Before) -> Callable[[], None]:
     return _added(_before, call)
 
 
-def around(context: Around) -> Callable[[], None]:
-    """Enter a context before each backward pass and leave it after the pass; return a function that ends this.
-
-    Args:
-        context: returns the context for a pass. If the pass raises, the context gets the exception.
-    """
-    return _added(_around, context)
+def around(runs: Around) -> Callable[[], None]:
+    """Let a function run each backward pass; return a function that ends this."""
+    return _added(_around, runs)
 
 
 def is_only_grad() -> bool:
@@ -80,10 +77,17 @@ def _watched(run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **name
     call = BackwardCall(outputs, args[3], bool(named.get("accumulate_grad")))
     for act in tuple(_before):
         act(call)
-    with ExitStack() as stack:
-        for context in tuple(_around):
-            stack.enter_context(context(call))
-        if _torch.graph_task() == -1:
-            _running.append(call)
-            stack.callback(_running.remove, call)
-        return run(outputs, *args, **named)
+    passing = partial(_listed, call, partial(run, outputs, *args, **named))
+    for runs in reversed(_around):
+        passing = partial(runs, call, passing)
+    return passing()
+
+
+def _listed(call: BackwardCall, run: Callable[[], Any]) -> Any:
+    if _torch.graph_task() != -1:
+        return run()
+    _running.append(call)
+    try:
+        return run()
+    finally:
+        _running.remove(call)

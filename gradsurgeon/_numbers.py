@@ -57,12 +57,14 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        if order == 2.0 and (joined := small(grads, _FEW_FOR_NORM)) is not None:  # noqa: PLR2004 # l2
+        largest = max(map(Tensor.numel, grads))
+        joined = small(grads) if order == 2.0 and largest <= _FEW_FOR_NORM else None  # noqa: PLR2004 # l2
+        if joined is not None:
             flat, lengths = joined
             # A sequential float32 sum would lose digits.
             return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
-        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
-        if max(map(Tensor.numel, dense)) < _MANY and len({grad.dtype for grad in dense}) == 1:
+        dense = [grad if grad.layout is torch.strided else values(grad) for grad in grads]
+        if largest < _MANY and len({grad.dtype for grad in dense}) == 1:
             found = torch.stack(list(_each(dense, order))).float()
         else:
             found = torch.stack(_of_each_kind(dense, order)).float()
@@ -150,14 +152,14 @@ def is_small(tensor: Tensor) -> bool:
     )
 
 
-def small(grads: Sequence[Tensor], few: int = _FEW) -> tuple[Tensor, Tensor] | None:
+def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors.
 
     Checking each tensor takes as long as measuring it. So the tensors are first copied together, and the checks
     look at the result.
     """
-    sizes = tuple([grad.numel() for grad in grads])
-    if max(sizes) > few or not grads[0].is_cpu:
+    sizes = tuple(map(Tensor.numel, grads))
+    if max(sizes) > _FEW or not grads[0].is_cpu:
         return None
     try:
         flat = _torch.flattened(grads)
@@ -209,7 +211,9 @@ def _by_rows(grad: Tensor) -> Tensor:
 def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
     # torch refuses the maximum norm of an empty tensor.
-    filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    filled = list(grads)
+    if not all(map(Tensor.numel, grads)):
+        filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
     # One call over the list, as in `clip_grad_norm_`; it has no public name.
     return torch._foreach_norm(filled, order, dtype=_widened(grads[0]))  # noqa: SLF001
 

@@ -109,6 +109,8 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
         reaches: tells whether the pass reaches any of some leaves, by their ids.
         failed: whether the pass raised on this rank. Other ranks may have finished it.
     """
+    if not _awaiting:
+        return []
     # A wrapper can get its gradients in several passes, and averages in the last of them.
     over = [
         wrapper

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,7 +59,8 @@ class KeptCalls:
         # By called module and mode: the buffers that its forward pass changes, with their place in a module. They
         # are known once the first call has ended.
         self._changing: dict[tuple[str, bool], dict[str, tuple[dict[str, Any], str]]] = {}
-        self._devices: tuple[torch.device, ...] = ()
+        self._devices: tuple[str, ...] = ()
+        self._kinds = {"cpu"}
         self._open = _Open()
 
     def attach(self, model: nn.Module) -> None:
@@ -69,12 +69,14 @@ class KeptCalls:
         self._changing.clear()
         self._unseen = ""
         self.evaluations = self.evaluations or 0
-        self._devices = tuple(
+        devices = [
             device
             for device in {param.device for param in model.parameters()}
             if device.type not in ("cpu", "meta")
             and hasattr(torch.get_device_module(device), "get_rng_state")
-        )
+        ]
+        self._devices = tuple(map(str, devices))
+        self._kinds = {"cpu", *(device.type for device in devices)}
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
@@ -118,8 +120,9 @@ class KeptCalls:
             self._forget()
         if outermost and not (torch.is_grad_enabled() or module.training):
             self.evaluations = (self.evaluations or 0) + 1
-        tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
-        if not outermost or not torch.is_grad_enabled() or tracing:
+        if not outermost or not torch.is_grad_enabled():
+            return
+        if torch._C._get_tracing_state() is not None:  # noqa: SLF001 # the public name has no types
             return
         if self._is_paused():
             self.step.problem = "the session was paused"
@@ -132,25 +135,30 @@ class KeptCalls:
             # The tables of scripted modules have no `get`.
             there = {name: table[key] for name, (table, key) in changing.items() if key in table}
             buffers = {name: buffer for name, buffer in there.items() if buffer is not None}
-        # The script may change its dicts and lists later.
-        copied = Copied((args, kwargs))
-        args, kwargs = copied.value
-        given = list(tensors_in(copied.value))
-        kinds = {"cpu", *(device.type for device in self._devices)}
+        given: list[tuple[Path, Tensor]]
+        if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
+            iterators: list[str] = []
+            given = [((0, place), tensor) for place, tensor in enumerate(args)]
+        else:
+            # The script may change its dicts and lists later.
+            copied = Copied((args, kwargs))
+            (args, kwargs), iterators = copied.value, copied.iterators
+            given = list(tensors_in(copied.value))
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
             {path: _torch.writes(tensor) for path, tensor in given},
-            RandomState.now(map(str, self._devices)),
+            RandomState.now(self._devices),
             {name: buffer.detach().clone() for name, buffer in buffers.items()},
-            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds},
+            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
             compiled=compiled,
-            iterators=tuple(copied.iterators),
+            iterators=tuple(iterators),
         )
-        tensors = [*(tensor for _, tensor in given), *call.buffers.values()]
-        call.bytes = call.random.nbytes + sum(t.numel() * t.element_size() for t in tensors)
+        call.bytes = call.random.nbytes
+        for tensor in (*[one for _, one in given], *call.buffers.values()):
+            call.bytes += tensor.numel() * tensor.element_size()
         self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:
@@ -162,7 +170,7 @@ class KeptCalls:
             self._changing[key] = dict(_changed(module, before))
         if output is None:
             return  # The call has raised, or returned nothing.
-        for path, tensor in tensors_in(output):
+        for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
             call.outputs[path] = Fingerprint.of(tensor)
@@ -175,14 +183,10 @@ class KeptCalls:
         self.step.calls.append(call)
         self.step.shorten()
 
-    @contextmanager
-    def spared(self) -> Iterator[None]:
-        """Keep errors of our own from the script: the call is then not kept."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-            self.step.dropped += 1
-            self.step.problem = f"{type(error).__name__}: {error}"
+    def spare(self, error: Exception) -> None:
+        """Note an error of our own instead of raising it in the script: the call is then not kept."""
+        self.step.dropped += 1
+        self.step.problem = f"{type(error).__name__}: {error}"
 
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
@@ -198,7 +202,10 @@ class KeptCalls:
             step.calls = [call for call in step.calls if not call.number]
             step.losses.clear()
         if step.calls and not self._is_paused():
-            step.keep_loss(graph)
+            try:
+                step.keep_loss(graph)
+            except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+                self.spare(error)
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
         if _backward_calls.is_only_grad():
@@ -209,13 +216,15 @@ class KeptCalls:
         kept, grad = call(), grads[number]
         if kept is None or grad is None:
             return
-        with self.spared():
+        try:
             # Several passes through one output add up, as they do in the parameters.
             grad = grad.detach()
             kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
             kept.number = kept.number or self.step.passes
             kept.bytes += grad.numel() * grad.element_size()
             self.step.shorten()
+        except Exception as error:  # noqa: BLE001 # as above
+            self.spare(error)
 
 
 class _Hook:
@@ -230,8 +239,10 @@ class _Hook:
             return
         kept, module = self._kept(), self._module()
         if kept is not None and module is not None:
-            with kept.spared():
+            try:
                 kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
+            except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+                kept.spare(error)
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Act after a call, also if it has raised."""
@@ -240,8 +251,10 @@ class _Hook:
             return
         kept, module = self._kept(), self._module()
         if kept is not None and module is not None:
-            with kept.spared():
+            try:
                 kept.end(module, output)
+            except Exception as error:  # noqa: BLE001 # as above
+                kept.spare(error)
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

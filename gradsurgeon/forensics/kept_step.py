@@ -130,9 +130,12 @@ class KeptLoss:
     def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
         """Return the part of a graph that was made after the node with a number."""
         nodes = graph.nodes_after(after, _MOST_NODES)
-        # Some nodes keep several tensors in a tuple.
-        saved = (tensor for node in nodes for _, tensor in tensors_in(node.saved))
-        return cls(graph.loss, nodes, sum(tensor.nbytes for tensor in saved))
+        saved: list[Any] = []
+        for node in nodes:
+            for value in node.saved.values():
+                # Some nodes keep several tensors in a tuple.
+                saved += value if type(value) is tuple else (value,)
+        return cls(graph.loss, nodes, sum([x.nbytes for x in saved if isinstance(x, Tensor)]))
 
 
 @dataclass(slots=True, eq=False)
@@ -157,20 +160,22 @@ class KeptStep:
 
     @property
     def bytes(self) -> int:
-        losses = sum(loss.bytes for loss in self.losses.values())
-        return sum(call.bytes for call in self.calls) + losses
+        calls = [call.bytes for call in self.calls]
+        return sum(calls) + sum([loss.bytes for loss in self.losses.values()])
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
-        loss = KeptLoss.of(graph, max(call.last_node for call in self.calls))
+        loss = KeptLoss.of(graph, max([call.last_node for call in self.calls]))
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 
     def shorten(self) -> None:
-        if self.losses and self.bytes > MAX_BYTES:
+        total = self.bytes
+        if total > MAX_BYTES and self.losses:
             self.losses.clear()
-        while len(self.calls) > MOST_CALLS or (self.calls and self.bytes > MAX_BYTES):
-            self.calls.pop(0)
+            total = self.bytes
+        while self.calls and (len(self.calls) > MOST_CALLS or total > MAX_BYTES):
+            total -= self.calls.pop(0).bytes
             self.dropped += 1
 
 

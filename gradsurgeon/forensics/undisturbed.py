@@ -43,13 +43,13 @@ class RandomState:
         states = {"cpu": torch.get_rng_state()}
         for device in {*devices} - {"cpu"}:
             states[device] = torch.get_device_module(device).get_rng_state(device)
-        return cls(states, random.getstate(), _state_of_numpy())
+        return cls(states, _state_of_python(), _state_of_numpy())
 
     @property
     def nbytes(self) -> int:
         python = 0 if self.python is None else 36 * len(self.python[1])
         numpy = 0 if self.numpy is None else _MT19937_BYTES
-        return python + numpy + sum(state.nbytes for state in self.torch.values())
+        return python + numpy + sum([state.nbytes for state in self.torch.values()])
 
     def set(self) -> None:
         for name, state in self.torch.items():
@@ -61,6 +61,26 @@ class RandomState:
             random.setstate(self.python)
         if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.set_state(self.numpy)
+
+
+# The words of Python's generator lie behind the header of its object, after their index.
+_PYTHON_BYTES = 4 * 625
+# The last state of Python, with the memory that it was read from.
+_python: tuple[bytes, tuple[Any, ...]] | None = None
+
+
+def _state_of_python() -> tuple[Any, ...]:
+    """Return the random state of Python. Reading it takes long, so it is read again only if it has changed."""
+    global _python  # noqa: PLW0603 # Python has one state, too
+    place = id(random._inst) + object.__basicsize__  # noqa: SLF001 # the only way to it
+    memory = ctypes.string_at(place, _PYTHON_BYTES)
+    if _python is not None and _python[0] == memory and _python[1][2] is None:
+        return _python[1]
+    state = random.getstate()
+    # In another release of Python the words may lie elsewhere, and then nothing is remembered.
+    is_there = memory[4:] == b"".join(word.to_bytes(4, sys.byteorder) for word in state[1][:-1])
+    _python = (memory, state) if is_there else None
+    return state
 
 
 # The last state of numpy, with the memory that it was read from.

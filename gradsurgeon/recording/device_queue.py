@@ -40,7 +40,7 @@ class DeviceQueue(Generic[Item]):
 
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
         """Queue a copy of numbers; it replaces the numbers that wait in the same slot."""
-        with self.lock, torch.no_grad():
+        with self.lock:
             self._streams[values.device].follow(values.device)
             copied = values.detach().reshape(-1).to(torch.float32, copy=True)
             self._waiting[object() if slot is None else slot] = item, copied

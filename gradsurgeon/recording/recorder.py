@@ -95,7 +95,7 @@ class Recorder:
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _is_due(self) -> bool:
-        return any(outlet.due() for outlet in self._outlets)
+        return bool(self._outlets) and any(outlet.due() for outlet in self._outlets)
 
     def add(
         self,

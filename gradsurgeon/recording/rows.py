@@ -26,6 +26,8 @@ class Share(NamedTuple):
 
 
 def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
+    if not tensors:
+        return ()
     places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
         # The statistic of a tensor without elements is the same everywhere.

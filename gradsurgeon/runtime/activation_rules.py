@@ -16,10 +16,9 @@ from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context, Flag
-from gradsurgeon.runtime.current_pass import is_taken
 from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.tensors.loss_scale import unscaled

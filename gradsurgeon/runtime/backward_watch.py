@@ -1,4 +1,4 @@
-"""The context of each backward pass: which gradients it left, and which facts hooks collected meanwhile.
+"""Watches backward passes: those that run now, which gradients each left, and which facts hooks collected meanwhile.
 
 Comparing the gradients before and after a pass shows which parameters the pass reached, so no parameter
 needs a hook for that.
@@ -6,9 +6,10 @@ needs a hook for that.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -20,17 +21,106 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.current_pass import (
-    RunningPass,
-    listed,
-    lock,
-    tasks_taken,
-    threads,
-    training,
-)
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
+
+
+@dataclass(slots=True, eq=False)
+class RunningPass:
+    """A backward pass, listed among the running passes within its context.
+
+    The context raises `GradSurgeonError` if another thread runs a pass through the same leaves, and one of the two
+    must be alone.
+
+    Attributes:
+        graph: the graph that the pass runs through.
+        trains: True for a `backward()`, False for a `torch.autograd.grad()`.
+        inputs: the only tensors that get gradients; empty for all leaves.
+        is_alone: whether no other thread may run a pass that reaches the same leaves.
+        tasks: the number that autograd gave the pass, once it is known.
+        thread: the thread that started the pass.
+    """
+
+    graph: BackwardGraph
+    trains: bool = False
+    inputs: Sequence[Any] = ()
+    is_alone: bool = False
+    tasks: list[int] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+
+    def reaches(self, leaves: Collection[int]) -> bool:
+        """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
+        if self.inputs:
+            return any(id(tensor) in leaves for tensor in self.inputs)
+        return self.graph.reaches(leaves)
+
+    def __enter__(self) -> None:
+        with lock:
+            others = [
+                other
+                for other in _running
+                if other.thread != self.thread and (other.is_alone or self.is_alone)
+            ]
+            leaves = set(map(id, self.graph.leaves())) if others else set()
+            if any(other.graph.reaches(leaves) for other in others):
+                raise GradSurgeonError(_TOGETHER)
+            if self.trains:
+                threads.add(self.thread)
+                if len(threads) > 1:  # a thread that has ended trains nothing
+                    threads.intersection_update(thread.ident for thread in threading.enumerate())
+            _running.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        with lock:
+            _running.remove(self)
+
+
+_running: list[RunningPass] = []
+# The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
+# even read the gradients that another thread is training.
+threads: set[int] = set()
+# Held while the only thread reads gradients, so a pass in a second thread begins after the read.
+lock = threading.RLock()
+# By thread, the numbers of its passes that take the gradients of single losses.
+_taking: dict[int, list[int]] = {}
+_TOGETHER = (
+    "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
+    "replaces the hooks on these parameters meanwhile: run both passes in one thread"
+)
+
+
+def training() -> list[RunningPass]:
+    """Return the running passes that give parameters their gradients."""
+    return [one for one in _running if one.trains]
+
+
+@contextmanager
+def taking() -> Iterator[list[int]]:
+    """Mark all passes that this thread starts as gradients of one loss, not training; yield their numbers."""
+    me = threading.get_ident()
+    _taking[me] = tasks = list[int]()
+    try:
+        yield tasks
+    finally:
+        _taking.pop(me, None)
+
+
+def tasks_taken() -> list[int] | None:
+    """Return the numbers of the passes that take gradients in this thread, ``None`` if its passes train."""
+    return _taking.get(threading.get_ident())
+
+
+def is_taken() -> bool:
+    """Return, inside a backward pass, whether the pass only takes the gradients of one loss.
+
+    The training pass will see the tensors again. All threads are searched: autograd calls hooks in device threads.
+    """
+    if not _taking:
+        return False
+    task = _torch.graph_task()
+    return any(task in tasks for tasks in list(_taking.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +133,8 @@ class Seen:
     """
 
     order: list[int] = field(default_factory=list)
-    calls: Counter[int] = field(default_factory=Counter)
-    logged: Logged = field(default_factory=lambda: defaultdict(dict))
+    calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    logged: Logged = field(default_factory=partial(defaultdict, dict))
     contributed: dict[int, Tensor] = field(default_factory=dict)
     module: bool = False
 
@@ -113,13 +203,13 @@ class BackwardWatch:
             else:
                 tensors = set(params.grads(sorted(reached))[0])
         seen = self._take_seen(reached)
-        order = tuple(dict.fromkeys(seen.order))
+        order, divided = tuple(dict.fromkeys(seen.order)), False
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
             tensors = {
                 t for t in tensors if (p := params.param(t)) is None or not _dist.is_sharded(p)
             }
-        divided = any(map(_dist.is_divided, params.params(order)))
+            divided = any(map(_dist.is_divided, params.params(order)))
         tensors.update(order, seen.calls)
         if tensors:
             self.context.refuse_graph_capture()
@@ -210,8 +300,8 @@ Begins = Callable[[BackwardGraph, Sequence[Any]], None]
 
 def around_passes(
     watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
-) -> Callable[[BackwardCall], AbstractContextManager[None]]:
-    """Return a function that makes the context of a backward pass.
+) -> Callable[[BackwardCall, Callable[[], Any]], Any]:
+    """Return a function that runs a backward pass.
 
     Args:
         watches: returns the watches of all sessions that follow a pass.
@@ -219,48 +309,48 @@ def around_passes(
             No lock is held during the call: the function may wait for other ranks.
     """
 
-    @contextmanager
-    def around(call: BackwardCall) -> Iterator[None]:
-        known, roots = list(watches()), roots_of(call.outputs)
+    def around(call: BackwardCall, run: Callable[[], Any]) -> Any:
+        known, roots = watches(), roots_of(call.outputs)
         if (outer := _torch.graph_task()) != -1:
             # A pass inside another pass is a part of it.
             _note_inner(roots)
             scalings = [watch.scaling for watch in known if watch.scaling.in_use]
-            with _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings]):
-                yield
-        elif (tasks := tasks_taken()) is not None:
-            with _numbered(roots, [tasks.append]):
-                yield
-        elif call.accumulates:
+            tell = [partial(one.began_inside, outer=outer) for one in scalings]
+            return _numbered(roots, tell, run)
+        if (tasks := tasks_taken()) is not None:
+            return _numbered(roots, [tasks.append], run)
+        if call.accumulates:
             only = call.outputs[0] if len(call.outputs) == 1 else None
             loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
             graph = BackwardGraph(roots, loss=loss)
-            with _training(RunningPass(graph, trains=True, inputs=call.inputs), known, begins):
-                yield
-        else:
-            with listed(RunningPass(BackwardGraph(roots), inputs=call.inputs)):
-                yield
-            for watch in known:
-                watch.end_of_grad()
+            running = RunningPass(graph, trains=True, inputs=call.inputs)
+            return _train(running, known, begins, run)
+        with RunningPass(BackwardGraph(roots), inputs=call.inputs):
+            found = run()
+        for watch in known:
+            watch.end_of_grad()
+        return found
 
     return around
 
 
-@contextmanager
-def _training(
-    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins
-) -> Iterator[None]:
-    """Report a pass that gives parameters their gradients to the watches."""
+def _train(
+    running: RunningPass,
+    watches: Sequence[BackwardWatch],
+    begins: Begins,
+    run: Callable[[], Any],
+) -> Any:
+    """Run a pass that gives parameters their gradients, and report it to the watches."""
     graph = running.graph
     is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
-    with listed(running):
+    with running:
         before: dict[BackwardWatch, _Before] = {}
         try:
             begins(graph, running.inputs)
-            before |= {watch: watch.begin(running) for watch in watches}
-            with _numbered(graph.roots, [running.tasks.append] if is_scaled else []):
-                yield
+            for watch in watches:
+                before[watch] = watch.begin(running)
+            found = _numbered(graph.roots, [running.tasks.append], run) if is_scaled else run()
         except BaseException:
             averaging = data_parallel.ended(running.reaches, failed=True)
             for watch in watches:
@@ -270,6 +360,7 @@ def _training(
         # Ranks may wait for each other here, and may have made their sessions in different orders.
         for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
             watch.end(running, before[watch], averaging)
+    return found
 
 
 def _note_inner(roots: Sequence[Root]) -> None:
@@ -280,9 +371,10 @@ def _note_inner(roots: Sequence[Root]) -> None:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 
-@contextmanager
-def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
-    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
+def _numbered(
+    roots: Sequence[Root], tell: Sequence[Callable[[int], object]], run: Callable[[], Any]
+) -> Any:
+    """Run a pass and report the number that autograd gives it: only the nodes of the pass learn it."""
 
     def learn(_: object) -> None:
         for take in tell:
@@ -290,7 +382,7 @@ def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) ->
 
     handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
     try:
-        yield
+        return run()
     finally:
         for handle in handles:
             handle.remove()

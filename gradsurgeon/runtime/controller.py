@@ -20,8 +20,8 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
-from gradsurgeon.runtime.gradient_rules import after_pass, run_step_rules
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
+from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -30,13 +30,12 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
 from gradsurgeon.runtime.traps import Traps
-from gradsurgeon.runtime.weight_records import WeightRecords
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _NOT_MET = (
@@ -110,22 +109,23 @@ class Controller:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
-        self.checks.before_pass(graph)
+        if self.context.program.checks:
+            self.checks.before_pass(graph)
         if reached is None or reached:
-            with self._kept.spared():
-                tensors = None if reached is None else sorted(reached)
-                having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
-                self._kept.keep_loss(graph, accumulates=bool(having))
+            tensors = None if reached is None else sorted(reached)
+            having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
+            self._kept.keep_loss(graph, accumulates=bool(having))
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
         try:
-            self.context.ranks.refuse_uneven()
-            self._agreement.find_sessions(done)
+            if self.context.ranks.are_several:
+                self.context.ranks.refuse_uneven()
+                self._agreement.find_sessions(done)
             by_hand = self._note_pass(done)
             accumulated = by_hand and self.manual.accumulates(done)
             # The records of a pass use the counter of the step that the pass feeds.
-            with self.manual.in_step(accumulated=accumulated):
+            with self.manual.in_step() if accumulated else nullcontext():
                 self._take_snapshots(done)
                 objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
@@ -153,23 +153,19 @@ class Controller:
         self._last = done.tensors[:1] or self._last
         self._notices.arrived.update(done.tensors)
         context.flags.passed()
-        # Checked once: searching for optimizers after each of many passes would be slow.
-        if not done.tensors and context.event_log.is_noticed("no parameter"):
-            return False
-        if not self.manual.active and self.expects_update():
-            return False
-        params = context.parameters.params() if not done.tensors else ()
+        params = () if done.tensors else context.parameters.params()
+        # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
-            self.manual.note_no_parameter()
             return False
-        return True
+        return self.manual.active or not self.expects_update()
 
     def _take_snapshots(self, done: BackwardPass) -> None:
         for counter, snapshot in after_pass(self.context, done).items():
             self.traps.add_snapshot(counter, snapshot)
 
     def _end_pass(self, done: BackwardPass) -> None:
-        self.checks.after_pass(done)
+        if self.context.program.checks:
+            self.checks.after_pass(done)
         for counter in self.context.counters.among(done.tensors):
             counter.passes += 1
         self._notices.passed(done)
@@ -177,12 +173,14 @@ class Controller:
         self._kept.reaching += 1
 
     def update_began(self, update: Step) -> None:
-        self.weights.before_update(update)
+        if self.context.program.of_weights:
+            self.weights.before_update(update)
 
     def step_starting(self, step: Step) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
-        self.checks.before_update(step)
+        if context.program.checks:
+            self.checks.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
         due = context.by_counter.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
@@ -192,23 +190,29 @@ class Controller:
         if alone and not due.bound_rules and heard.severity <= FINE:
             self.checks.before_edits(step, None)
             return GOES_ON
-        rests = self._agreement.rests(heard)
-        with nullcontext() if rests == context.paused else context.resting(rests=rests):
-            if rests and not step.inside:
-                return self.traps.rest(counter, heard)
-            due = NOTHING_DUE if rests else due
-            if not step.inside:
-                self._agreement.check_norms(counter, due)
-            self._catch_up(step)
-            gradients = Gradients(context, due.final, step.scale)
-            return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
+        if (rests := self._agreement.rests(heard)) == context.paused:
+            return self._act(step, due, heard, rests=rests)
+        with context.resting(rests=rests):
+            return self._act(step, due, heard, rests=rests)
 
-    def _catch_up(self, step: Step) -> None:
+    def _act(self, step: Step, due: DueRules, heard: Heard, *, rests: bool) -> StepDecision:
+        context, counter = self.context, step.counter
+        if rests and not step.inside:
+            return self.traps.rest(counter, heard)
+        due = NOTHING_DUE if rests else due
+        if context.ranks.are_several and not step.inside:
+            self._agreement.check_norms(counter, due)
+        if step.inside or not (counter.passes or self.manual.active):
+            self._catch_up(step, due)
+        gradients = Gradients(context, due.final, step.scale)
+        return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
+
+    def _catch_up(self, step: Step, due: DueRules) -> None:
         """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
         # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
         # backward pass and the update that the pass feeds.
         counter = step.counter
-        if not step.inside and (counter.passes or self.manual.active):
+        if counter.begun and not (step.inside or due.of_passes):
             return
         having, _ = self.context.parameters.grads(counter.tensors)
         if step.inside:
@@ -224,30 +228,32 @@ class Controller:
         context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
-        self.checks.before_edits(step, update.gradients)
+        if context.program.checks:
+            self.checks.before_edits(step, update.gradients)
         suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not decision.stops:
             decision = self.traps.decide_edited(update, suspicious)
         if decision.stops:
-            self.spikes.forget(update.counter)
+            self.spikes.end(update.counter, took_place=False)
         if context.mode == "act" and due.frozen:
             decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
-        self.checks.after_update(step, took_place=took_place and not step.skipped)
-        self.weights.after_update(step, took_place=took_place and not step.skipped)
+        updated = took_place and not step.skipped
+        if context.program.checks:
+            self.checks.after_update(step, took_place=updated)
+        if context.program.of_weights:
+            self.weights.after_update(step, took_place=updated)
+        if context.spikes:
+            self.spikes.end(counter, took_place=took_place)
         if took_place:
-            if context.spikes:
-                self.spikes.update(counter)
             self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.tensors)
-        if context.spikes:
-            self.spikes.forget(counter)
         self.traps.done(counter)
         if context.program.modules or context.program.tags:
             self.activations.missed(counter)

@@ -29,11 +29,12 @@ class Gradients:
 
     def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
         self._context = context
-        self._now = dict(zip(*context.parameters.grads(tensors), strict=True))
-        self._scale = scale
-        # The measured norms, and the position of each tensor among them.
+        self._tensors, grads = context.parameters.grads(tensors)
+        self._now = dict(zip(self._tensors, grads, strict=True))
+        self.scale = scale
+        # The measured norms, and their tensors.
         self._norms: Norms = ()
-        self._measured: dict[int, int] = {}
+        self._measured: Sequence[int] = ()
         # Tensors whose gradient belongs to this parameter alone, so rules may write to it.
         self._ours: set[int] = set()
         self._twice: set[int] | None = None
@@ -47,7 +48,9 @@ class Gradients:
     def __getitem__(self, tensor: int) -> Tensor:
         return self._now[tensor]
 
-    def having(self, tensors: Iterable[int]) -> list[int]:
+    def having(self, tensors: Sequence[int]) -> Sequence[int]:
+        if len(tensors) == len(self._tensors) and list(tensors) == self._tensors:  # nearly always
+            return self._tensors
         return [tensor for tensor in tensors if tensor in self._now]
 
     def of(self, tensors: Iterable[int]) -> list[Tensor]:
@@ -55,7 +58,7 @@ class Gradients:
 
     def unscaled(self, tensors: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""
-        return [unscaled(grad, self._scale) for grad in self.of(tensors)]
+        return [unscaled(grad, self.scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of gradients that no rule has edited yet.
@@ -63,26 +66,28 @@ class Gradients:
         If no gradient is sharded over ranks, later rules reuse the norms.
         """
         grads = self.of(tensors)
-        norms = measure.norms_here(tensors, grads, scale=self._scale)
+        norms = measure.norms_here(tensors, grads, scale=self.scale)
         if not _dist.any_sharded(grads):
-            self._norms = norms
-            self._measured = {tensor: place for place, tensor in enumerate(tensors)}
+            self._norms, self._measured = norms, tensors
         return norms
 
     def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
-        is_known = len(self._norms) == 1 and self._measured.keys() >= set(tensors)
-        return self.norms(tensors, 2.0) if is_known and self._ours.isdisjoint(tensors) else None
+        is_known = len(self._norms) == 1 and self._knows(tensors)
+        return self.norms(tensors, 2.0) if is_known else None
+
+    def _knows(self, tensors: Sequence[int]) -> bool:
+        """Return whether the measured norms of some gradients still hold."""
+        if tensors is not self._measured and not set(self._measured).issuperset(tensors):
+            return False
+        return not self._ours or self._ours.isdisjoint(tensors)
 
     def norms(self, tensors: Sequence[int], order: float) -> Tensor:
         """Return the current norms of some gradients, float32."""
-        known = self._norms
-        if (
-            order != 2.0  # noqa: PLR2004 # l2
-            or not self._measured.keys() >= set(tensors)
-            or not self._ours.isdisjoint(tensors)
-        ):
-            known = measure.norms(tensors, self.of(tensors), order, scale=self._scale)
+        if order == 2.0 and self._knows(tensors):  # noqa: PLR2004 # l2
+            known = self._norms
+        else:
+            known = measure.norms(tensors, self.of(tensors), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
             by_tensor = measure.as_dict(known)
@@ -90,7 +95,8 @@ class Gradients:
         ((measured, values),) = known
         if len(measured) == len(tensors):
             return values
-        places = tuple([self._measured[tensor] for tensor in tensors])
+        place = {tensor: number for number, tensor in enumerate(measured)}
+        places = tuple([place[tensor] for tensor in tensors])
         return values[_torch.integers(places, values.device)]
 
     def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
@@ -112,16 +118,13 @@ class Gradients:
             return grads, measure.parts(stat, grads)
 
     @contextmanager
-    def in_true_units(self, edited: Iterable[int]) -> Iterator[None]:
+    def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
         """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
-        if (scale := self._scale) is None:
-            yield
-            return
-        written = self.having(edited) if self._context.mode == "act" else []
+        written = self.having([*edited]) if self._context.mode == "act" else []
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
         self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
-        self._scale = None
+        self.scale = None
         try:
             yield
         finally:
@@ -238,8 +241,10 @@ class Gradients:
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
         """
         if _torch.is_host(factors):
-            numbers = factors.tolist() * (len(tensors) // len(factors))
-            biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
+            numbers, biting = factors.tolist(), list[int]()
+            if any(factor < 1.0 for factor in numbers):
+                numbers *= len(tensors) // len(numbers)
+                biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
             self._context.event_log.count_changed(rule, len(biting))
             if biting:
                 shortening = [factor for factor in numbers if factor < 1.0]

@@ -17,8 +17,8 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.backward_watch import RunningPass, taking
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.current_pass import RunningPass, listed, taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
@@ -53,7 +53,7 @@ def before_plain_pass(
         graph: the graph that the pass runs through.
         inputs: the only leaves that get gradients; empty for all leaves.
     """
-    if sessions and current.get() is None and data_parallel.is_any_awaiting():
+    if sessions and current.get() is None:
         leaves = list(inputs or graph.leaves())
         for rules in in_order(sessions):
             rules.due(leaves, None)
@@ -82,7 +82,7 @@ def backward(
         due: list[DueLossRule] = []
         if sessions:
             # The hooks on the leaves are replaced meanwhile.
-            stack.enter_context(listed(RunningPass(graph, is_alone=True)))
+            stack.enter_context(RunningPass(graph, is_alone=True))
             leaves = list(graph.leaves())
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
         named = NamedPass(due)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -187,8 +186,8 @@ class LossRules:
         ]
         rules = [rule.model_dump_json() for rule, _ in self._stages]
         self.order = (*rules, *context.program.names)
-        # By rule id, how often calls passed each loss while the rule was due.
-        self._given: dict[str, Counter[str]] = {}
+        # By rule id, the losses that calls passed while the rule was due.
+        self._given: dict[str, set[str]] = {}
         # Ids of the rules that rested in the last pass, because some rank was paused or ran a plain pass.
         self._resting: set[str] = set()
 
@@ -268,21 +267,21 @@ class LossRules:
 
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
         """Warn once if a rule names a loss that no call passes, and calls pass other losses instead."""
-        given = self._given.setdefault(rule.id, Counter())
-        given.update(losses)
+        given = self._given.setdefault(rule.id, set())
         unnamed = [name for name in losses if name not in (rule.losses or ())]
-        lacking = [name for name in rule.losses or () if name not in given]
-        if not (lacking and unnamed):
-            return
-        hint = did_you_mean(lacking[0], unnamed)
         # Losses of another model, such as a generator, may pass through this model first.
-        if hint or any(given[name] > 1 for name in unnamed):
-            text = (
-                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward got "
-                f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
-            )
-            topic = f"unknown {lacking[0]}"
-            self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
+        again = not given.isdisjoint(unnamed)
+        given.update(losses)
+        for lacking in rule.losses or () if unnamed else ():
+            hint = did_you_mean(lacking, unnamed)
+            if lacking not in given and (hint or again):
+                text = (
+                    f"no loss is called {printable(lacking)}; gradsurgeon.backward got "
+                    f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
+                )
+                log = self.context.event_log
+                log.notice_once(f"unknown {lacking}", text, rule=rule.id, step=step, warn=True)
+                return
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
         """Yield each rule that was due, with each loss that it names and that no call passed."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import BindError, GradSurgeonError
+from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
@@ -32,13 +33,6 @@ _TAKEN_OVER = (
     "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
     "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
-_NO_PARAMETER = (
-    "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
-    "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
-    "right before each update"
-)
-
-
 _NO_FREEZE = (
     "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
     "use `zero`"
@@ -88,11 +82,6 @@ class ManualSteps:
         acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
         return sorted({tensor for stage in acting for tensor in stage.tensors})
 
-    def note_no_parameter(self) -> None:
-        if not self.declared:
-            text, step = _NO_PARAMETER.format(tick=self._tick), self._context.counters.latest
-            self._context.event_log.notice_once("no parameter", text, step=step)
-
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
@@ -109,10 +98,10 @@ class ManualSteps:
             raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
 
     @contextmanager
-    def in_step(self, *, accumulated: bool) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """Attribute an accumulating pass to the step that was already counted."""
         counter = self._context.counters.common
-        back = int(accumulated and self._counted)
+        back = int(self._counted)
         counter.step -= back
         try:
             yield
@@ -125,7 +114,7 @@ class ManualSteps:
         if self.declared:
             return
         step = Step(self._context.counters.common)
-        with self.in_step(accumulated=accumulated):
+        with self.in_step() if accumulated else nullcontext():
             number, self._last = step.counter.step, self._events.step_starting(step)
         if not accumulated:
             self._counted = True
@@ -144,10 +133,9 @@ class ManualSteps:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
         if self._counts == "passes" and self._counted:
-            steps = counter.step - self._began
-            text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            acted = bool(self.edited())
-            self._context.event_log.notice_once("late", text, step=counter.step, warn=acted)
+            text = _TAKEN_OVER.format(steps=count(counter.step - self._began, "step"))
+            warn = bool(self.edited())
+            self._context.event_log.notice_once("late", text, step=counter.step, warn=warn)
         self._counts = "nothing"
 
     def tick(self) -> bool:

@@ -9,7 +9,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule, TrapRule
+from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
@@ -121,12 +121,10 @@ class Notices:
         The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
         unchanged tensor can have new content.
         """
-        due = self._context.due_rules(counter)
-        for bound in (*due.in_backward, *due.after):
-            rule = bound.rule
-            if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound.tensors):
-                text = _NOT_BY_BACKWARD.format(point=rule.point)
-                self._log.notice_once("no pass", text, rule=rule.id, step=counter.step, warn=True)
+        for bound in self._context.due_rules(counter).of_passes:
+            if not set(having).isdisjoint(bound.tensors):
+                text, rule = _NOT_BY_BACKWARD.format(point=bound.rule.point), bound.rule.id
+                self._log.notice_once("no pass", text, rule=rule, step=counter.step, warn=True)
 
     def newly_unowned(self) -> list[int]:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""

@@ -54,11 +54,12 @@ def evaluates_before_moving(optimizer: Optimizer) -> bool:
 
 def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
-    if optimizer.state:
+    module = "torch.distributed.checkpoint.state_dict"
+    if optimizer.state or module not in sys.modules:
         return False
     for frame in _callers():
         if frame.f_code.co_name == "_init_optim_state":
-            return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+            return frame.f_globals.get("__name__") == module
     return False
 
 

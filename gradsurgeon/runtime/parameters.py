@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import RLock
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.utils.weak import TensorWeakRef
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
+_grad: Callable[[Any], Any] = attrgetter("grad")
 # The dictionary of the owner and the key in it.
 Place = tuple[dict[str, Any], str]
 
@@ -84,7 +86,10 @@ class Parameters:
         wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)
-        grads = [None if param is None else param.grad for param in params]
+        try:
+            grads = list(map(_grad, params))
+        except AttributeError:  # some names are gone
+            grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):
             return wanted, cast("list[Tensor]", grads)
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]

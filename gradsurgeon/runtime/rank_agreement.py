@@ -119,8 +119,6 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together."""
-        if not self._context.ranks.are_several:
-            return
         if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
             self._voters.clear()
             self._rolls.clear()
@@ -207,13 +205,10 @@ class RankAgreement:
         if not (self._judges or (meets and context.ranks.shard_groups(everything))):
             return context.paused
         paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
-        step = context.counters.latest
         if paused and not context.paused:
             text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
+            step = context.counters.latest
             context.event_log.notice_once("paused", text, step=step, warn=True)
-        if context.paused and not paused:
-            text = "paused between a backward pass and its update: the rules rest from the next pass on"
-            context.event_log.notice_once("paused late", text, step=step)
         return bool(paused)
 
     def close(self) -> None:

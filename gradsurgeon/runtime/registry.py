@@ -223,7 +223,8 @@ def _backward_watches() -> list[BackwardWatch]:
 
 
 def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
-    loss_backward.before_plain_pass([one.losses for one in _with_loss_rules()], graph, inputs)
+    if data_parallel.is_any_awaiting():
+        loss_backward.before_plain_pass([one.losses for one in _with_loss_rules()], graph, inputs)
 
 
 def _with_loss_rules() -> list[Controller]:

@@ -20,8 +20,8 @@ from gradsurgeon._backward_calls import is_only_grad
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
+from gradsurgeon.runtime.backward_watch import is_taken
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.current_pass import is_taken
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 

@@ -24,7 +24,7 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
+from gradsurgeon.runtime.trap_report import spike_report, told_of_cut
 
 # Returns the order in which the gradients of an update came.
 _Arrived = Callable[[], Sequence[Sequence[int]]]
@@ -213,15 +213,14 @@ class SpikeTraps:
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
         return [program.names[tensor] for stage in stages for tensor in stage.tensors]
 
-    def update(self, counter: StepCounter) -> None:
-        """Learn from the update that was judged last: it has taken place."""
+    def end(self, counter: StepCounter, *, took_place: bool) -> None:
+        """Learn from the update that was judged last if it has taken place, else discard it."""
+        judged_by_rule = self._judged.pop(counter, {})
+        if not took_place:
+            return
         self._before, self._entered = {}, (counter, counter.step)
-        for judged in self._judged.pop(counter, {}).values():
+        for judged in judged_by_rule.values():
             statistic = judged.statistic
             self._before[id(statistic)] = statistic.kept, statistic.usual
             with torch.no_grad():
                 judged.learn()
-
-    def forget(self, counter: StepCounter) -> None:
-        """Discard the update that was judged last: it did not take place."""
-        self._judged.pop(counter, None)

@@ -6,7 +6,6 @@ knows the order in which rules act.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -42,8 +41,8 @@ class BackwardPass:
 
     tensors: tuple[int, ...]
     graph: BackwardGraph | None = None
-    calls: Counter[int] = field(default_factory=Counter)
-    logged: Logged = field(default_factory=lambda: defaultdict(dict))
+    calls: Mapping[int, int] = field(default_factory=dict)
+    logged: Logged = field(default_factory=dict)
     contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
     averaging: Sequence[Any] = ()

@@ -110,15 +110,16 @@ class Traps:
         looks = self._look_at_gradients(update)
         if update.due.spike_traps:
             looks += self._spikes.looks(update, partial(self._arrived, update.counter))
-        looks += self._look_at_statistics(update)
-        # The snapshots after backward reach the host together with the current numbers.
-        numbers = [one for look in looks for one in look.numbers]
-        tripped = iter(measure.nonfinite(*numbers) if numbers else ())
-        findings = [
-            finding
-            for look in looks
-            for finding in look.findings(*(next(tripped) for _ in look.numbers))
-        ]
+        if update.due.thresholds:
+            looks += self._look_at_statistics(update)
+        findings: list[Finding] = []
+        if looks:
+            # The snapshots after backward reach the host together with the current numbers.
+            tripped = measure.nonfinite(*[one for look in looks for one in look.numbers])
+            for look in looks:
+                count = len(look.numbers)
+                findings += look.findings(*tripped[:count])
+                del tripped[:count]
         findings += self._judge_activations(update.counter, final=True)
         return self._conclude(update, findings)
 
@@ -177,7 +178,8 @@ class Traps:
         fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
         for bound in fired:
             event_log.count_fired(bound.rule.id, update.step)
-        elsewhere = self._counted_elsewhere(gradients, update.heard)
+        objections = update.heard.objections
+        elsewhere = self._counted_elsewhere(gradients, update.heard) if objections else {}
         if not (before or doubtful or elsewhere):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
@@ -186,7 +188,7 @@ class Traps:
         snapshots = self._snapshots[update.counter]
         divided = frozenset(t for t in tensors if _dist.is_sharded(gradients[t]))
         evidence = GradientEvidence(snapshots, tensors, bad, norms, frozenset(elsewhere), divided)
-        objecting = {one.rule for one in update.heard.objections}
+        objecting = {one.rule for one in objections}
         for bound in fired:
             rule = bound.rule.id
             names = [self._names[tensor] for tensor in bound.tensors if tensor in evidence.repaired]

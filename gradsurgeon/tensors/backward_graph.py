@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
@@ -57,9 +56,11 @@ def _saved(node: Any) -> dict[str, Any]:
         _saved_names[kind] = [name for name in dir(node) if name.startswith(_SAVED)]
     found = {}
     for name in _saved_names[kind]:
-        # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
-        with suppress(RuntimeError):
+        try:
             found[name.removeprefix(_SAVED)] = getattr(node, name)
+        except RuntimeError:
+            # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
+            continue
     return found
 
 

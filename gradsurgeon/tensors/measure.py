@@ -50,10 +50,9 @@ def norms(
 ) -> Norms:
     """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
     measure = _norms_of_shards if _dist.any_sharded(grads) else _numbers.norms
-    with torch.no_grad():
-        parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
-        if scale is not None:
-            parts = [(part, values / scale.to(values.device)) for part, values in parts]
+    parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
+    if scale is not None:
+        parts = [(part, values / scale.to(values.device)) for part, values in parts]
     return tuple(parts)
 
 
@@ -77,6 +76,7 @@ def _by_device(
     return list(groups.values())
 
 
+@torch.no_grad()
 def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
     settled = [_dist.settled(grad) for grad in grads]
     own = _numbers.norms(_dist.parts(settled), order).double()
