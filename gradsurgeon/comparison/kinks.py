@@ -57,11 +57,12 @@ def _is_kink(pairs: Pairs, at: int) -> bool:
     if pairs.kind(at).phase != "backward" or cell["state"] != BOTH or not np.isfinite(far):
         return False
     same = pairs.like(at, "kind", "name", "rank", "part", "call")
-    same[at] = False
-    # Where it agreed in an earlier step, later ones say nothing: they begin with other weights.
-    if not (same & (cells["step"] < cell["step"])).any():
-        again = (cells["distance"] > cells["limit"]) & (cells["distance"] > far / _ONCE)
-        if not same.any() or (same & again).any():
-            return False
+    again = (cells["distance"] > cells["limit"]) & (cells["distance"] > far / _ONCE)
+    later = same & (cells["step"] > cell["step"])
+    if (same & (cells["step"] < cell["step"])).any():
+        # It agreed before. Later steps begin with other weights, so only what stays in all of several is a fault.
+        is_fault = later.sum() > 1 and again[later].all()
+    else:
+        is_fault = not later.any() or again[later].any()
     is_small = far * np.sqrt(cell["numel"]) <= _ELEMENTS and cell["shift"] <= far**2
-    return bool(is_small)
+    return bool(is_small and not is_fault)

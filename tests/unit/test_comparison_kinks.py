@@ -47,13 +47,14 @@ def test_later_steps_begin_with_other_weights() -> None:
     "found",
     [
         pairs((0.02, 1e-6, 1e-6), (0.02, 1e-6, 1e-6)),  # in each step
+        pairs(FINE, *[(0.02, 1e-6, 1e-6)] * 3),  # in each step from one on
         pairs(FINE, (0.02, 1e-6, 1e-6), shift=0.02),  # a factor
         pairs(FINE, (0.2, 1e-6, 1e-6)),  # too large for a few of so many elements
         pairs((0.02, 1e-6, 1e-6)),  # no other step
         pairs(FINE, (1e-6, 0.02, 1e-6)),  # a gradient of a parameter
         pairs(FINE, (float("inf"), 1e-6, 1e-6)),
     ],
-    ids=["again", "factor", "large", "alone", "parameter", "infinite"],
+    ids=["again", "from one on", "factor", "large", "alone", "parameter", "infinite"],
 )
 def test_others_are_faults(found: Pairs) -> None:
     border = int(np.argmax(found.apart))
