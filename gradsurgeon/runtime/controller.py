@@ -156,6 +156,7 @@ class Controller:
         params = () if done.tensors else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
+            self.manual.note_no_parameter()
             return False
         return self.manual.active or not self.expects_update()
 

@@ -33,6 +33,11 @@ _TAKEN_OVER = (
     "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
     "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
+_NO_PARAMETER = (
+    "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
+    "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
+    "right before each update"
+)
 _NO_FREEZE = (
     "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
     "use `zero`"
@@ -81,6 +86,11 @@ class ManualSteps:
         stages = self._context.program.at_step
         acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
         return sorted({tensor for stage in acting for tensor in stage.tensors})
+
+    def note_no_parameter(self) -> None:
+        if not self.declared:
+            text, step = _NO_PARAMETER.format(tick=self._tick), self._context.counters.latest
+            self._context.event_log.notice_once("no parameter", text, step=step)
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
