@@ -5,13 +5,12 @@ from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, is_trip
+from gradsurgeon.events import is_trip
 from gradsurgeon.planning import NO_MATCH, Plan
 from gradsurgeon.planning.table import NOUNS, count, grid
-from gradsurgeon.report.rules_and_events import trap_words
+from gradsurgeon.report.diagnoses import first_diagnosis
+from gradsurgeon.report.rules_and_events import EventGroup, event_groups, trap_words
 from gradsurgeon.runtime import Attachment
-
-_MOST_EVENTS = 5
 
 
 def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
@@ -66,17 +65,25 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         found = sum(event.kind == "check" for event in session.events)
         names = ", ".join(printable(rule.id) for rule in checks)
         yield f"  checked: {names}; found: {count(found, 'fault') if found else 'nothing'}"
-    shown = [event for event in session.events if event.kind != "notice"]
-    if (before := len(shown) - _MOST_EVENTS) > 0:
-        yield f"  {before} events before these"
-    yield from map(_line, shown[-_MOST_EVENTS:])
+    told = [event for event in session.events if event.kind != "notice"]
+    first, left_out, last = event_groups(told)
+    yield from map(_line, first)
+    if left_out:
+        yield f"  ... and {count(left_out, 'event')} more"
+    yield from map(_line, last)
+    diagnosis = printable(first_diagnosis(told))
+    # Without a diagnosis that is the line of the first trip.
+    if diagnosis and not any(diagnosis in _line(group) for group in (*first, *last)):
+        yield f"  {diagnosis}"
     if record is not None and record.is_dir():
         yield f"  gradsurgeon report {printable(str(record))}"
 
 
-def _line(event: Event) -> str:
+def _line(group: EventGroup) -> str:
+    event = group.first
     text = printable(event.message.partition("\n")[0])
     rule = f", rule {printable(event.rule)}" if event.rule else ""
     # The message of an exception begins with the step.
     where = "" if text.startswith("step ") else f"step {event.step}{rule}: "
-    return f"  {event.kind}: {where}{text}"
+    repeated = f" ({group.repeated})" if group.repeated else ""
+    return f"  {event.kind}: {where}{text}{repeated}"

@@ -100,6 +100,34 @@ def test_the_summary_counts_the_steps_of_this_run(folder: Folder) -> None:
     assert folder.steps("weight") == [100]
 
 
+ROOTS = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    sign = -1.0 if step > 2 else 1.0
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).abs().mul(sign).sqrt().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.cover_children
+def test_the_summary_tells_equal_events_once_and_the_first_diagnosis(folder: Folder) -> None:
+    done = folder.run(ROOTS, rules=TRAP)
+    start = next(at for at, line in enumerate(done.lines) if line.endswith("Linear, 6 steps"))
+    shown = done.lines[start + 2 :]
+    assert [line.partition(":")[0].strip() for line in shown] == [
+        "trap", "skipped-step", "step 3", "gradsurgeon report " + str(folder.path / "run"),
+    ]  # fmt: skip
+    assert [line.endswith(" (x3, steps 3..5)") for line in shown[:2]] == [True, True]
+    assert (
+        shown[2]
+        .partition(": ")[2]
+        .startswith("NaN born in the forward pass outside of every module")
+    )
+
+
 @pytest.mark.parametrize("empty", ["", ":src", "src:", "src::other"])
 def test_an_empty_entry_of_the_path_is_the_working_directory(folder: Folder, empty: str) -> None:
     (folder.path / "scripts").mkdir()
