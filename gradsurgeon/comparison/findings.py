@@ -122,17 +122,18 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
     came: dict[tuple[str, int], int] = {}
     # Where its input is, how far that was apart at least, how many times as far its output is.
-    added: list[tuple[int, float, float, Module]] = []
+    added: dict[tuple[str, int], tuple[int, float, float, Module]] = {}
     apart, distances = pairs.apart, pairs.cells["distance"]
     for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
         base, key = pairs.kind(at).base, (pairs.name(at), int(pairs.cells["call"][at]))
         if base == "input":
-            came[key] = at
+            came[key] = max(at, came.get(key, at), key=distances.__getitem__)
         elif base == "output" and key in came and apart[at]:
             module = Module(key[0], float(distances[came[key]]), float(distances[at]))
             start = max(module.came_in, float(pairs.cells["limit"][at]), 1e-30)
-            if module.went_out / start >= _ADDS:
-                added.append((came[key], start, module.went_out / start, module))
+            times = module.went_out / start
+            if times >= _ADDS and (key not in added or times > added[key][2]):
+                added[key] = (came[key], start, times, module)
 
     def is_of_inside(start: float, outer: Module) -> bool:
         """Return whether a module inside adds the difference: no more came into it."""
@@ -140,10 +141,10 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
             outer.name != inner.name
             and is_inside(inner.name, outer.name)
             and inner.came_in < _ADDS * start
-            for *_, inner in added
+            for *_, inner in added.values()
         )
 
-    inner = [one for one in added if not is_of_inside(one[1], one[-1])]
+    inner = [one for one in added.values() if not is_of_inside(one[1], one[-1])]
     most = sorted(inner, key=lambda one: -one[2])[:_MODULES]
     return [module for *_, module in sorted(most)]
 

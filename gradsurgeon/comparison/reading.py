@@ -45,6 +45,11 @@ class Kind(NamedTuple):
         return ends[0] + ".grad" * self.tensor.endswith(".grad") if ends else self.tensor
 
     @property
+    def family(self) -> tuple[str, str]:
+        """Return what the kinds of the tensors of one structure have in common."""
+        return self.base, self.point
+
+    @property
     def of_modules(self) -> bool:
         return self.base.startswith(("input", "output"))
 
@@ -58,6 +63,11 @@ class Kind(NamedTuple):
     def is_final(self) -> bool:
         """Return whether it is the gradient that the optimizer gets, after the clip of the script."""
         return self == ("grad", "step")
+
+    def at(self, path: str) -> Kind:
+        """Return the kind of the tensors at a path inside what a module takes or returns, such as `input[0]`."""
+        grad = ".grad" * self.tensor.endswith(".grad")
+        return Kind(f"{self.tensor.removesuffix('.grad')}{path}{grad}", self.point)
 
     def text(self, name: str) -> str:
         text = _WORDS.get(self.base, f"{self.base} of {{}}").format(name)
@@ -129,14 +139,22 @@ def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
         bound[number] = [words.names.setdefault(new, len(words.names)) for new in names.values()]
         for group in mine:
             first = group["l2"]
-            columns = [words.names.get(names.get(name, ""), -1) for name in first.key.names]
+            owners = [_owner(name, names) if kind.of_modules else name for name in first.key.names]
+            columns = np.array([words.names.get(names.get(name, ""), -1) for name in owners])
             if kind.base == "input":
-                chains.append([names[name] for name in first.key.names if name in names])
+                chains.append([*dict.fromkeys(names[name] for name in owners if name in names)])
             if not kind.of_modules:  # each rank has the same gradient, or a part of it
-                for lost in lowest.get(first, range(len(columns))):
-                    columns[lost] = -1
+                columns[list(lowest.get(first, range(len(columns))))] = -1
             rank = first.rank if kind.of_modules else 0
-            parts.append(_cells(group, np.array(columns), number, rank))
+            paths = np.array(
+                [name[len(of) :] for name, of in zip(first.key.names, owners, strict=True)]
+            )
+            for path in dict.fromkeys(paths.tolist()):
+                there = np.where(paths == path, columns, -1)
+                part = words.kinds.setdefault(kind.at(path), len(words.kinds))
+                if path:
+                    bound[part] = [*{*bound.get(part, ()), *there[there >= 0].tolist()}]
+                parts.append(_cells(group, there, part, rank))
     cells = np.concatenate(parts)
     if not len(cells):
         raise RecordError(_nothing(run))
@@ -144,6 +162,14 @@ def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
     here, begins = np.arange(len(cells)), starts(cells)
     cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
     return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, words, rename))
+
+
+def _owner(name: str, modules: Mapping[str, str]) -> str:
+    """Return the module of a tensor: a path behind the name of a module tells one of several tensors."""
+    end = len(name)
+    while end > 0 and name[:end] not in modules:
+        end = max(name.rfind(".", 0, end), name.rfind("[", 0, end))
+    return name[:end] if end > 0 else name
 
 
 def _dtypes(run: Run, words: Words, rename: Callable[[str], str]) -> dict[int, str]:

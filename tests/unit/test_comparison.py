@@ -57,7 +57,44 @@ def first_lines(found: gradsurgeon.Comparison) -> str:
     return "\n".join(str(found).splitlines()[:12])
 
 
+class Pairwise(nn.Module):
+    """A block that takes two tensors and gives two, as layers of attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first, self.last = 1.0, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x).tanh() * gate * self.scale
+        return self.last(hidden) + x, hidden
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(768, 8), nn.Linear(8, 10)
+        self.blocks = nn.ModuleList([Pairwise(), Pairwise()])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.stem(x.flatten(1))
+        gate = x.sigmoid()
+        for block in self.blocks:
+            x, gate = block(x, gate)
+        return self.head(x)
+
+
 class TestBorder:
+    def test_a_module_that_takes_and_gives_several_tensors(self, made: Any) -> None:
+        reference = made("gated", kind=Gated)
+        noise = [made(f"gated{seed}", kind=Gated, noise=seed) for seed in (1, 2, 3)]
+        slip = parting._attribute("blocks.1", scale=0.9)  # noqa: SLF001 # as the faults are made
+        found = gradsurgeon.compare(made("gate", slip, Gated), reference, noise)
+        assert (found.phase, found.inside) == ("forward", "blocks.1")
+        assert found.first[0].text == "input of blocks.1.last"
+        assert [module.name for module in found.modules] == ["blocks.1"]
+        assert "output of blocks.1 (output[1])" in [one.text for one in found.first]
+        assert gradsurgeon.compare(noise[0], reference, noise[1:]).alike
+
     def test_the_module_around_the_fault(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(
             made("scaled", fault("attention scaled by 1/d")), reference, noise
