@@ -222,7 +222,7 @@ class Diagnosis:
         name, of = printable(self.name), f" of {self.place}" if self.module else ""
         if self.operation:
             node = f" ({self.node})" if self.node not in ("", self.operation) else ""
-            outside = " outside of every module"
+            outside = " outside of the model"
             told = (
                 f"{self.what} born in the {self.where} pass{of or outside}: {self.operation}{node}"
             )

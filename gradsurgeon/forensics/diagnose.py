@@ -43,7 +43,7 @@ _ALONE = (
     "the parameters are divided over ranks, which run a step again together only if a rule makes them agree on it: "
     "`then: raise` or `skip-step`, and not while rules only observe"
 )
-_OUTSIDE = "the loss is computed outside of the model and cannot be run again"
+_OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
 _OTHERS = (
     "the replay has non-finite gradients in other parameters: the script has changed gradients"
 )

@@ -24,7 +24,7 @@ from gradsurgeon.report.rules_and_events import (
 )
 from gradsurgeon.report.sparkline import LEGEND
 from gradsurgeon.report.tables import Table
-from gradsurgeon.store import Records, WholeSeries
+from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
@@ -163,7 +163,7 @@ class Report:
         if self.norms or (self.losses.stats and not stats - self.losses.stats):
             return ""
         recorded = printable(", ".join(sorted(stats)))
-        return f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
+        return f"norms: no l2 recorded; recorded: {recorded or NOTHING_RECORDED}"
 
     @cached_property
     def losses(self) -> OfLosses:

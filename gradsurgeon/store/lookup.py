@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NamedTuple, TypeVar
 
-from gradsurgeon.errors import RecordError
+from gradsurgeon.errors import RecordError, shorten_names
 from gradsurgeon.store.memory import WholeSeries, merged
 
 Answer = TypeVar("Answer")
 
 _NEAREST = 3
+NOTHING_RECORDED = 'nothing: a rule {id: norms, action: norm-log, params: "*"} records norms'
 
 
 class Logged(NamedTuple):
@@ -111,8 +112,11 @@ class Lookup:
             stat in logging[key].stats for key in logging if rule in (None, key)
         ):
             recorded = "; ".join(f"{key}: {', '.join(one.stats)}" for key, one in logging.items())
+            inside = {one: None for of in self.logged.values() for one in of.names}
+            if near := [one for one in inside if one.startswith(f"{canonical}.")]:
+                recorded = recorded or f"nothing of it, but of {shorten_names(near)}"
             raise RecordError(
                 f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
-                f"{recorded or 'nothing'}"
+                f"{recorded or NOTHING_RECORDED}"
             )
         return canonical, series

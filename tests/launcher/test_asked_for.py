@@ -122,9 +122,7 @@ def test_the_summary_tells_equal_events_once_and_the_first_diagnosis(folder: Fol
     ]  # fmt: skip
     assert [line.endswith(" (x3, steps 3..5)") for line in shown[:2]] == [True, True]
     assert (
-        shown[2]
-        .partition(": ")[2]
-        .startswith("NaN born in the forward pass outside of every module")
+        shown[2].partition(": ")[2].startswith("NaN born in the forward pass outside of the model")
     )
 
 

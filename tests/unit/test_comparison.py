@@ -87,7 +87,7 @@ class TestBorder:
     def test_a_module_that_takes_and_gives_several_tensors(self, made: Any) -> None:
         reference = made("gated", kind=Gated)
         noise = [made(f"gated{seed}", kind=Gated, noise=seed) for seed in (1, 2, 3)]
-        slip = parting._attribute("blocks.1", scale=0.9)  # noqa: SLF001 # as the faults are made
+        slip = parting._attribute("blocks.1", scale=0.9)  # as the faults are made
         found = gradsurgeon.compare(made("gate", slip, Gated), reference, noise)
         assert (found.phase, found.inside) == ("forward", "blocks.1")
         assert found.first[0].text == "input of blocks.1.last"

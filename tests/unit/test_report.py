@@ -12,7 +12,7 @@ import pytest
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.report import Report, RuleInfo
 from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
-from gradsurgeon.store import Key, Records
+from gradsurgeon.store import NOTHING_RECORDED, Key, Records
 
 NAN, INF = math.nan, math.inf
 
@@ -466,7 +466,11 @@ def test_the_header_counts_steps_and_events_by_kind() -> None:
 
 def test_nothing_at_all_still_reads() -> None:
     text = Report(title="t", params=(), rules={}, statuses={}).text()
-    assert text == "summary: t: no step seen, 0 events\n\nnorms: no l2 recorded; recorded: nothing"
+    assert (
+        text
+        == "summary: t: no step seen, 0 events\n\nnorms: no l2 recorded; recorded: "
+        + NOTHING_RECORDED
+    )
 
 
 def test_dropped_rows_are_admitted() -> None:

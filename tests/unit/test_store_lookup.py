@@ -57,8 +57,13 @@ def test_both_say_what_there_is_instead(ask: object) -> None:
         RecordError, match=r"no rule 'norm' records l2 of a.weight; recorded: norms: l2"
     ):
         ask(make(), "a.weight", "l2", "norm")
-    with pytest.raises(RecordError, match=r"no rule records l2 of c.weight; recorded: nothing"):
+    with pytest.raises(
+        RecordError, match=r"no rule records l2 of c.weight; recorded: nothing: a rule \{"
+    ):
         ask(make(), "c.weight", "l2", None)
+    modules = Lookup((*KNOWN, "a"), ALIASES, LOGGED, Records().series)
+    with pytest.raises(RecordError, match=r"of a; recorded: nothing of it, but of a.weight"):
+        ask(modules, "a", "l2", None)
 
 
 def test_what_has_not_come_yet_has_no_latest_and_an_empty_history() -> None:
