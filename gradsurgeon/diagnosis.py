@@ -230,7 +230,7 @@ class Diagnosis:
             told = _HEADLINES[self.where].format(
                 what=self.what,
                 bare=name,
-                name=f" {name}" if name else "",
+                name=f" {name}" if name not in ("", self.where) else "",
                 of=of,
                 already=ALREADY.get(self.where, ""),
             )

@@ -64,7 +64,8 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     if checks:
         found = sum(event.kind == "check" for event in session.events)
         names = ", ".join(printable(rule.id) for rule in checks)
-        yield f"  checked: {names}; found: {count(found, 'fault') if found else 'nothing'}"
+        nothing = "nothing else" if any(map(is_trip, session.events)) else "nothing"
+        yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
     told = [event for event in session.events if event.kind != "notice"]
     first, left_out, last = event_groups(told)
     yield from map(_line, first)

@@ -98,7 +98,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     (text,) = found.Tensors(f"{TRAP}/message/text_summary")
     told = text.tensor_proto.string_val[0].decode()
     assert told.replace("    ", "", 1).replace("\n    ", "\n") == session.events[0].message
-    assert "diagnosis (reproduced): the input input of the root" in told
+    assert "diagnosis (reproduced): the input of the root" in told
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
