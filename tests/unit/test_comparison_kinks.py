@@ -15,9 +15,7 @@ KINDS = [Kind("output.grad", "backward"), Kind("grad", "accumulated"), Kind("val
 LIMIT, NUMEL = 1e-4, 10_000
 
 
-def pairs(
-    *distances: tuple[float, float, float], shift: float = 0.0, numel: int = NUMEL
-) -> Pairs:
+def pairs(*distances: tuple[float, float, float], shift: float = 0.0, numel: int = NUMEL) -> Pairs:
     """Return an output gradient, a gradient and a weight of each step, with these distances."""
     cells: Any = np.zeros(3 * len(distances), _PAIR)
     cells["step"] = np.repeat(np.arange(len(distances)), 3)
