@@ -189,7 +189,8 @@ def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
 
 def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
     for option in _NAMING:
-        if isinstance(names := given.get(option), Mapping | list | tuple):
+        kind = list | tuple if option == "memory" else Mapping
+        if isinstance(names := given.get(option), kind):
             yield from _unknown_losses(option, names, losses)
     preference, memory = given.get("preference") or {}, given.get("memory") or ()
     if not isinstance(preference, Mapping) or not isinstance(memory, list | tuple):

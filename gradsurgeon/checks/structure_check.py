@@ -46,7 +46,7 @@ class StructureCheck(Check):
         new = [
             t
             for t in update.tensors
-            if t not in self._seen and _is_matrix(update.params[t]) and t in update.grads
+            if t not in self._seen and t in update.grads and _is_matrix(update.params[t])
         ]
         self._seen.update(new)
         self._equal |= dict.fromkeys((t for t in new if _has_units(update, t)), 0)

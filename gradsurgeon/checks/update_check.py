@@ -275,14 +275,15 @@ class MovedCheck(Check):
     def before_update(self, update: Update) -> Iterable[Finding]:
         take = fingerprint if self._unmoved else sample
         for tensor in update.tensors:
-            if tensor not in self._steps and update.params[tensor].numel():
-                self._first[tensor] = take(update.params[tensor])
+            param = update.params.get(tensor)
+            if tensor not in self._steps and param is not None and param.numel():
+                self._first[tensor] = take(param)
                 self._steps[tensor] = update.step
                 self._updates[tensor] = 0
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
-        watched = [t for t in update.tensors if t in self._first]
+        watched = [t for t in update.tensors if t in self._first and t in update.params]
         take = fingerprint if self._unmoved else sample
         new = {t: take(update.params[t]) for t in watched}
         for tensor in watched:

@@ -11,6 +11,8 @@ from gradsurgeon.errors import printable
 
 # A few elements: no more than ten usual ones have together, or one that is ten times as large.
 _ELEMENTS = 10.0
+# In a small tensor a few elements are much of it: the gradient of a whole sample may be missing.
+_SHARE = 0.1
 # A fault of the code shows in each step: elsewhere a kink is so many times smaller.
 _ONCE = 10.0
 _TOLD = (
@@ -64,5 +66,6 @@ def _is_kink(pairs: Pairs, at: int) -> bool:
         is_fault = later.sum() > 1 and again[later].all()
     else:
         is_fault = not later.any() or again[later].any()
-    is_small = far * np.sqrt(cell["numel"]) <= _ELEMENTS and cell["shift"] <= far**2
+    most = min(_SHARE, _ELEMENTS / np.sqrt(cell["numel"]))
+    is_small = far <= most and cell["shift"] <= far**2
     return bool(is_small and not is_fault)

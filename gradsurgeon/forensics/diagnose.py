@@ -52,7 +52,8 @@ _INFINITE = "the output of the model is infinite there, not NaN, and the loss ou
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 _WRITTEN = "an input was written to after the call"
 _UPDATED_WEIGHT = (
-    "gradients were finite before: the optimizer itself wrote this number there, or the script"
+    "no trap stopped an update before: if one watches this weight, its gradients were finite, and "
+    "the optimizer itself wrote this number there, or the script"
 )
 
 

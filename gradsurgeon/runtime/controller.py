@@ -156,7 +156,10 @@ class Controller:
         params = () if done.tensors else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
-            self.manual.note_no_parameter()
+            # Asked once: searching for optimizers after each of many passes would be slow.
+            is_noticed = context.event_log.is_noticed("no parameter")
+            if not is_noticed and (self.manual.active or not self.expects_update()):
+                self.manual.note_no_parameter()
             return False
         return self.manual.active or not self.expects_update()
 

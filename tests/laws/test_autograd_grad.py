@@ -278,6 +278,19 @@ def test_a_script_that_updates_other_tensors_marks_its_steps() -> None:
     assert "gave no gradient to any parameter" in notice
 
 
+def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    early = {**MODULES["scale output.grad"], "modules": "0"}
+    with gradsurgeon.apply(model, rules(early)) as session:
+        for _ in range(2):
+            other_tensors(model)
+            optimizer.zero_grad()
+            model(X).square().sum().backward()
+            optimizer.step()
+    assert session.events == []
+
+
 def test_rules_on_parameters_of_a_script_that_never_trains_them() -> None:
     model = make()
     with gradsurgeon.apply(model, rules({**POINTS["scale, backward"], "params": "*"})) as session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,30 @@ def test_what_is_taken_out_is_lost() -> None:
             ("hook-lost", "", "2.bias"),
         ]
     assert len(session.events) == 2
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        {"action": "check-structure"},
+        {"action": "check-update", "moved": {"max": 0}},
+        {"action": "check-update", "moved": {"min": 1.0, "within": 20}},
+    ],
+    ids=str,
+)
+def test_checks_go_on_without_what_is_taken_out(check: dict[str, Any]) -> None:
+    model = make()
+    optimizer = sgd(model)
+    document = {"version": 1, "rules": [{"id": "it", "params": "*", **check}]}
+    with (
+        warnings.catch_warnings(action="ignore", category=GradSurgeonWarning),
+        gradsurgeon.apply(model, document) as session,
+    ):
+        step(model, optimizer)
+        del model[2]
+        for _ in range(3):
+            step(model, optimizer)
+    assert session.status()["it"].last_step == 3
 
 
 # --- new names ------------------------------------------------------------------------------------

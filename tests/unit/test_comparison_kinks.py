@@ -15,13 +15,13 @@ KINDS = [Kind("output.grad", "backward"), Kind("grad", "accumulated"), Kind("val
 LIMIT, NUMEL = 1e-4, 10_000
 
 
-def pairs(*distances: tuple[float, float, float], shift: float = 0.0) -> Pairs:
+def pairs(*distances: tuple[float, float, float], shift: float = 0.0, numel: int = NUMEL) -> Pairs:
     """Return an output gradient, a gradient and a weight of each step, with these distances."""
     cells: Any = np.zeros(3 * len(distances), _PAIR)
     cells["step"] = np.repeat(np.arange(len(distances)), 3)
     cells["kind"] = np.tile(np.arange(3), len(distances))
     cells["distance"] = np.ravel(distances)
-    cells["limit"], cells["numel"], cells["state"] = LIMIT, NUMEL, BOTH
+    cells["limit"], cells["numel"], cells["state"] = LIMIT, numel, BOTH
     cells["shift"][cells["kind"] == 0] = shift
     return Pairs(KINDS, ["relu"], cells)
 
@@ -50,11 +50,12 @@ def test_later_steps_begin_with_other_weights() -> None:
         pairs(FINE, *[(0.02, 1e-6, 1e-6)] * 3),  # in each step from one on
         pairs(FINE, (0.02, 1e-6, 1e-6), shift=0.02),  # a factor
         pairs(FINE, (0.2, 1e-6, 1e-6)),  # too large for a few of so many elements
+        pairs(FINE, (0.2, 1e-6, 1e-6), numel=1024),  # as if one sample of 16 were missing
         pairs((0.02, 1e-6, 1e-6)),  # no other step
         pairs(FINE, (1e-6, 0.02, 1e-6)),  # a gradient of a parameter
         pairs(FINE, (float("inf"), 1e-6, 1e-6)),
     ],
-    ids=["again", "from one on", "factor", "large", "alone", "parameter", "infinite"],
+    ids=["again", "from one on", "factor", "large", "sample", "alone", "parameter", "infinite"],
 )
 def test_others_are_faults(found: Pairs) -> None:
     border = int(np.argmax(found.apart))
