@@ -222,7 +222,9 @@ def _weakened(
     def gone(old: Ids, new: Ids) -> list[tuple[Kind, str, str]]:
         found: list[tuple[Kind, str, str]] = []
         for rule in (before.rules[one] for one in old):
-            same = [one for one in (after.rules[id] for id in new) if one.action == rule.action]
+            same = [
+                one for one in (after.rules[other] for other in new) if one.action == rule.action
+            ]
             if isinstance(rule, FreezeRule) and not same:
                 found.append(("unfrozen", rule.id, rule.action))
             elif isinstance(rule, TrapRule) and not same:
