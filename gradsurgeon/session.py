@@ -43,7 +43,7 @@ class Session(RecordQueries):
     def remove(self) -> None:
         """Take everything off the model and its optimizers. Records and events stay readable.
 
-        A second call does nothing.
+        Warns of rules that never fired if gradients came and their optimizer never stepped. A second call does nothing.
         """
         self._attachment.remove()
         self._attachment.context.event_log.raise_raised()

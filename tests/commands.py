@@ -36,6 +36,9 @@ sys.exit(code)
 """
 
 CLEAN = 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
+LINTED = (
+    "1 file clean; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD\n"
+)
 EDITS = CLEAN + '  - {id: no-bias, action: zero, params: "*.bias"}\n'
 
 

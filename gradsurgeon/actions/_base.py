@@ -321,8 +321,15 @@ def check_rule(entry: Mapping[Any, Any]) -> tuple[Rule | None, list[Flaw]]:
     kind, flaws = _action_of(entry)
     options = dict(entry)
     if kind is None:
-        # The other keys may be options of the action that was meant.
-        options = {k: v for k, v in entry.items() if not isinstance(k, str) or k in keys_of(Rule)}
+        # The other keys may be options of the action that was meant. A module of the user may define it.
+        known = {key for action in known_actions.values() for key in keys_of(action)}
+        name = entry.get("action")
+        is_slip = isinstance(name, str) and ":" not in name
+        options = {
+            key: value
+            for key, value in entry.items()
+            if key in keys_of(Rule) or not isinstance(key, str) or (is_slip and key not in known)
+        }
         if options.get("action", "") is not None:
             options["action"] = "unknown"
     elif "action" in options:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -152,12 +153,16 @@ class _Reader:
         names = [
             name for name in self.fields if name != "at" or getattr(self.model, "takes_at", True)
         ]
-        hint = did_you_mean(key, [name for name in names if name not in self.given])
+        near = [name for name in names if name not in self.given]
+        unsure = bool(self.actions) and not hasattr(self.model, "role")  # the action is unknown
+        if unsure:
+            near = [*dict.fromkeys(chain(names, *map(keys_of, self.actions.values())))]
+        hint = did_you_mean(key, near)
         if hint:
             self.settled[hint.split("`")[1]] = value
         elif owners := [name for name, rule in self.actions.items() if key in keys_of(rule)]:
             hint = f"`{key}` is an option of {' and '.join(owners)}"
-        hint = hint or f"known: {', '.join(names)}"
+        hint = hint or ("no action has it" if unsure else f"known: {', '.join(names)}")
         self.flaws.append(
             Flaw((key,), f"unknown key `{key[:60]}`", hint, key=True, check="unknown-key")
         )
@@ -174,7 +179,12 @@ class _Reader:
                     message = f"`{_key(path)}`: {message}"
                 yield replace(flaw, at=(*path, *flaw.path), message=message)
         elif error["type"] != "missing":
-            yield _bad_value(path, field, error, context)
+            if path == ("at",) and hasattr(self.model, "role"):
+                # An action accepts some of the points, or none: `flaws` has refused the key then.
+                points = ", ".join(map(repr, getattr(self.model, "points", ()))).rsplit(", ", 1)
+                context = {"expected": " or ".join(points)}
+            if path != ("at",) or getattr(self.model, "takes_at", True):
+                yield _bad_value(path, field, error, context)
         elif path[0] not in self.settled:
             meaning = re.split("[.,;]", field.description or "")[0]
             hint = f"add `{path[0]}`: {meaning[:1].lower()}{meaning[1:]}"
@@ -193,7 +203,9 @@ def _bad_value(
     what = described(value)
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        word = value if isinstance(value, str) else ""
+        within = [f"did you mean `{one}`?" for one in choices if one in word]
+        hint = did_you_mean(word, choices) or "".join(within[:1])
         expected = context["expected"].replace("'", "`")
         return Flaw(path, f"`{key}` must be {expected}, found {what}", hint)
     if kind in _BOUNDS:

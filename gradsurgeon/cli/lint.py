@@ -15,6 +15,7 @@ from gradsurgeon.review import formats
 
 UNREADABLE = "unreadable-file"
 
+_UNSEEN = "; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD"
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     write_output(text, output)
     # Programs that read these formats from stdout have no use for a summary.
     if output is not None or form not in ("json", "sarif"):
-        print(_summary(by_file), file=sys.stderr)
+        summary = _summary(by_file)
+        print(summary + _UNSEEN * (form == "full" and summary.endswith("clean")), file=sys.stderr)
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
     return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))

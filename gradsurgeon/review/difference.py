@@ -13,6 +13,8 @@ Ids = tuple[str, ...]
 Kind = Literal[
     "lost-protection",  # parameters that no rule protects any more
     "lost-trap",  # tensors that lost a trap, and that other rules still protect
+    "weaker-trap",  # tensors whose trap only warns now
+    "unfrozen",  # parameters that no rule freezes any more
     "no-match",  # a rule that newly matches nothing
     "expect",  # a rule that newly breaks its `expect`
     "cannot-act",  # a rule that newly cannot act
@@ -196,7 +198,7 @@ def _warnings(
                 yield DiffWarning(found.kind, (rule,), detail=found.text)
     if lost:
         yield DiffWarning("lost-protection", names=tuple(lost))
-    yield from _lost_traps(before, after, frozenset(lost))
+    yield from _weakened(before, after, frozenset(lost))
     # Many tensors share few distinct chains.
     sides = {(chain.before, chain.after) for chain in chains}
     reordered = {side for side in sides if _is_reordered(*side)}
@@ -210,24 +212,38 @@ def _key(found: Obstacle) -> tuple[str, str]:
     return found.kind, "" if found.kind == "no-match" else found.text
 
 
-def _lost_traps(
+def _weakened(
     before: MatchedRules, after: MatchedRules, lost: Collection[str]
 ) -> Iterator[DiffWarning]:
-    """Yield the traps that no longer check tensors on which other rules still act."""
-    names: dict[tuple[str, str], list[str]] = {}
+    """Yield the traps and freezes that do less for some tensors now, and that no rule of their action replaces."""
+    names: dict[tuple[Kind, str, str], list[str]] = {}
 
     @cache  # many tensors share few distinct chains
-    def gone(old: Ids, new: Ids) -> list[tuple[str, str]]:
-        present = {after.rules[one].action for one in new}
-        rules = [before.rules[one] for one in old]
-        traps = [rule for rule in rules if isinstance(rule, TrapRule)]
-        return [(trap.id, trap.action) for trap in traps if trap.action not in present]
+    def gone(old: Ids, new: Ids) -> list[tuple[Kind, str, str]]:
+        found: list[tuple[Kind, str, str]] = []
+        for rule in (before.rules[one] for one in old):
+            same = [
+                one for one in (after.rules[other] for other in new) if one.action == rule.action
+            ]
+            if isinstance(rule, FreezeRule) and not same:
+                found.append(("unfrozen", rule.id, rule.action))
+            elif isinstance(rule, TrapRule) and not same:
+                found.append(("lost-trap", rule.id, rule.action))
+            elif _holds_back(rule) and not any(map(_holds_back, same)):
+                found.append(("weaker-trap", rule.id, rule.action))
+        return found
 
     for name, chain in before.chains.items():
-        for trap in gone(chain, after.chains.get(name, ())) if name not in lost else ():
-            names.setdefault(trap, []).append(name)
-    for (rule, action), concerned in names.items():
-        yield DiffWarning("lost-trap", (rule,), tuple(concerned), action)
+        for one in gone(chain, after.chains.get(name, ())):
+            if one[0] != "lost-trap" or name not in lost:
+                names.setdefault(one, []).append(name)
+    for (kind, rule, action), concerned in names.items():
+        yield DiffWarning(kind, (rule,), tuple(concerned), action)
+
+
+def _holds_back(rule: Rule) -> bool:
+    """Tell whether a trap keeps its finding from the weights."""
+    return isinstance(rule, TrapRule) and rule.then != "warn"
 
 
 def _is_reordered(before: Ids, after: Ids) -> bool:

@@ -10,6 +10,11 @@ from typing import Any
 
 from gradsurgeon.errors import ModelError, printable
 
+_PLACEHOLDER = (
+    "MODULE:BUILD stands for your module and the class or function that builds the model, such as "
+    "train:build_model"
+)
+
 
 def load_model(spec: str, *, with_values: bool = False) -> Any:
     """Return the model that a spec names.
@@ -76,7 +81,12 @@ def _target(spec: str) -> Any:
     if not name or not path:
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    target = _imported(name)
+    try:
+        target = _imported(name)
+    except ModelError as error:
+        # Messages print `--model MODULE:BUILD`, which people paste as it is.
+        hint = f"\n{_PLACEHOLDER}" * str(error).endswith(f"No module named {name!r}")
+        raise ModelError(f"{error}{hint}") from None
     for step in path.split("."):
         if not hasattr(target, step):
             raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")

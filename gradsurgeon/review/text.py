@@ -17,6 +17,8 @@ _ENDS = "training with these rules ends with an error before its first step"
 _WARNINGS = {
     "lost-protection": "{number} lost all protection: no rule edits, freezes or traps the gradient now: {names}.",
     "lost-trap": "{rule} no longer acts on {number}: {names}: no {detail} is there now.",
+    "weaker-trap": "{rule} no longer stops or skips: {fault} reaches the weights {of} {number}: {names}.",
+    "unfrozen": "{rule} no longer freezes {number}, which train again: {names}.",
     "no-match": f"{{rule}} matches nothing in this model: {_ENDS}. {{detail}}",
     "expect": f"{{rule}} {{detail}}: {_ENDS}.",
     "cannot-act": f"{{rule}} cannot act on this model: {_ENDS}. {{detail}}",
@@ -97,10 +99,12 @@ def _warning(found: Difference, warning: DiffWarning) -> str:
     if warning.kind == "order":
         chains = (one for one in (*found.params, *found.tensors) if one.name == names[0])
         before, after = map(_chain, next(chains)[1:])
-    params = {param.name for param in found.manifest.params}
+    params = {param.name for param in found.manifest.params}.issuperset(names)
     return _WARNINGS[warning.kind].format(
         rule=_shown(next(iter(warning.rules), "")),
-        number=count(len(names), "parameter" if params.issuperset(names) else "tensor"),
+        number=count(len(names), "parameter" if params else "tensor"),
+        of="of" if params else "through",
+        fault="a NaN" if warning.detail == "nan-trap" else f"what {_shown(warning.detail)} finds",
         names=_names(names),
         detail=_shown(warning.detail),
         before=before,
@@ -122,10 +126,14 @@ def _rules(found: Difference) -> Iterator[str]:
 def _binds(change: RuleChange) -> str:
     before, after = change.before, change.after
     things = _from_to(f"{len(before.names):,}", f"{len(after.names):,}")
+    into, out = (set(a.names).difference(b.names) for a, b in ((after, before), (before, after)))
+    more = [f"+{len(into):,} -{len(out):,}"] * bool(into and out)
+    if more and len(into) == len(out):
+        things = f"{things} -> {things}"
     noun = NOUNS[change.target] + "s" * (things != "1")
-    if change.target != "params":
-        return f"{things} {noun}"
-    return f"{things} {noun} ({_from_to(_short(before.elements), _short(after.elements))} elements)"
+    if change.target == "params":
+        more.append(f"{_from_to(_short(before.elements), _short(after.elements))} elements")
+    return f"{things} {noun}" + f" ({', '.join(more)})" * bool(more)
 
 
 def _option(option: OptionChange, sign: str) -> str:

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
+_IDLE = (
+    "gradients came, but their optimizer never stepped while the rules were on, and these rules never fired: "
+    "{rules}; step the optimizer before the session ends"
+)
+
 
 class Attachment:
     """Rules that act on one model until `remove()`. It refers to the model weakly and lives as long as its modules."""
@@ -130,6 +135,9 @@ class Attachment:
                 )
             for name, text in never:
                 context.event_log.emit("never-fired", text, rule=name, step=self.step)
+            if never and self.controller.is_idle and not (error or sys.exc_info()[1]):
+                rules = ", ".join(name for name, _ in never)
+                context.event_log.warn(_IDLE.format(rules=rules))
         finally:  # also if the script turns a warning into an error
             self._close(at=self.step, error=error)
 

@@ -343,6 +343,11 @@ class Controller:
                     self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether gradients came, and an optimizer that owns parameters never stepped."""
+        return self._unstepped and not self._steps and self.steps.owned
+
     def why_never(self, due: int, cause: str) -> str:
         """Return the reason that the summary gives for a rule that never fired."""
         return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))

@@ -69,7 +69,7 @@ def run(name: str, here: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_is_well_at_first(here: Path) -> None:
-    assert list(commands()) == ["lint", "diff", "params", "run", "report"]
+    assert list(commands()) == ["lint", "plan", "diff", "params", "run", "report"]
     for name in commands():
         done = run(name, here)
         assert done.returncode == 0, (name, done.stdout, done.stderr)
@@ -78,8 +78,10 @@ def test_all_is_well_at_first(here: Path) -> None:
 
 def test_each_fails_as_its_comment_says(here: Path) -> None:
     said = dict(re.findall(r"^gradsurgeon (\w+) .*# (.*)$", pasted(), re.MULTILINE))
-    assert list(said) == ["lint", "diff", "params", "report"]
+    assert list(said) == ["lint", "plan", "diff", "params", "report"]
     assert all(text.startswith("exit code 1 ") for text in said.values())
+    (here / "rules.yaml").write_text((CLEAN + TRAP).replace('"*"', '"nothing.*"'))
+    assert run("plan", here).returncode == 1
     (here / "rules.yaml").write_text(EDITS + TRAP)
     assert run("diff", here).returncode == 1
     (here / "train" / "net.py").write_text(NET.format(more=", nn.Linear(1, 1)"))

@@ -160,6 +160,18 @@ class TestNames:
         )
 
 
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("{embed,h.0.attn}.weight", "~ it  zero on 2 -> 2 parameters (+1 -1, 12 elements)"),
+        ("h.*", "~ it  zero on 2 -> 6 parameters (12 -> 36 elements)"),
+        ("h.{1..2}.*", "~ it  zero on 2 -> 4 parameters (+4 -2, 12 -> 24 elements)"),
+    ],
+)
+def test_exchanged_parameters_are_counted(new: str, said: str) -> None:
+    assert said in text.render(diff([zero(params="h.0.*")], [zero(params=new)])).splitlines()
+
+
 class TestOrder:
     def test_an_order_that_tensors_see(self) -> None:
         first, second = zero("first"), {**scale(2), "id": "second"}
@@ -217,6 +229,13 @@ class TestFindings:
                 ("embed.weight", "head.weight"),
                 "t no longer acts on 2 parameters: embed.weight, head.weight: no nan-trap is there now.",
             ),
+            (
+                {"then": "warn"},
+                "weaker-trap",
+                tuple(param.name for param in manifest().params),
+                "t no longer stops or skips: a NaN reaches the weights of 8 parameters: embed.weight, "
+                "h.{0..2}.attn.weight, h.{0..2}.mlp.weight, head.weight.",
+            ),
         ],
     )
     def test_a_trap_that_other_rules_outlive(
@@ -243,6 +262,26 @@ class TestFindings:
         found = diff([trap, spikes], [trap, {**spikes, "params": "h.*"}])
         assert kinds(found) == ["lost-trap"]
         assert found.warnings[0].detail == "spike-trap"
+
+    def test_a_trap_of_module_tensors_that_only_warns(self) -> None:
+        trap = {"id": "t", "action": "nan-trap", "modules": "conv*", "tensor": "output"}
+        found = diff([trap], [{**trap, "then": "warn"}])
+        said = (
+            "t no longer stops or skips: a NaN reaches the weights through 1 tensor: conv1 output."
+        )
+        assert f"warning: {said}" in text.render(found).splitlines()
+
+    @pytest.mark.parametrize("new", [[], [{"id": "t", "action": "freeze", "params": "h.*"}]])
+    def test_frozen_parameters_train_again(self, new: list[dict[str, Any]]) -> None:
+        found = diff([TRAP, {"id": "t", "action": "freeze", "params": "*"}], [TRAP, *new])
+        assert kinds(found) == ["unfrozen"]
+        names = "embed.weight, head.weight" if new else "embed.weight, h.{0..2}.attn.weight, "
+        number = 2 if new else 8
+        said = f"warning: t no longer freezes {number} parameters, which train again: {names}"
+        assert said in text.render(found)
+        assert (
+            kinds(diff([TRAP, *new], [TRAP, {"id": "t", "action": "freeze", "params": "*"}])) == []
+        )
 
     def test_nothing_is_matched(self) -> None:
         found = diff([zero()], [zero(params="layers.*")])

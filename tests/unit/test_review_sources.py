@@ -229,5 +229,9 @@ class TestSpecs:
 
 class TestNames:
     def test_a_model_that_is_not_there(self) -> None:
-        with pytest.raises(ModelError, match="cannot import `nosuch`"):
-            sources.manifest_of(model="nosuch:build")
+        with pytest.raises(ModelError, match="cannot import `MODULE`") as caught:
+            sources.manifest_of(model="MODULE:BUILD")
+        assert str(caught.value).endswith(
+            "\nMODULE:BUILD stands for your module and the class or function that builds the model, "
+            "such as train:build_model"
+        )

@@ -308,11 +308,15 @@ class TestProblems:
         with pytest.raises(RuleFileError) as caught:
             gradsurgeon.load("version: 1\nrules:\n- {id: a, action: zer, params: '*', no: 1}\n")
         assert str(caught.value) == (
-            "1 problem in the rules\n"
+            "2 problems in the rules\n"
             "<text>:3:19: error: unknown action `zer` [unknown-action]\n"
             "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
             "       |                   ^^^\n"
-            f"       = did you mean `zero`? known: {', '.join(ACTIONS)}"
+            f"       = did you mean `zero`? known: {', '.join(ACTIONS)}\n"
+            "<text>:3:37: error: unknown key `no` [unknown-key]\n"
+            "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
+            "       |                                     ^^\n"
+            "       = no action has it"
         )
 
     def test_nothing_of_a_file_reaches_the_terminal_raw(self) -> None:
@@ -321,7 +325,7 @@ class TestProblems:
             ' where: {dtype: "\\e]0;x"}}\n'
         )
         shown = [form for p in of_text(text) for form in (p.concise(), p.full())]
-        assert len(shown) == 8
+        assert len(shown) == 10
         assert all(char.isprintable() for form in shown for char in form.replace("\n", ""))
         assert "`a\\x1b[2J` is not a rule id" in shown[0]
 

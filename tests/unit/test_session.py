@@ -278,12 +278,26 @@ def test_a_rule_that_was_never_due_is_mentioned_in_the_end() -> None:
 def test_an_optimizer_that_never_steps_is_mentioned_in_the_end() -> None:
     model, optimizer = make()
     late = {"id": "late", "action": "zero", "at": "step"}
-    with gradsurgeon.apply(model, rules(late), optimizer=optimizer) as session:
-        for _ in range(4):
-            model(data(0, 5, 4)).sum().backward()
+    session = gradsurgeon.apply(model, rules(NORMS, late))
+    for _ in range(4):
+        model(data(0, 5, 4)).sum().backward()
+    with pytest.warns(GradSurgeonWarning, match=r"optimizer never stepped .* never fired: late;"):
+        session.remove()
     (event,) = session.events
     assert (event.kind, event.rule) == ("never-fired", "late")
     assert "no optimizer that owns them ever stepped" in event.message
+    del optimizer  # alive until here
+
+
+def test_an_end_without_a_step_that_is_meant_or_explained_warns_of_nothing() -> None:
+    model, optimizer = make()
+    late = {"id": "late", "action": "zero", "at": "step"}
+    with gradsurgeon.apply(model, rules(late)), torch.no_grad():
+        model(data(0, 5, 4))
+    with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, rules(late)):
+        model(data(0, 5, 4)).sum().backward()
+        raise ZeroDivisionError
+    del optimizer  # alive until here
 
 
 def test_a_replaced_parameter_gets_its_hooks_back() -> None:
