@@ -22,6 +22,8 @@ else:
 
 # The options that name losses, which rules on modules cannot do.
 _NAMING = ("preference", "memory", "weights")
+# `krum` needs as many more gradients than the wrong ones.
+_MORE_THAN_WRONG = 3
 
 
 class Combine(LossRule):
@@ -138,6 +140,8 @@ class Combine(LossRule):
         elif isinstance(losses := given.get("losses"), list | tuple):
             # A file may list values of any type, which no mapping can be asked for.
             yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
+            if name == "krum":
+                yield from _flaws_of_krum(given, len(losses))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -202,6 +206,15 @@ def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterato
     if losses and untrained == losses:
         message = "no loss is trained: each has the preference 0 or is under `memory`"
         yield Flaw("memory" if memory else "preference", message, "leave one loss or more to train")
+
+
+def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
+    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
+    if type(wrong) is int and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
+        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
+        yield Flaw("n_byzantine", message, "name more losses, or lower it")
+    if type(selected) is int and selected > losses:
+        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
 
 
 def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
