@@ -72,11 +72,8 @@ class TestReport:
         assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
         (here / "run" / "rank-1.db").write_bytes(b"\x1b" * 1000)
         done = call(command[0], "run", *command[1:], cwd=here)
-        assert done.returncode == 2
-        # A report goes on with the other ranks; an export that lacks one would look whole.
-        assert ("; without rank 1: run/rank-1.db: cannot" in done.stdout) == (
-            command[0] == "report"
-        )
+        # What lacks a rank would look whole.
+        assert (done.returncode, done.stdout) == (2, "")
         assert "rank-1.db: cannot be read" in done.stderr
 
     def test_a_run_that_is_still_being_written(self, tmp_path: pathlib.Path) -> None:
