@@ -152,6 +152,7 @@ def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
         assert not Told.readers
         model(torch.ones(1, 2)).sum().backward()
         assert Told.readers == {threading.get_ident()}
+        first.step()  # a session without one warns
 
 
 def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
