@@ -28,8 +28,19 @@ def write(lines: Iterable[str], rank: int) -> None:
     if rank != 0 or not text:
         return
     tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    if getattr(tqdm, "_instances", ()):
-        with suppress(Exception):  # the stream of a bar may be broken
-            tqdm.write(text, file=sys.stderr)
-            return
-    to_stderr(text)
+    if not getattr(tqdm, "_instances", ()):
+        to_stderr(text)
+        return
+    with suppress(Exception), tqdm.get_lock():
+        # `external_write_mode` would also redraw bars on a redirected stdout.
+        bars = [
+            bar
+            for bar in tqdm._instances  # noqa: SLF001 # all bars
+            if hasattr(bar, "start_t") and bar.fp == sys.stderr
+        ]
+        for bar in bars:
+            with suppress(Exception):  # its stream may be broken
+                bar.clear(nolock=True)
+        to_stderr(text)
+        for bar in bars:
+            bar.refresh(nolock=True)
