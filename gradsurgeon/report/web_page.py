@@ -261,9 +261,14 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
 
 def _event(group: EventGroup) -> dict[str, Any]:
     """Return events that say the same as one, with where they were: steps, how often, and ranks."""
-    event, where = group.first, (f"step {group.first.step}", group.repeated, group.on_ranks)
+    (low, high), ranks, event = group.steps, group.ranks, group.first
+    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
+    if group.times > 1:
+        where.append(f"{group.times:,} times")
+    if ranks != [0]:
+        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
-        "where": ", ".join(filter(None, where)),
+        "where": ", ".join(where),
         "diagnosis": diagnosis_of(event.message),
     }

@@ -72,7 +72,7 @@ def test_an_edit_ends_with_the_same_weights(piece: str) -> None:
 @BOUNDS
 def test_a_hook_on_a_parameter_bounds_each_pass() -> None:
     one = row("g.clamp(-1, 1)")
-    assert "that of `at: step` cannot" in one.remark
+    assert "with `at: step` it cannot" in one.remark
     hook = Loop(one.code, "each parameter", passes=2)
     wanted, rule = hook.run(), Loop(passes=2)
     assert same(rule.run(one.rules), wanted)

@@ -82,10 +82,7 @@ def gradients() -> tuple[float, float]:
 def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) -> None:
     first, second = gradients()
     session = page(outputs, "session")
-    lines = [text.split() for text in session.texts]
-    assert ["norms", "norm-log", "1", "3", "-", "2"] in lines
-    assert ["trap", "nan-trap", "1", "3", "-", "2"] in lines
-    assert ["step", "2", "trap", "trap", "weight"] in lines
+    assert "  step 3; the last trap tripped at step 2: rule trap on weight" in session.texts
     plan = page(outputs, "session.plan")
     assert any("norm-log  accumulated  end of backward" in text for text in plan.texts)
     report = page(outputs, "gradsurgeon.report.summary(session)")

@@ -39,31 +39,20 @@ def losses_run(path: Path, *, losses: tuple[str, str, str], parts: int = 0) -> P
     return path
 
 
-def test_it_shows_a_matrix_tables_and_curves(page: Any, tmp_path: Path) -> None:
+def test_it_shows_tables_and_curves(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, losses_run(tmp_path / "run", losses=("seg", "depth", HOSTILE)))
     headings = page.locator("h2").all_inner_texts()
     assert headings == ["What happened", "Losses against each other", "Rules"]
-    cells = page.locator("figure.losses tbody tr").first.locator("td")
-    assert cells.all_inner_texts() == ["", "-0.34", "0.25"]
-    red, green = (
-        cells.nth(place).evaluate("cell => getComputedStyle(cell).backgroundColor")
-        for place in (1, 2)
-    )
-    assert red != green
     assert plots(page) == 3
     remarks = page.locator("ul.remarks").first.inner_text()
     assert "the worst: seg/depth, mean cosine -0.34" in remarks
-    # The matrix is drawn, and not written as text as well.
-    assert "1 seg" not in remarks
-    assert page.locator("figure.losses tbody th").nth(2).inner_text() == f"3 {HOSTILE}"
+    assert any(HOSTILE in name for name in page.locator("td").all_inner_texts())
     assert page.title() != "harmed"
 
 
 def test_of_many_parts_the_worst_are_shown(page: Any, tmp_path: Path) -> None:
     run = losses_run(tmp_path / "run", losses=("a", "b", "c"), parts=60)
     open_page(page, tmp_path, run)
-    assert page.locator("figure.losses").count() == 12
     text = page.locator("main").inner_text()
-    assert "and 48 more parts; those with the lowest mean cosines are shown" in text
     assert "and 152 more; the lowest mean cosines are shown" in text
     assert "cosine of the 8 worst" in text

@@ -160,7 +160,7 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "step 0, x1,000, steps 0..999")
+    assert (event["message"], event["where"]) == ("event 0", "steps 0 to 999, 1,000 times")
     assert run["left_out"] == 0
 
 
