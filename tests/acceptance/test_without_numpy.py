@@ -74,7 +74,7 @@ def test_in_a_script(work: pathlib.Path, env: dict[str, str]) -> None:
     done = call(cwd=work, code=IN_PYTHON, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["4 True", "[] 4 True", "end: ended, clean"]
+    assert lines[:3] == ["4 True", "[] 4 True", "ended, clean"]
     assert EXTRA in lines[3]
 
 
