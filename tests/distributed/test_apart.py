@@ -143,8 +143,7 @@ def test_what_comes_after_the_vote_stops_the_rank_that_has_it(
     assert kinds(other) == [("notice", FAULT + 1, "")]
     assert other["error"] is None
     assert other["said"] == [
-        "rank 1 has no session any more: this update takes place, and from now on a trap that trips raises on its "
-        "own rank"
+        "rank 1 has no session any more: this update takes place, and later traps raise on their own rank"
     ]
 
 
