@@ -191,4 +191,5 @@ def test_one_whole_graph_is_refused_by_torch() -> None:
         text = r"gradsurgeon acts here \(rules: clip[,)]"
         with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
             step()
+        optimizer.step()
         session.pause()
