@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=examples(1500, long=True),
+    max_examples=examples(2500, long=True),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
