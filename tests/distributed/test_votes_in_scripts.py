@@ -19,6 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("scripts") / "seen")
 
 
+@pytest.mark.slow
 def test_an_attempt_that_an_agent_starts_again_has_its_own_votes(
     ranks: list[dict[str, Any]],
 ) -> None:

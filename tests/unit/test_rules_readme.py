@@ -263,6 +263,7 @@ def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:
     assert "not tested" not in rows
 
 
+@pytest.mark.slow
 def test_the_diagnosis_of_the_guide_is_what_the_script_gets(tmp_path: Path) -> None:
     page = guide.text("nan")
     part = page.partition("<!-- worked example: begin")[2].partition("<!-- worked example: end")[0]

@@ -14,7 +14,7 @@ import sys
 import time
 
 import pytest
-from pairs import singly
+from pairs import singly, slow
 from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
@@ -51,7 +51,7 @@ def event(message: str = "bad", step: int = 3) -> Event:
     return Event("trap", "nans", step, 0, "a.bias", message)
 
 
-@pytest.mark.parametrize("log", ["wal", "no wal"])
+@pytest.mark.parametrize("log", ["wal", *slow("no wal")])
 def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, log: str) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), log) as process:
         time.sleep(2.3)

@@ -241,6 +241,7 @@ assert sys.modules["numpy"] is None
 """
 
 
+@pytest.mark.slow
 def test_rules_records_and_events_need_no_numpy(tmp_path: pathlib.Path) -> None:
     rules = (
         'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
