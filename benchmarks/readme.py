@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import (
     diagnosis,
@@ -23,7 +22,15 @@ from benchmarks.cases import BARE
 from benchmarks.formatting import duration, number, size, spread, table
 from benchmarks.machine import ROOT
 from benchmarks.overhead import Row
-from benchmarks.report import about_machine, commands, main_rows, rows_of, targets
+from benchmarks.report import (
+    about_machine,
+    commands,
+    main_rows,
+    rows_of,
+    targets,
+    votes_of_ranks,
+    when_it_happens,
+)
 from benchmarks.results import Result
 from benchmarks.targets import judged
 from benchmarks.workloads import WORKLOADS
@@ -99,23 +106,7 @@ def _growth(result: Result) -> str:
 
 
 def _when_it_happens(result: Result) -> str:
-    rows = rows_of(result, diagnosis.GROUP)
-    healthy = [row for row in rows if row["fault"] == diagnosis.HEALTHY]
-    told = [row for row in rows if row["fault"] == _FAULT]
-    parts = [
-        table(("nothing wrong", "x step"), ((row["way"], spread(row["ratio"])) for row in healthy))
-    ]
-    parts += [f"**{_FAULT}**\n"] if told else []
-    parts += [f"{row['way']}:\n\n```\n{row['says']}\n```\n" for row in told]
-    return "\n".join(parts)
-
-
-def _votes(result: Result) -> str:
-    rows = rows_of(result, votes.GROUP)
-    return table(("ranks", "", "vote", "read the decision", "all votes of a pass, at the store"), ((
-        str(row["world"]), "measured" if row["how"] == "real" else f"simulated, by {row['how']}",
-        *(f"{row[key] / 1000:.2f} ms" if key in row else "" for key in ("cast_us", "read_us", "pass_us")),
-    ) for row in rows))  # fmt: skip
+    return when_it_happens(result, (_FAULT,))
 
 
 def _runs(result: Result) -> str:
@@ -141,7 +132,7 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
     ("Several losses", losses.GROUP, _several_losses),
     ("How it grows", scaling.GROUP, _growth),
     ("When a NaN comes", diagnosis.GROUP, _when_it_happens),
-    ("Votes of ranks", votes.GROUP, _votes),
+    ("Votes of ranks", votes.GROUP, votes_of_ranks),
     ("Runs on disk", records.GROUP, _runs),
     ("Without training", "startup", commands),
 )
@@ -210,5 +201,5 @@ def filled(text: str, made: str) -> str:
 
 def rendered(shown: Sequence[tuple[Path, Result]]) -> dict[Path, str]:
     """Return the two pages as they should be, by path."""
-    made: dict[Path, Any] = {PAGE: page(shown), FRONT: front(shown)}
+    made = {PAGE: page(shown), FRONT: front(shown)}
     return {path: filled(path.read_text(encoding="utf-8"), text) for path, text in made.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from benchmarks import (
@@ -287,14 +287,14 @@ def commands(result: Result) -> str:
     ) for row in rows_of(result, startup.GROUP)))  # fmt: skip
 
 
-def when_it_happens(result: Result) -> str:
+def when_it_happens(result: Result, faults: Collection[str] = tuple(diagnosis.FAULTS)) -> str:
     """Return what each way against a NaN costs, and word for word what it says of each fault."""
     rows = rows_of(result, diagnosis.GROUP)
     costs = table(("nothing wrong", "x step"), (
         (row["way"], spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
     ))  # fmt: skip
     parts = [costs]
-    for fault in diagnosis.FAULTS:
+    for fault in faults:
         told = [row for row in rows if row["fault"] == fault]
         parts += [f"**{fault}**\n"] if told else []
         parts += [f"{row['way']}:\n\n```\n{row['says']}\n```\n" for row in told]

@@ -104,8 +104,10 @@ def align(
     _need(cells, run, reference, _names_told(words), _RENAME)
     dtypes = (run.dtypes, reference.dtypes)
     cells["floor"] = tolerance.floors(cells["name"], of_modules, dtypes)
-    family = [next(n for n, one in enumerate(kinds) if one.family == kind.family) for kind in kinds]
-    groups = cells["step"] * len(kinds) + np.array(family)[cells["kind"]]
+    families = [kind.family for kind in kinds]
+    groups = (
+        cells["step"] * len(kinds) + np.array(list(map(families.index, families)))[cells["kind"]]
+    )
     phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
     drift: Floats = np.zeros(len(cells))
     dtype = tolerance.coarsest(one for of in dtypes for one in of.values())

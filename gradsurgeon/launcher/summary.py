@@ -68,13 +68,12 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
     told = [event for event in session.events if event.kind != "notice"]
     first, left_out, last = event_groups(told)
-    yield from map(_line, first)
-    if left_out:
-        yield f"  ... and {count(left_out, 'event')} more"
-    yield from map(_line, last)
+    more = [f"  ... and {count(left_out, 'event')} more"] if left_out else []
+    lines = [*map(_line, first), *more, *map(_line, last)]
+    yield from lines
     diagnosis = printable(first_diagnosis(told))
     # Without a diagnosis that is the line of the first trip.
-    if diagnosis and not any(diagnosis in _line(group) for group in (*first, *last)):
+    if diagnosis and not any(diagnosis in line for line in lines):
         yield f"  {diagnosis}"
     if record is not None and record.is_dir():
         yield f"  gradsurgeon report {printable(str(record))}"
