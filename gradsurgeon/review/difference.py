@@ -220,16 +220,15 @@ def _weakened(
 
     @cache  # many tensors share few distinct chains
     def gone(old: Ids, new: Ids) -> list[tuple[Kind, str, str]]:
+        there = {after.rules[other].action for other in new}
+        holding = {after.rules[other].action for other in new if _holds_back(after.rules[other])}
         found: list[tuple[Kind, str, str]] = []
         for rule in (before.rules[one] for one in old):
-            same = [
-                one for one in (after.rules[other] for other in new) if one.action == rule.action
-            ]
-            if isinstance(rule, FreezeRule) and not same:
+            if isinstance(rule, FreezeRule) and rule.action not in there:
                 found.append(("unfrozen", rule.id, rule.action))
-            elif isinstance(rule, TrapRule) and not same:
+            elif isinstance(rule, TrapRule) and rule.action not in there:
                 found.append(("lost-trap", rule.id, rule.action))
-            elif _holds_back(rule) and not any(map(_holds_back, same)):
+            elif _holds_back(rule) and rule.action not in holding:
                 found.append(("weaker-trap", rule.id, rule.action))
         return found
 
