@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradsurgeon import _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
@@ -40,11 +43,12 @@ _EVALUATED = (
     "since step {since} each forward pass that feeds an update has run in evaluation mode: dropout is off, and batch "
     "norms use their running statistics. Call `model.train()` after each evaluation"
 )
-_LOSS = "the loss of step {step} was {value} although all gradients are finite. {remedy}"
+_LOSS = "the loss of step {step}{maker} was {value} although all gradients are finite. {remedy}"
 _NOTHING = (
     "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
 )
 _GROWN = "It has outgrown its dtype: look at the losses before this step and at the learning rate"
+_BY_A_NUMBER = frozenset({"MulBackward0", "DivBackward0"})
 # A clip that takes the scale into account has a bound near this times a usual one.
 _LEAST_BOUND = 1e-2
 
@@ -153,7 +157,7 @@ class LoopCheck(Check):
         # A NaN that is in the gradients as well is the trap's to tell.
         if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
             value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
-            text = _LOSS.format(step=done.step, value=value, remedy=remedy)
+            text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
             self._lost.append(Finding("loss", text, step=done.step))
         return ()
 
@@ -179,6 +183,19 @@ class LoopCheck(Check):
             self._evaluated.append(update.step)
             if len(self._evaluated) == IN_A_ROW and not self._is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
+
+
+def _maker(done: Pass) -> str:
+    """Return the operation that made the loss, such as ``nll_loss``; multiplying by a number made none."""
+    node: Any = done.graph.roots[0] if done.graph is not None else None
+    while (
+        isinstance(node, Node) and node.name() in _BY_A_NUMBER and node.next_functions[1][0] is None
+    ):
+        node = node.next_functions[0][0]
+    if not isinstance(node, Node):
+        return ""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", node.name().partition("Backward")[0]).lower()
+    return f" (made by `{name}`)"
 
 
 def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:

@@ -119,7 +119,11 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("all gradients were gone", "not between `backward()` and"),
     ),
     "clipped_while_scaled": ("", 3, ("to a norm of 0.5", "the loss scale of 4096", "unscale_")),
-    "loss_over_nothing": ("", 7, ("the loss of step 7 was NaN", "A mean over nothing")),
+    "loss_over_nothing": (
+        "",
+        7,
+        ("the loss of step 7 (made by `nll_loss`) was NaN", "A mean over nothing"),
+    ),
     "left_in_evaluation_mode": ("", 12, ("since step 10", "evaluation mode", "model.train()")),
     "untied": ("0.weight, 1.weight", 0, ("equal in every element but two tensors",)),
     "copied_units": ("0.weight, 2.weight", 1, ("all 16 units", "random numbers")),
