@@ -26,12 +26,12 @@ _WITNESSES = 4
 _ALIKE, _APART = 1e-3, 1e-2
 
 _STALE = (
-    "the update of step {step} used gradients from before the update of step {before}: {{names}} were not "
-    "cleared between them, so each update adds up all passes so far. Call `optimizer.zero_grad()` once per update, "
-    "before `backward()`"
+    "the update of step {step} used gradients that were there before the update of step {before}, that of {{names}} "
+    "for one: they were not cleared, so each update adds up all passes so far. Call `optimizer.zero_grad()` once "
+    "per update, before `backward()`"
 )
 _GONE = (
-    "backward passes gave gradients to {{names}}, but at the update of step {step} all gradients were gone, "
+    "backward passes gave gradients, {{names}} for one, but at the update of step {step} all of them were gone, "
     "for the third time in a row. Call `optimizer.zero_grad()` after `optimizer.step()` or before `backward()`, not "
     "between `backward()` and `step()`"
 )
@@ -168,7 +168,7 @@ class LoopCheck(Check):
         gone = came and not there and (others is None or not bool(others))
         owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
         if owner.gone_in_a_row == IN_A_ROW:
-            yield Finding("gone", _GONE.format(step=update.step), tuple(owner.witnesses))
+            yield Finding("gone", _GONE.format(step=update.step), (owner.witnesses[0],))
 
     def _mode(self, update: Update) -> Iterator[Finding]:
         modes, self._modes = self._modes, set()
@@ -214,9 +214,9 @@ def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
     stale = sorted(tensor for tensor in owner.kept if tensor in update.grads)
     owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
     if owner.stale_in_a_row == IN_A_ROW:
-        yield Finding(
-            "stale", _STALE.format(step=update.step, before=owner.last_step), tuple(stale)
-        )
+        # Of four witnesses none is special: one stands for all that the script has not cleared.
+        text = _STALE.format(step=update.step, before=owner.last_step)
+        yield Finding("stale", text, (stale[0],))
 
 
 def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:

@@ -68,6 +68,8 @@ class _Owner:
     updates: int = 0
     performed: int = 0
     samples: dict[int, Tensor] = field(default_factory=dict)
+    # The update after which the samples were taken.
+    sampled: int = 1
     # Parameters whose sample did not move, and the number of updates since it last did.
     suspects: dict[int, int] = field(default_factory=dict)
     # Parameters that have moved: a schedule, or a minimum, may bring them to rest.
@@ -137,20 +139,23 @@ class UpdateCheck(Check):
         for tensors in by_device(new, new):
             shares = differing([old[t] for t in tensors], [new[t] for t in tensors])
             finite = torch.stack([new[t].isfinite().all() for t in tensors])
-            judged = partial(self._judge, owner, update, tensors, window=window)
+            span = owner.updates - owner.sampled if window else 0
+            judged = partial(self._judge, owner, update, tensors, span)
             update.later(torch.stack([shares, finite.float()]), judged)
         owner.samples = {**owner.samples, **new} if window else {**new, **owner.samples}
+        owner.sampled = owner.updates if window else owner.sampled
 
     def _judge(
-        self, owner: _Owner, update: Update, tensors: Sequence[int], seen: Tensor, *, window: bool
+        self, owner: _Owner, update: Update, tensors: Sequence[int], span: int, seen: Tensor
     ) -> Iterator[Finding]:
+        """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         shares, finite = seen.tolist()
         spoilt = [t for t, is_finite in zip(tensors, finite, strict=True) if not is_finite]
         yield from _broken(update, spoilt)
         owner.moved.update(t for t, share in zip(tensors, shares, strict=True) if share)
-        if window:
+        if span:
             owner.suspects = {
-                t: owner.suspects.get(t, 0) + (WINDOW if owner.updates <= SETTLED + 1 else LATER)
+                t: owner.suspects.get(t, 0) + span
                 for t, share in zip(tensors, shares, strict=True)
                 if not share
             }
@@ -172,6 +177,9 @@ class UpdateCheck(Check):
                 found.setdefault(cause, []).append((tensor, text))
         for cause, cases in found.items():
             tensors, texts = zip(*cases, strict=True)
+            if cause == "lr":  # the gradient of some tells nothing, but they are no exception
+                groups, still = update.groups, set(update.tensors) - owner.moved
+                tensors = tuple(t for t in groups if t in still and not _learning_rate(groups[t]))
             yield Finding(cause, texts[0], tensors)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gradsurgeon import _dist
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.events import is_trip
 from gradsurgeon.planning import NO_MATCH, Plan
 from gradsurgeon.planning.table import NOUNS, count, grid
@@ -66,6 +67,8 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         names = ", ".join(printable(rule.id) for rule in checks)
         nothing = "nothing else" if any(map(is_trip, session.events)) else "nothing"
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
+    if silent := _without_gradient(session):
+        yield f"  never got a gradient: {shorten_names(silent)}"
     told = [event for event in session.events if event.kind != "notice"]
     first, left_out, last = event_groups(told)
     more = [f"  ... and {count(left_out, 'event')} more"] if left_out else []
@@ -77,6 +80,23 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         yield f"  {diagnosis}"
     if record is not None and record.is_dir():
         yield f"  gradsurgeon report {printable(str(record))}"
+
+
+def _without_gradient(session: Attachment) -> list[str]:
+    """Return the parameters that should learn and have no norm after any pass; none if old records are gone.
+
+    Records of a sharded parameter are on one of its ranks.
+    """
+    context, records = session.context, session.records
+    learning = {
+        name
+        for name, param in zip(context.program.names, context.parameters.params(), strict=True)
+        if param is not None and param.requires_grad and not _dist.is_sharded(param)
+    }
+    every = [] if records.dropped else [one for one in records if one.key.point == "accumulated"]
+    got = {name for one in every for name in learning & one.columns.keys() if one.last(name)}
+    names = dict.fromkeys(name for one in every for name in one.key.names)
+    return [name for name in names if name in learning - got]
 
 
 def _line(group: EventGroup) -> str:

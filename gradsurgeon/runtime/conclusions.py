@@ -85,7 +85,7 @@ class Trip:
         return {
             "raise": "stopped before the update: no weight was moved",
             "skip-step": f"step skipped: {_UNTOUCHED}",
-            "warn": "the update goes on (`then: warn`)" + self.report.expect,
+            "warn": self.report.goes_on,
         }[self.then]
 
 

@@ -18,6 +18,7 @@ from gradsurgeon.runtime.running_norms import JudgedNorms
 from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
+GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
 _EDITED = (
     "all of them were finite after backward: look at how the script changes gradients afterwards (a clip, a hook, an "
@@ -35,8 +36,8 @@ class TrapReport:
     lines: list[str]
     # The ranks on which the tensor became non-finite, if known.
     ranks: tuple[int, ...] = ()
-    # The consequence if the update goes on.
-    expect: str = ": expect non-finite weights"
+    # The outcome under `then: warn`.
+    goes_on: str = f"{GOES_ON}: expect non-finite weights"
     # Whether ranks reduce the tensors, so another rank can be the cause.
     reduced: bool = True
     # Whether this rank contributed NaN or Inf to an average.
@@ -206,7 +207,7 @@ def threshold_report(
     notes = [f"{stat} {value:.3g}" for value in values]
     head = f"{sum(tripped)} of {len(names)} gradients are refused for their {stat}"
     lines = _table("in the order of the model:", tripped, words, labels, notes)
-    return TrapReport(names[first], head, lines, expect="", reduced=False)
+    return TrapReport(names[first], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
@@ -282,7 +283,7 @@ def spike_report(
     if judged.spikes.over_rule or judged.spikes.bound.keeps_mean:
         begins = list(_beginning(names, judged, arrived))
     lines = [title, *table, *more, *begins]
-    return TrapReport(names[rows[0][0]], head, lines, expect="", reduced=False)
+    return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:

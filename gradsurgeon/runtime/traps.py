@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -45,7 +46,10 @@ _REPAIRED = (
     "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
     "between, no trap"
 )
-SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
+SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
+_NO_OVERFLOW = ". The loss was NaN, which is no overflow"
+# A trap that never gives up takes so many skips of a scaler in a row for a NaN.
+_STUCK = 10
 
 
 class Traps:
@@ -55,6 +59,8 @@ class Traps:
         self._spikes = spikes
         self.rows = Rows()
         self._conclusions = Conclusions(context, kept, self.rows)
+        # Whether a pass of the current step began at a scaled loss that is NaN.
+        self._lost: dict[StepCounter, Tensor] = {}
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
         # Snapshots after each backward pass of the current step.
@@ -71,9 +77,14 @@ class Traps:
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
             snapshots.append(snapshot)
+            done = snapshot.done
+            if done.scale is not None and done.graph is not None and done.graph.loss is not None:
+                lost = done.graph.loss.isnan()
+                self._lost[counter] = self._lost.get(counter, lost) | lost
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
+        self._lost.pop(counter, None)
         if self.rows.current:
             self.rows.done(counter)
 
@@ -242,10 +253,17 @@ class Traps:
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
         text = SCALER_SKIP.format(step=counter.step)
+        if bool(self._lost.get(counter, False)):
+            text += _NO_OVERFLOW
         context.event_log.emit("scaler-skip", text, step=counter.step)
         due_rules = context.due_rules(counter)
-        patience = {rule: decision.patience for rule, decision in context.decisions.items()}
-        stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
+        limits = {
+            rule: None if decision.give_up_after == "never" else decision.give_up_after
+            for rule, decision in context.decisions.items()
+        }
+        stuck = [
+            bound for bound in due_rules.traps if low or skips >= (limits[bound.rule.id] or _STUCK)
+        ]
         if not stuck or context.mode == "observe":
             return []
         # A scaler checks before the script can repair or clip, so the trap must do the same.
@@ -260,10 +278,13 @@ class Traps:
         for bound in guilty:
             # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
             rule = bound.rule.id
-            self.rows.put(counter, rule, max(self.rows.of(counter, rule), patience[rule] - 1))
+            if (limit := limits[rule]) is not None:
+                self.rows.put(counter, rule, max(self.rows.of(counter, rule), limit - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
-        return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
+        found = self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
+        goes_on = "the GradScaler skips the update"
+        return [(rule, report and replace(report, goes_on=goes_on)) for rule, report in found]
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""

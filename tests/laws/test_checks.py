@@ -99,7 +99,7 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         11,
         ("did not move in 10 updates", "no optimizer that has stepped owns them"),
     ),
-    "learning_rate_zero": ("0.weight, 0.bias", 101, ("the learning rate is 0",)),
+    "learning_rate_zero": ("0.weight, 0.bias", 101, ("in 100 updates", "the learning rate is 0")),
     "rounded_away": ("2.weight", 11, ("bfloat16 rounds each update away", "rate 1.0e-05")),
     "not_written": (
         "2.weight",
@@ -112,11 +112,15 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         0,
         ("non-finite although its gradients were finite", "eps of the optimizer"),
     ),
-    "never_cleared": ("0.weight", 3, ("from before the update of step 2", "optimizer.zero_grad()")),
+    "never_cleared": (
+        "0.weight",
+        3,
+        ("before the update of step 2", "that of 0.weight for one", "optimizer.zero_grad()"),
+    ),
     "cleared_too_early": (
         "0.weight",
         3,
-        ("all gradients were gone", "not between `backward()` and"),
+        ("0.weight for one", "all of them were gone", "not between `backward()` and"),
     ),
     "clipped_while_scaled": ("", 3, ("to a norm of 0.5", "the loss scale of 4096", "unscale_")),
     "loss_over_nothing": (

@@ -194,6 +194,53 @@ def test_a_scale_below_one_is_a_trap_at_once() -> None:
             scaler.step(optimizer)
 
 
+def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never"}
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with gradsurgeon.apply(model, rules(trap)) as session:
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="its scale is below 1") as told:
+            train(model, optimizer, scaler, steps=6)
+        skip, trip = "scaler-skip", "trap"
+        assert [e.kind for e in session.events] == [skip] * 4 + [trip, skip] * 2 + [trip]
+    assert len(told) == 1
+    assert "\nthe GradScaler skips the update\n" in str(told[0].message)
+
+
+def test_a_trap_that_never_gives_up_takes_ten_skips_for_a_nan() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never"}
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with gradsurgeon.apply(model, rules(trap)) as session:
+        train(model, optimizer, scaler, steps=9)
+        assert "trap" not in {e.kind for e in session.events}
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"skipping \(10 steps in a row"):
+            train(model, optimizer, scaler, steps=1)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_that_is_nan_is_no_overflow(passes: int) -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+        for factor in [math.nan, 1.0][:passes]:
+            scaler.scale(model(data(0, 5, 4)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(model(data(0, 5, 4)).sum() * math.inf).backward()
+        scaler.step(optimizer)
+    told = [e.message.partition(": ")[2] for e in session.events if e.kind == "scaler-skip"]
+    assert told == [
+        "the scaled gradients were not finite. The loss was NaN, which is no overflow",
+        "the scaled gradients were not finite",
+    ]
+
+
 def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=0.5)
