@@ -1,4 +1,4 @@
-"""Backward passes that come before an optimizer count for nothing."""
+"""Backward passes that come before an optimizer count for nothing; parameters that none reaches are named."""
 
 from __future__ import annotations
 
@@ -120,3 +120,26 @@ print("gone" if gone() is None else "kept")
 def test_a_model_that_only_a_pass_has_reached_is_let_go_of(folder: Folder) -> None:
     done = folder.run(DROPPED)
     assert (done.code, done.out) == (0, "gone\n"), done.lines
+
+
+# A head that nothing reaches, one that a later step reaches, and one that is frozen.
+REACHED_LATE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("trunk", "apart", "late", "frozen")})
+model["frozen"].requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    names = ["trunk", "late"] if step == 2 else ["trunk"]
+    sum(model[name](torch.ones(1, 2)).sum() for name in names).backward()
+    optimizer.step()
+"""
+
+
+def test_parameters_that_no_pass_reached_are_named(folder: Folder) -> None:
+    done = folder.run(REACHED_LATE, rules=NORMS)
+    assert done.code == 0, done.lines
+    told = [line for line in done.lines if "never got" in line]
+    assert told == ["  never got a gradient: apart.weight, apart.bias"]
