@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.events import is_trip
@@ -87,12 +86,8 @@ def _without_gradient(session: Attachment) -> list[str]:
 
     Records of a sharded parameter are on one of its ranks.
     """
-    context, records = session.context, session.records
-    learning = {
-        name
-        for name, param in zip(context.program.names, context.parameters.params(), strict=True)
-        if param is not None and param.requires_grad and not _dist.is_sharded(param)
-    }
+    records, params = session.records, session.plan.manifest.params
+    learning = {one.name for one in params if one.requires_grad and not one.sharding}
     every = [] if records.dropped else [one for one in records if one.key.point == "accumulated"]
     got = {name for one in every for name in learning & one.columns.keys() if one.last(name)}
     names = dict.fromkeys(name for one in every for name in one.key.names)
