@@ -42,9 +42,11 @@ _LOGGER = logging.getLogger("gradsurgeon")
 # innocent ones. A run directory gets no more innocent ones either.
 _MOST_EVENTS = 10_000
 _INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
-# Kinds that can occur in every step: the topic, and the level of the log. A trap and the step that it skips are one topic.
-_REPEATED = {
+# The topic of a kind that can occur in every step, and the level of the log. A trap and the step that it skips are one
+# topic.
+_TOPICS = {
     **{kind: (kind, logging.WARNING) for kind in TRIPS},
+    "check": ("", logging.WARNING),  # tells each finding once
     "skipped-step": ("trap", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
@@ -151,7 +153,7 @@ class EventLog:
     ) -> None:
         """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
-        topic, level = _REPEATED.get(kind, ("", logging.INFO))
+        topic, level = _TOPICS.get(kind, ("", logging.INFO))
         text = self._news((topic, rule), step, message) if topic else message
         if text and warn:
             self.warn(text, rule=rule)

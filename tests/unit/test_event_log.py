@@ -90,6 +90,15 @@ def test_each_rule_is_counted_by_itself(caplog: pytest.LogCaptureFixture) -> Non
     assert said == ["rule guard: bad", "rule other: bad", "step 4: rank 1 trapped"]
 
 
+def test_each_finding_of_a_check_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    journal = make()
+    for step, text in ((3, "clipped"), (3, "stale"), (13, "evaluation mode")):
+        journal.emit("check", text, rule="guard", step=step)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    texts = ["clipped", "stale", "evaluation mode"]
+    assert said == [("WARNING", f"rule guard: {text}") for text in texts]
+
+
 def test_a_trap_that_warns_does_so_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
