@@ -260,6 +260,9 @@ def suggest(text: str, names: Sequence[str]) -> str:
         tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]
     else:
         tries = [f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"]
+    # A range is written with two dots, and a comma separates alternatives in braces only.
+    tries.append(re.sub(r"\{(\d+)-(\d+)\}", r"{\1..\2}", text))
+    tries.append(f"{{{text}}}")
     known = set(itertools.chain(*(name.split(".") for name in names)))
 
     def spelt(word: re.Match[str]) -> str:

@@ -17,7 +17,9 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {start}" if start else ""
     size = f"{count(len(plan.manifest.params), 'parameter')}, {count(plan.manifest.elements, 'element')}"
-    yield f"gradsurgeon: {printable(plan.rules.file)} on {plan.subject} ({size}{by})"
+    path, here = Path(plan.rules.file), Path.cwd()
+    file = path.relative_to(here) if path.is_relative_to(here) else path
+    yield f"gradsurgeon: {printable(str(file))} on {plan.subject} ({size}{by})"
     rows = []
     for rule in plan.rules.rules:
         bound = len(plan.of(rule.id))

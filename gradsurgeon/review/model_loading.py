@@ -81,6 +81,10 @@ def _target(spec: str) -> Any:
     if not name or not path:
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
+    if name.endswith(".py"):
+        module = printable(name.removesuffix(".py").replace("/", "."))
+        message = f"`--model {printable(spec)}` names a file: write the module"
+        raise ModelError(f"{message}, {module}:{printable(path)}")
     try:
         target = _imported(name)
     except ModelError as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 READING_CHECKS: Mapping[str, str] = {
     "bad-include": "An entry of `include` names nothing that can be included.",
-    "bad-pattern": "A pattern cannot be read.",
+    "bad-pattern": "A pattern cannot be read. It may have `*`, `?`, `[0-9]`, `{a,b}` and `{0..11}`, or begin with `re:`.",
     "bad-value": "The value of an option is not allowed: `gradsurgeon explain ACTION` lists the values.",
     "bad-version": "The file is written for an unknown version of the rule language.",
     "duplicate-key": "A mapping holds a key twice.",

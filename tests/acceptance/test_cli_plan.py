@@ -156,6 +156,7 @@ class TestPlan:
         ("model", "reason"),
         [
             ("net", "`--model net` names no model: write MODULE:NAME, such as train.net:build"),
+            ("a/net.py:b", "`--model a/net.py:b` names a file: write the module, a.net:b"),
             ("net:nope", "`net` has no `nope`"),
             ("net:number", "`net:number` is neither a module nor something that builds one"),
             (

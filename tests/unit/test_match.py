@@ -301,6 +301,8 @@ def test_selecting_from_a_big_model_is_fast() -> None:
         ("*.weigth", 'did you mean "*.weight" (62 matches)?'),
         ("head.weigth", 'did you mean "head.weight" (1 match)?'),
         ("*.layer.{0..3}.mlp.*", 'did you mean "*.layers.{0..3}.mlp.*" (16 matches)?'),
+        ("embed.*,head.*", 'did you mean "{embed.*,head.*}" (2 matches)?'),
+        ("*.{0-3}.mlp.*", 'did you mean "*.{0..3}.mlp.*" (16 matches)?'),
         ("re:q_proj", 'did you mean "re:.*(?:q_proj).*" (24 matches)?'),
         ("re:up|down", 'did you mean "re:.*(?:up|down).*" (48 matches)?'),
         ("re:.*q_porj.*", 'did you mean "re:.*q_proj.*" (24 matches)?'),
