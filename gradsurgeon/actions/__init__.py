@@ -15,6 +15,7 @@ from gradsurgeon.actions._base import (
     known_actions,
 )
 from gradsurgeon.actions._effects import (
+    NEVER,
     ByNorm,
     Combination,
     Comparison,
@@ -50,6 +51,7 @@ __all__ = [
     "ACTIONS",
     "FROM_LIST",
     "MOMENTS",
+    "NEVER",
     "TARGETS",
     "ByNorm",
     "CaptureRule",

@@ -69,6 +69,10 @@ class Observer:
             _check_statistic(name)
 
 
+# More trips in a row than there can be.
+NEVER = sys.maxsize
+
+
 class Judgement:
     """What becomes of an update that a trap judges: the base of what traps compile to.
 
@@ -85,7 +89,7 @@ class Judgement:
     @property
     def patience(self) -> int:
         """The number of trips in a row after which the trap raises."""
-        return sys.maxsize if self.give_up_after == "never" else self.give_up_after
+        return NEVER if self.give_up_after == "never" else self.give_up_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         return
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
+    diagnosis = printable(first_diagnosis(session.events))
     rows = []
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
     for rule in plan.rules.rules:
@@ -66,7 +67,7 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     if checks:
         found = sum(event.kind == "check" for event in session.events)
         names = ", ".join(printable(rule.id) for rule in checks)
-        nothing = "nothing else" if any(map(is_trip, session.events)) else "nothing"
+        nothing = "nothing else" if diagnosis else "nothing"
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
     if silent := _without_gradient(session):
         yield f"  never got a gradient: {shorten_names(silent)}"
@@ -75,7 +76,6 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     more = [f"  ... and {count(left_out, 'event')} more"] if left_out else []
     lines = [*map(_line, first), *more, *map(_line, last)]
     yield from lines
-    diagnosis = printable(first_diagnosis(told))
     # Without a diagnosis that is the line of the first trip.
     if diagnosis and not any(diagnosis in line for line in lines):
         yield f"  {diagnosis}"

@@ -58,9 +58,9 @@ def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str
         events: oldest first.
         edits: ids of rules that edit gradients, whose events are no trips.
     """
-    trips = [event for event in events if is_trip(event, edits)]
-    for event in trips:
+    for event in events:
         if (found := diagnosis_of(event.message)) is not None:
             at = f", {found['at']}" if found.get("at") else ""
             return f"step {event.step}: {found['headline']}{at}"
-    return trips[0].message.partition("\n")[0] if trips else ""
+    trips = (event.message.partition("\n")[0] for event in events if is_trip(event, edits))
+    return next(trips, "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,8 @@ _NO_MEMORY = (
 _ABSENT = (
     "{ranks} did not come to this update, and all ranks must run a divided model again together"
 )
+# The kinds of faults that a lower loss scale does not mend.
+_NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
 
 class StepDiagnosis:
@@ -63,7 +65,7 @@ class StepDiagnosis:
             asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
             if not asked:
                 return {}
-            failed = self._failed(step, scale, reports.values())
+            failed = self._failed(step, scale, [*reports.values()])
             diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
         diagnoses = {}
@@ -74,7 +76,31 @@ class StepDiagnosis:
                 diagnoses[rule] = diagnosis
         return diagnoses
 
-    def _failed(self, step: int, scale: Tensor | None, reports: Iterable[TrapReport]) -> FailedStep:
+    def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
+        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help.
+
+        An overflow is what scalers skip for. Ranks know of no vote on it: with several of them nothing is run again.
+        """
+        if not self.pending or _dist.world() > 1:
+            return None
+        with suppress(Exception), self._paused():
+            found = diagnose(self._failed(step, scale, [report]))
+            return found if found.cause is not None and found.cause.fault in _NO_OVERFLOW else None
+        return None
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        context = self._context
+        paused, context.paused = context.paused, True
+        try:
+            with context.parameters.lock:
+                yield
+        finally:
+            context.paused = paused
+
+    def _failed(
+        self, step: int, scale: Tensor | None, reports: Collection[TrapReport]
+    ) -> FailedStep:
         modules = tuple(name for report in reports for name in report.modules)
         bad = tuple(name for report in reports for name in report.bad)
         rules = self._context.program.site_rules
@@ -124,19 +150,17 @@ class StepDiagnosis:
         rules: Collection[str],
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
-        context = self._context
-        paused, context.paused = context.paused, True
         try:
-            with context.parameters.lock, around:
+            with self._paused(), around:
                 diagnosis = diagnose(failed)
                 folder = self._folder(rules)
                 return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
         except Exception as error:  # noqa: BLE001 # the decision of the trap stays
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
-            context.event_log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
+            log = self._context.event_log
+            log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
             return None
         finally:
-            context.paused = paused
             if not self.pending:
                 self._kept.detach()
 

@@ -14,6 +14,7 @@ from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.context import Flag
+from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.running_norms import JudgedNorms
 from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
@@ -90,6 +91,10 @@ class GradientEvidence:
     @cached_property
     def repaired(self) -> frozenset[int]:
         return self.before.intersection(self.tensors).difference(self.now)
+
+    def concerns(self, bound: BoundRule) -> bool:
+        """Tell whether a tensor of a rule is non-finite."""
+        return not self.now.keys().isdisjoint(bound.tensors)
 
     @property
     def _guilty(self) -> bool:

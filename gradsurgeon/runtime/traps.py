@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Decision
+from gradsurgeon.actions import NEVER, Decision
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
@@ -47,9 +47,8 @@ _REPAIRED = (
     "between, no trap"
 )
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
-_NO_OVERFLOW = ". The loss was NaN, which is no overflow"
-# A trap that never gives up takes so many skips of a scaler in a row for a NaN.
-_STUCK = 10
+_LOSS_IS_NAN = ". The loss was NaN, which is no overflow"
+_NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
 class Traps:
@@ -63,6 +62,8 @@ class Traps:
         self._lost: dict[StepCounter, Tensor] = {}
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
+        # The number of all skips that were no trap.
+        self._unexplained = 0
         # Snapshots after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -249,49 +250,63 @@ class Traps:
         return [(rule, threshold_report(stat, names, values.tolist(), flags))]
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
-        context = self._context
+        context, event_log, step = self._context, self._context.event_log, counter.step
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
-        text = SCALER_SKIP.format(step=counter.step)
-        if bool(self._lost.get(counter, False)):
-            text += _NO_OVERFLOW
-        context.event_log.emit("scaler-skip", text, step=counter.step)
-        due_rules = context.due_rules(counter)
-        limits = {
-            rule: None if decision.give_up_after == "never" else decision.give_up_after
-            for rule, decision in context.decisions.items()
-        }
-        stuck = [
-            bound for bound in due_rules.traps if low or skips >= (limits[bound.rule.id] or _STUCK)
-        ]
-        if not stuck or context.mode == "observe":
+        lost = bool(self._lost.get(counter, False))
+        text = SCALER_SKIP.format(step=step) + (_LOSS_IS_NAN if lost else "")
+        event_log.emit("scaler-skip", text, step=step)
+        evidence = self._evidence_of_skip(counter)
+        # A skip caused by other tensors says nothing about a trap: its row goes on.
+        due = [bound for bound in context.due_rules(counter).traps if evidence.concerns(bound)]
+        if not due or context.mode == "observe":
             return []
-        # A scaler checks before the script can repair or clip, so the trap must do the same.
-        snapshots = self._snapshots[counter]
-        seen = snapshots[-1].norms if snapshots else ()
-        norms = measure.as_dict(
-            seen or measure.norms_here(*context.parameters.grads(due_rules.trapped))
-        )
-        bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
-        # A skip caused by other tensors says nothing about this trap: its row goes on.
-        guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
-        for bound in guilty:
+        limits = {rule: decision.patience for rule, decision in context.decisions.items()}
+        stuck = [bound for bound in due if low or skips >= limits[bound.rule.id]]
+        if not stuck:
+            self._diagnose_skip(counter, due[0].rule.id, evidence)
+        for bound in stuck:
             # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
             rule = bound.rule.id
-            if (limit := limits[rule]) is not None:
-                self.rows.put(counter, rule, max(self.rows.of(counter, rule), limit - 1))
+            event_log.count_fired(rule, step)
+            if limits[rule] < NEVER:
+                self.rows.put(counter, rule, max(self.rows.of(counter, rule), limits[rule] - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
-        evidence = GradientEvidence(snapshots, list(norms), bad)
-        found = self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
+        found = self._findings(stuck, evidence, f"the GradScaler keeps skipping ({why}): ")
         goes_on = "the GradScaler skips the update"
         return [(rule, report and replace(report, goes_on=goes_on)) for rule, report in found]
+
+    def _evidence_of_skip(self, counter: StepCounter) -> GradientEvidence:
+        # A scaler checks before the script can repair or clip, so the trap must do the same.
+        snapshots, parameters = self._snapshots[counter], self._context.parameters
+        seen = snapshots[-1].norms if snapshots else ()
+        trapped = self._context.due_rules(counter).trapped
+        norms = measure.as_dict(seen or measure.norms_here(*parameters.grads(trapped)))
+        bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
+        return GradientEvidence(snapshots, list(norms), bad)
+
+    def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
+        """Say once where a NaN of a skipped step was born, if it is no overflow."""
+        self._unexplained += 1
+        # The first skips are usual, until the scale fits: not each is worth running the step again.
+        if self._unexplained & (self._unexplained - 1):
+            return
+        report, scale = evidence.report(self._names), self._scale(counter)
+        found = self._conclusions.diagnosis.of_skip(counter.step, scale, report)
+        if found is not None:
+            text = "\n".join(
+                [f"{self._context.place(counter.step, rule)}: {_NO_OVERFLOW}", *found.text()]
+            )
+            self._context.event_log.notice_once(
+                "no-overflow", text, rule=rule, step=counter.step, warn=True
+            )
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
     ) -> list[Finding]:
-        names, bad = self._names, evidence.now.keys()
+        names = self._names
         return [
-            (bound.rule.id, None if bad.isdisjoint(bound.tensors) else evidence.report(names, why))
+            (bound.rule.id, evidence.report(names, why) if evidence.concerns(bound) else None)
             for bound in bound_rules
         ]
 

@@ -174,7 +174,10 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rules(trap)) as session:
-        train(model, optimizer, scaler, steps=3)
+        with pytest.warns(
+            gradsurgeon.GradSurgeonWarning, match=r"the weight 0\.weight .* not finite"
+        ):
+            train(model, optimizer, scaler, steps=3)
         with pytest.raises(
             NonFiniteGradientError, match=r"keeps skipping \(4 steps in a row\)"
         ) as e:
@@ -197,7 +200,7 @@ def test_a_scale_below_one_is_a_trap_at_once() -> None:
 def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=4.0)
-    trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never"}
+    trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never", "forensics": False}
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rules(trap)) as session:
@@ -209,24 +212,42 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     assert "\nthe GradScaler skips the update\n" in str(told[0].message)
 
 
-def test_a_trap_that_never_gives_up_takes_ten_skips_for_a_nan() -> None:
-    model, optimizer = make()
-    scaler = GradScaler("cpu", init_scale=2.0**40)
-    trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never"}
-    with torch.no_grad():
-        model[0].weight[0, 0] = float("nan")
-    with gradsurgeon.apply(model, rules(trap)) as session:
-        train(model, optimizer, scaler, steps=9)
-        assert "trap" not in {e.kind for e in session.events}
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"skipping \(10 steps in a row"):
-            train(model, optimizer, scaler, steps=1)
+class Masked(nn.Sequential):
+    """Its forward is finite; the gradient of the square root is not where ``masked``."""
+
+    masked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return torch.where(y > 0, y, torch.sqrt(y - y)) if self.masked else y
+
+
+def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
+    model = Masked(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**127)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+        train(model, optimizer, scaler, steps=1)
+        assert [e.kind for e in session.events] == ["scaler-skip"], "an overflow"
+        train(model, optimizer, scaler, steps=2)
+        model.masked = True
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+            train(model, optimizer, scaler, steps=3)
+        kinds = [e.kind for e in session.events]
+        assert kinds == ["scaler-skip"] * 2 + ["notice"] + ["scaler-skip"] * 2
+        assert session.status()["r0"].fired == 2
+    (text,) = (str(one.message) for one in told)
+    assert "step 3, rule r0: the GradScaler skips a step that no loss scale can mend" in text
+    assert "NaN born in the backward pass" in text
+    assert "torch.sqrt(y - y)" in text
+    assert "cause: mathematics" in text
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_loss_that_is_nan_is_no_overflow(passes: int) -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=4.0)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+    with gradsurgeon.apply(model, rules({"action": "nan-trap", "forensics": False})) as session:
         for factor in [math.nan, 1.0][:passes]:
             scaler.scale(model(data(0, 5, 4)).sum() * factor).backward()
         scaler.step(optimizer)
@@ -282,7 +303,8 @@ def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[st
 def test_a_trap_that_has_given_up_because_of_a_scaler_has_no_patience_left() -> None:
     rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step", "give_up_after": 3}
     faults = ["overflow"] * 4 + ["nan", "none", "nan"]
-    results = steps_under_a_scaler(nn.Linear(2, 1), rule, faults)
+    # These overflows are made by hand, and a diagnosis would say so.
+    results = steps_under_a_scaler(nn.Linear(2, 1), {**rule, "forensics": False}, faults)
     assert [text == "went on" for text in results] == [True, True, False, False, False, True, True]
     assert "keeps skipping (3 steps in a row)" in results[2]
     for place, times in ((2, 3), (3, 4), (4, 5)):
