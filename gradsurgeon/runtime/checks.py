@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -75,13 +76,15 @@ class Checks:
     def before_pass(self, graph: BackwardGraph) -> None:
         for running, counter in self._due("before_pass"):
             moment = self._pass(running, counter, (), graph)
-            self._tell(running, moment.step, running.check.before_pass(moment))
+            if findings := running.check.before_pass(moment):
+                self._tell(running, moment.step, findings)
 
     def after_pass(self, done: BackwardPass) -> None:
         for running, counter in self._due("after_pass"):
             if not running.members.isdisjoint(done.tensors):
                 moment = self._pass(running, counter, done.tensors, done.graph)
-                self._tell(running, moment.step, running.check.after_pass(moment))
+                if findings := running.check.after_pass(moment):
+                    self._tell(running, moment.step, findings)
 
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
@@ -103,8 +106,10 @@ class Checks:
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context
         freezes = context.program.freezes if context.mode == "act" else ()
-        due = [stage for stage in freezes if stage.rule.steps.due(step.counter.step)]
-        frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
+        frozen: dict[int, str] = {}
+        for stage in freezes:
+            if stage.rule.steps.due(step.counter.step):
+                frozen |= dict.fromkeys(stage.tensors, stage.rule.id)
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, _optimizer_of(step), **facts)
 
@@ -112,15 +117,12 @@ class Checks:
         self, method: str, counter: StepCounter | None = None
     ) -> list[tuple[_Running, StepCounter]]:
         """Return the due checks that have a method; without a counter, by that of their first parameter."""
-        having, counters = self._having[method], self._context.counters
-        if not having or self._context.paused:
-            return []
-        clocks = [(one, counter or counters[one.stage.tensors[0]]) for one in having]
-        return [
-            (one, clock)
-            for one, clock in clocks
-            if one.always or one.stage.rule.steps.due(clock.step)
-        ]
+        due, context = [], self._context
+        for one in () if context.paused else self._having[method]:
+            clock = counter or context.counters[one.stage.tensors[0]]
+            if one.always or one.stage.rule.steps.due(clock.step):
+                due.append((one, clock))
+        return due
 
     def _pass(
         self,
@@ -154,29 +156,37 @@ class Checks:
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
-                    mail=self._mail if _dist.world() > 1 else None,
+                    find_mail=lambda: self._mail if _dist.world() > 1 else None,
                     **facts,
                 )
-                self._tell(running, update.step, getattr(running.check, method)(update))
+                if findings := getattr(running.check, method)(update):
+                    self._tell(running, update.step, findings)
 
     def _facts(self, running: _Running, counter: StepCounter) -> dict[str, Any]:
         """Return the facts of every moment."""
-        context, step = self._context, counter.step
-
-        def later(values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
-            # Values travel flat. The step may be over when they arrive.
-            shape = values.shape
-            context.event_log.when_read(
-                values.detach(), lambda flat: self._tell(running, step, judge(flat.view(shape)))
-            )
-
         return {
-            "step": step,
+            "step": counter.step,
             "members": running.stage.tensors,
             "model": self._model,
-            "find": context.parameters.param,
-            "later": later,
+            "find": self._context.parameters.param,
+            "later": partial(self._later, running, counter.step),
         }
+
+    def _later(
+        self,
+        running: _Running,
+        step: int,
+        values: Tensor,
+        judge: Callable[[Tensor], Iterable[Finding]],
+    ) -> None:
+        # Values travel flat. The step may be over when they arrive.
+        shape = values.shape
+
+        def arrived(flat: Tensor) -> None:
+            if findings := judge(flat.view(shape)):
+                self._tell(running, step, findings)
+
+        self._context.event_log.when_read(values.detach(), arrived)
 
     def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
         """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""

@@ -183,8 +183,9 @@ def _is_leaf(node: Node) -> bool:
 
 def roots_of(outputs: Sequence[Tensor | GradientEdge]) -> tuple[Root, ...]:
     """Return the nodes or leaves where a backward pass from tensors, or from graph edges, begins."""
-    roots = (
-        output.node if isinstance(output, GradientEdge) else output.grad_fn or output
-        for output in outputs
-    )
-    return tuple(root for root in roots if not isinstance(root, Tensor) or root.requires_grad)
+    roots: list[Root] = []
+    for output in outputs:
+        root = output.node if isinstance(output, GradientEdge) else output.grad_fn or output
+        if not isinstance(root, Tensor) or root.requires_grad:
+            roots.append(root)
+    return tuple(roots)
