@@ -57,8 +57,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        sizes = tuple(map(Tensor.numel, grads))
-        largest = max(sizes)
+        largest = max(sizes := tuple(map(Tensor.numel, grads)))
         joined = small(grads, sizes) if order == 2.0 and largest <= _FEW_FOR_NORM else None  # noqa: PLR2004 # l2
         if joined is not None:
             flat, lengths = joined
@@ -257,7 +256,7 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
     by: Any = factors if len(set(factors)) > 1 else factors[0]
     if len(dtypes) == 1 and all(is_cpu):
         # Of a number torch makes a tensor again for each gradient, which takes longer than to multiply.
-        ready = torch.tensor(by, dtype=grads[0].dtype)
+        ready = torch.tensor(by, dtype=grads[0].dtype, device="cpu")
         by = ready.unbind() if ready.dim() else ready
     torch._foreach_mul_(list(grads), by)  # the call has no public name
 

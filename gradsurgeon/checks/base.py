@@ -162,6 +162,7 @@ class Update(Moment):
         owner: a value that stands for the optimizer.
         optimizer: the optimizer, ``None`` if the script updates by hand.
         evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
+        mail: reaches the ranks that train replicas; ``None`` if there are none.
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
         took_place: whether the optimizer was allowed to update; known after the update.
         frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
@@ -172,16 +173,11 @@ class Update(Moment):
     owner: Hashable
     optimizer: Optimizer | None
     evaluations: int | None
-    find_mail: Callable[[], Mail | None]
+    mail: Mail | None
     scale: float | None = None
     took_place: bool = True
     frozen: Mapping[int, str] = field(default_factory=dict)
     known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
-
-    @cached_property
-    def mail(self) -> Mail | None:
-        """What reaches the ranks that train replicas; ``None`` if there are none."""
-        return self.find_mail()
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ MOST_CALLS = 256
 _MOST_NODES = 64
 # The elements by which two tensors are compared, and the largest tensor that is compared whole.
 _SAMPLE, _SMALL = 256, 1024
-_bytes: Callable[[Any], int] = attrgetter("bytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +160,8 @@ class KeptStep:
 
     @property
     def bytes(self) -> int:
-        return sum(map(_bytes, self.calls)) + sum(map(_bytes, self.losses.values()))
+        calls = [call.bytes for call in self.calls]
+        return sum(calls) + sum([loss.bytes for loss in self.losses.values()])
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -76,15 +75,13 @@ class Checks:
     def before_pass(self, graph: BackwardGraph) -> None:
         for running, counter in self._due("before_pass"):
             moment = self._pass(running, counter, (), graph)
-            if findings := running.check.before_pass(moment):
-                self._tell(running, moment.step, findings)
+            self._tell(running, moment.step, running.check.before_pass(moment))
 
     def after_pass(self, done: BackwardPass) -> None:
         for running, counter in self._due("after_pass"):
             if not running.members.isdisjoint(done.tensors):
                 moment = self._pass(running, counter, done.tensors, done.graph)
-                if findings := running.check.after_pass(moment):
-                    self._tell(running, moment.step, findings)
+                self._tell(running, moment.step, running.check.after_pass(moment))
 
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
@@ -106,10 +103,8 @@ class Checks:
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context
         freezes = context.program.freezes if context.mode == "act" else ()
-        frozen: dict[int, str] = {}
-        for stage in freezes:
-            if stage.rule.steps.due(step.counter.step):
-                frozen |= dict.fromkeys(stage.tensors, stage.rule.id)
+        due = [stage for stage in freezes if stage.rule.steps.due(step.counter.step)]
+        frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, _optimizer_of(step), **facts)
 
@@ -148,6 +143,7 @@ class Checks:
     def _look(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None, **facts: Any
     ) -> None:
+        several = _dist.world() > 1
         for running, _ in self._due(method, counter):
             if tensors := self._owned(running.stage, counter):
                 update = Update(
@@ -156,37 +152,29 @@ class Checks:
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
-                    find_mail=lambda: self._mail if _dist.world() > 1 else None,
+                    mail=self._mail if several else None,
                     **facts,
                 )
-                if findings := getattr(running.check, method)(update):
-                    self._tell(running, update.step, findings)
+                self._tell(running, update.step, getattr(running.check, method)(update))
 
     def _facts(self, running: _Running, counter: StepCounter) -> dict[str, Any]:
         """Return the facts of every moment."""
+        context, step = self._context, counter.step
+
+        def later(values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:
+            # Values travel flat. The step may be over when they arrive.
+            shape = values.shape
+            context.event_log.when_read(
+                values.detach(), lambda flat: self._tell(running, step, judge(flat.view(shape)))
+            )
+
         return {
-            "step": counter.step,
+            "step": step,
             "members": running.stage.tensors,
             "model": self._model,
-            "find": self._context.parameters.param,
-            "later": partial(self._later, running, counter.step),
+            "find": context.parameters.param,
+            "later": later,
         }
-
-    def _later(
-        self,
-        running: _Running,
-        step: int,
-        values: Tensor,
-        judge: Callable[[Tensor], Iterable[Finding]],
-    ) -> None:
-        # Values travel flat. The step may be over when they arrive.
-        shape = values.shape
-
-        def arrived(flat: Tensor) -> None:
-            if findings := judge(flat.view(shape)):
-                self._tell(running, step, findings)
-
-        self._context.event_log.when_read(values.detach(), arrived)
 
     def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
         """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
-_requires_grad = attrgetter("requires_grad")
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
@@ -147,8 +145,8 @@ class Gradients:
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
-        doubtful = observing or sharded or twice or True in shared
-        if not (doubtful or any(map(_requires_grad, grads))):  # nearly always
+        graphed = [grad for grad in grads if grad.requires_grad]
+        if not (observing or sharded or twice or graphed or True in shared):  # nearly always
             return self.of(tensors)
         for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
@@ -174,9 +172,8 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            everything, grads = self._tensors, self.of(self._tensors)
-            if not self._is_whole:
-                everything, grads = self._context.parameters.grads()
+            own = self._tensors, self.of(self._tensors)
+            everything, grads = own if self._is_whole else self._context.parameters.grads()
             self._twice = set()
             if len(set(map(id, grads))) < len(grads):
                 holders = Counter(map(id, grads))
