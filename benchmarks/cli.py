@@ -15,6 +15,7 @@ from benchmarks import (
     check,
     device_counts,
     diagnosis,
+    floors,
     like_for_like,
     losses,
     overhead,
@@ -32,7 +33,7 @@ from benchmarks import (
     votes,
 )
 from benchmarks.cases import BARE
-from benchmarks.machine import describe, devices, versions
+from benchmarks.machine import describe, devices, keep_freed_memory, versions
 from benchmarks.overhead import Row
 from benchmarks.results import Result, ResultError
 from benchmarks.workloads import WORKLOADS
@@ -43,6 +44,7 @@ GROUPS: dict[str, Group] = {
     overhead.GROUP: overhead.measured,
     step_alone.GROUP: step_alone.measured,
     like_for_like.GROUP: like_for_like.measured,
+    floors.GROUP: floors.measured,
     losses.GROUP: losses.measured,
     scaling.GROUP: scaling.measured,
     device_counts.GROUP: device_counts.measured,
@@ -67,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         if arguments.list:
             return _list()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -16,12 +17,24 @@ from gradsurgeon.schema import VERSION
 ROOT = Path(__file__).parents[1]
 # Distribution names of the peers and of what they stand on.
 PEERS = ("transformers", "accelerate", "lightning", "wandb", "matplotlib", "torchjd")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 EXTRA = "pip install 'gradsurgeon[bench]'"
 
 
 def devices() -> list[str]:
     """Return the kinds of device that can be measured here."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep memory that tensors free, as it does in a process that has freed a large one.
+
+    Otherwise what lies above it in the heap decides whether a step gets it anew, page by page, which takes longer than
+    whatever is measured. Tensors of more than 32 MB always come anew, as they do in any process.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_MMAP_THRESHOLD, 2**25)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from benchmarks import (
     device_counts,
     device_page,
     diagnosis,
+    floors,
     like_for_like,
     losses,
     losses_page,
@@ -129,6 +130,16 @@ def jobs(result: Result) -> str:
             head = ("", "ours", "cheapest peer", "x peer", "floor", "x floor", "others")
             parts.append(table(head, map(_job, rows)))
     return "\n".join(parts)
+
+
+def beside_floors(result: Result) -> str:
+    """Return what the pack and forensics cost, beside the least that has to be done for it."""
+    kinds = ("step_ratio", "floor_ratio", "of_floor")
+    rows = [
+        (row["workload"], row["job"], *(spread(row[kind]) for kind in kinds))
+        for row in rows_of(result, floors.GROUP)
+    ]
+    return table(("", "", "x step", "floor, x step", "x floor"), rows)
 
 
 def _job(row: Row) -> tuple[str, ...]:
@@ -306,6 +317,7 @@ _SECTIONS = (
     ("Cost of a step", overhead.GROUP, costs),
     ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
+    ("Beside the floor", floors.GROUP, beside_floors),
     ("Several losses", losses.GROUP, several_losses),
     ("Growth", scaling.GROUP, growth),
     ("When it happens", diagnosis.GROUP, when_it_happens),

@@ -8,7 +8,7 @@ import cmath
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        largest = max(map(Tensor.numel, grads))
-        joined = small(grads) if order == 2.0 and largest <= _FEW_FOR_NORM else None  # noqa: PLR2004 # l2
+        largest = max(sizes := tuple(map(Tensor.numel, grads)))
+        joined = small(grads, sizes) if order == 2.0 and largest <= _FEW_FOR_NORM else None  # noqa: PLR2004 # l2
         if joined is not None:
             flat, lengths = joined
             # A sequential float32 sum would lose digits.
@@ -152,13 +152,13 @@ def is_small(tensor: Tensor) -> bool:
     )
 
 
-def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor] | None:
     """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors.
 
     Checking each tensor takes as long as measuring it. So the tensors are first copied together, and the checks
     look at the result.
     """
-    sizes = tuple(map(Tensor.numel, grads))
+    sizes = sizes or tuple(map(Tensor.numel, grads))
     if max(sizes) > _FEW or not grads[0].is_cpu:
         return None
     try:
@@ -246,17 +246,19 @@ def ends(grad: Tensor) -> tuple[float, float]:
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """Multiply each strided tensor in place by its own number, in float32 at least."""
-    if not HALF.isdisjoint([grad.dtype for grad in grads]) and any(grad.is_cpu for grad in grads):
-        for grad, factor in zip(grads, factors, strict=True):
+    """Multiply strided tensors in place by one number, or each by its own, in float32 at least."""
+    dtypes, is_cpu = {grad.dtype for grad in grads}, [grad.is_cpu for grad in grads]
+    if not HALF.isdisjoint(dtypes) and any(is_cpu):
+        for number, grad in enumerate(grads):
             # A multi-tensor call rounds the factor to half precision on the host: 1e5 would become infinite.
-            grad.mul_(factor)
+            grad.mul_(factors[number % len(factors)])
         return
-    # The calls have no public name. One common factor is faster.
-    if len(set(factors)) == 1:
-        torch._foreach_mul_(list(grads), factors[0])
-    else:
-        torch._foreach_mul_(list(grads), list(factors))
+    by: Any = factors if len(set(factors)) > 1 else factors[0]
+    if len(dtypes) == 1 and all(is_cpu):
+        # Of a number torch makes a tensor again for each gradient, which takes longer than to multiply.
+        ready = torch.tensor(by, dtype=grads[0].dtype, device="cpu")
+        by = ready.unbind() if ready.dim() else ready
+    torch._foreach_mul_(list(grads), by)  # the call has no public name
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:

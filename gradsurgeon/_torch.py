@@ -191,13 +191,10 @@ def writes(tensor: Tensor) -> int:
 def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     """Return, for each gradient, whether another live tensor uses its storage; False for a sparse gradient."""
     # The tensor that a script passes as `backward(gradient=...)` can itself become ``.grad``.
-    strided = torch.strided
-    return [grad.layout is strided and _users(grad.untyped_storage()) > 2 for grad in grads]  # noqa: PLR2004
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    # The tensor is one user. The handle is another, in all releases only as long as it is held.
-    return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+    strided, users = torch.strided, torch._C._storage_Use_Count  # noqa: SLF001
+    # The tensor is one user. Its handle is another, in all releases only as long as it is held.
+    handles = [grad.untyped_storage() if grad.layout is strided else None for grad in grads]
+    return [handle is not None and users(handle._cdata) > 2 for handle in handles]  # noqa: PLR2004, SLF001
 
 
 def stepping(optimizer: Optimizer) -> Optimizer | None:

@@ -68,7 +68,7 @@ class Program:
         """The parameters whose gradients reveal a backward pass: all, if rules are on modules alone."""
         return self.armed or range(len(self.names))
 
-    @property
+    @cached_property
     def traps(self) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.after_backward if isinstance(stage.rule, TrapRule))
 

@@ -156,9 +156,8 @@ class KeptCalls:
             compiled=compiled,
             iterators=tuple(iterators),
         )
-        call.bytes = call.random.nbytes
-        for tensor in (*[one for _, one in given], *call.buffers.values()):
-            call.bytes += tensor.numel() * tensor.element_size()
+        held = [*[one for _, one in given], *call.buffers.values()]
+        call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
         self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:

@@ -112,15 +112,12 @@ class Checks:
         self, method: str, counter: StepCounter | None = None
     ) -> list[tuple[_Running, StepCounter]]:
         """Return the due checks that have a method; without a counter, by that of their first parameter."""
-        having, counters = self._having[method], self._context.counters
-        if not having or self._context.paused:
-            return []
-        clocks = [(one, counter or counters[one.stage.tensors[0]]) for one in having]
-        return [
-            (one, clock)
-            for one, clock in clocks
-            if one.always or one.stage.rule.steps.due(clock.step)
-        ]
+        due, context = [], self._context
+        for one in () if context.paused else self._having[method]:
+            clock = counter or context.counters[one.stage.tensors[0]]
+            if one.always or one.stage.rule.steps.due(clock.step):
+                due.append((one, clock))
+        return due
 
     def _pass(
         self,
@@ -146,6 +143,7 @@ class Checks:
     def _look(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None, **facts: Any
     ) -> None:
+        several = _dist.world() > 1
         for running, _ in self._due(method, counter):
             if tensors := self._owned(running.stage, counter):
                 update = Update(
@@ -154,7 +152,7 @@ class Checks:
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
-                    mail=self._mail if _dist.world() > 1 else None,
+                    mail=self._mail if several else None,
                     **facts,
                 )
                 self._tell(running, update.step, getattr(running.check, method)(update))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,10 @@ class Gradients:
     ``scale`` is the factor by which a `GradScaler` multiplied the gradients.
     """
 
-    def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
+    def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
+        # Whether no parameter of the session is left out.
+        self._is_whole = len(tensors) == len(context.program.names)
         self._tensors, grads = context.parameters.grads(tensors)
         self._now = dict(zip(self._tensors, grads, strict=True))
         self.scale = scale
@@ -142,6 +145,9 @@ class Gradients:
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
+        graphed = [grad for grad in grads if grad.requires_grad]
+        if not (observing or sharded or twice or graphed or True in shared):  # nearly always
+            return self.of(tensors)
         for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
             if observing:
@@ -166,8 +172,8 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            parameters = self._context.parameters
-            everything, grads = parameters.grads()
+            own = self._tensors, self.of(self._tensors)
+            everything, grads = own if self._is_whole else self._context.parameters.grads()
             self._twice = set()
             if len(set(map(id, grads))) < len(grads):
                 holders = Counter(map(id, grads))
@@ -225,7 +231,8 @@ class Gradients:
         factors = edit.factor(norms)
 
         def tell(norms: Tensor) -> None:
-            if not norms.isfinite().all():
+            # A sum of float32 numbers does not overflow in Python.
+            if not math.isfinite(sum(norms.tolist())):
                 event_log.emit("notice", LEFT_ALONE, rule=rule, step=step)
             if not _torch.is_host(factors):
                 shorter = edit.factor(norms).expand(len(tensors)) < 1.0
@@ -241,9 +248,9 @@ class Gradients:
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
         """
         if _torch.is_host(factors):
-            numbers, biting = factors.tolist(), list[int]()
-            if any(factor < 1.0 for factor in numbers):
-                numbers *= len(tensors) // len(numbers)
+            numbers = factors.tolist()
+            biting = [*tensors] if min(numbers) < 1.0 else []
+            if biting and len(numbers) > 1:
                 biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
             self._context.event_log.count_changed(rule, len(biting))
             if biting:

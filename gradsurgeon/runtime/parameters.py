@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from threading import RLock
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -87,11 +87,11 @@ class Parameters:
         # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)
         try:
-            grads = list(map(_grad, params))
+            grads: list[Any] = list(map(_grad, params))
         except AttributeError:  # some names are gone
             grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):
-            return wanted, cast("list[Tensor]", grads)
+            return wanted, grads
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 

@@ -46,18 +46,19 @@ class LossNode:
     made_of: list[int]
 
 
-# The names of saved attributes by type of node. Listing the attributes takes longer than reading them.
-_saved_names: dict[type, list[str]] = {}
+# The saved attributes by type of node, with their names. Listing the attributes takes longer than reading them.
+_saved_names: dict[type, list[tuple[str, str]]] = {}
 
 
 def _saved(node: Any) -> dict[str, Any]:
     kind = type(node)
     if kind not in _saved_names:
-        _saved_names[kind] = [name for name in dir(node) if name.startswith(_SAVED)]
+        names = [name for name in dir(node) if name.startswith(_SAVED)]
+        _saved_names[kind] = [(name, name.removeprefix(_SAVED)) for name in names]
     found = {}
-    for name in _saved_names[kind]:
+    for attribute, name in _saved_names[kind]:
         try:
-            found[name.removeprefix(_SAVED)] = getattr(node, name)
+            found[name] = getattr(node, attribute)
         except RuntimeError:
             # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
             continue
@@ -86,6 +87,7 @@ class BackwardGraph:
         """
         pending: list[Any] = [root for root in self.roots if not isinstance(root, Tensor)]
         met: dict[Any, int] = {}
+        made_of: dict[Any, list[Any]] = {}
         while pending:
             node = pending.pop()
             made = node._sequence_nr()  # noqa: SLF001 # no public name
@@ -94,18 +96,12 @@ class BackwardGraph:
             met[node] = made
             if len(met) > most:
                 return []
-            pending += [following for following, _ in node.next_functions if following is not None]
+            made_of[node] = [other for other, _ in node.next_functions]
+            pending += filter(None, made_of[node])
         order = sorted(met, key=met.__getitem__)
-        place = {node: position for position, node in enumerate(order)}
+        place: dict[Any, int] = {None: NO_GRAPH, **dict(zip(order, count(), strict=False))}
         return [
-            LossNode(
-                node.name(),
-                _saved(node),
-                [
-                    NO_GRAPH if other is None else place.get(other, -1)
-                    for other, _ in node.next_functions
-                ],
-            )
+            LossNode(node.name(), _saved(node), [place.get(other, -1) for other in made_of[node]])
             for node in order
         ]
 
@@ -183,8 +179,9 @@ def _is_leaf(node: Node) -> bool:
 
 def roots_of(outputs: Sequence[Tensor | GradientEdge]) -> tuple[Root, ...]:
     """Return the nodes or leaves where a backward pass from tensors, or from graph edges, begins."""
-    roots = (
-        output.node if isinstance(output, GradientEdge) else output.grad_fn or output
-        for output in outputs
-    )
-    return tuple(root for root in roots if not isinstance(root, Tensor) or root.requires_grad)
+    roots: list[Root] = []
+    for output in outputs:
+        root = output.node if isinstance(output, GradientEdge) else output.grad_fn or output
+        if not isinstance(root, Tensor) or root.requires_grad:
+            roots.append(root)
+    return tuple(roots)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -179,6 +181,39 @@ def test_clip_per_rule_equals_clip_grad_norm(name: str, norm_type: float, max_no
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-6)
     assert session.status()["r0"].changed == (1.0 if max_norm == 0.05 else 0.0)
+
+
+def python_calls(count: int) -> int:
+    """Return how many functions of gradsurgeon an update calls that records, judges and shortens gradients."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(count)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clip = {"action": "clip-norm", "per": "rule", "max_norm": 1e-3}
+    seen: list[str] = []
+    numbers: list[int] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_filename)
+
+    wanted = rules({"action": "norm-log"}, {"action": "nan-trap"}, clip)
+    with gradsurgeon.apply(model, wanted, optimizer=optimizer) as session:
+        for _ in range(5):
+            torch.stack([*model]).sum().backward()
+            seen.clear()
+            sys.setprofile(note)
+            try:
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+            optimizer.zero_grad()
+            numbers.append(sum("gradsurgeon" in name for name in seen))
+        assert session.status()["r2"].changed == 1.0
+    # Now and then the session looks whether the model has other parameters.
+    return min(numbers)
+
+
+def test_an_update_calls_as_many_functions_for_many_gradients_as_for_few() -> None:
+    assert python_calls(10) == python_calls(50)
 
 
 def test_one_norm_is_taken_per_optimizer() -> None:

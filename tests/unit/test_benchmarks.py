@@ -16,6 +16,7 @@ from benchmarks import (
     device_counts,
     device_page,
     diagnosis,
+    floors,
     formatting,
     losses,
     measure,
@@ -407,6 +408,13 @@ def test_every_target_names_rows_that_are_measured() -> None:
         for shape in step_alone.SHAPES
         for case in step_alone.CASES
     ]
+    jobs = {"of_floor": rows[0]["step_ratio"], "step_ratio": rows[0]["step_ratio"]}
+    for name, job in (
+        ("mlp", rule_sets.PACK),
+        ("embedding", rule_sets.PACK),
+        ("mlp", floors.FORENSICS),
+    ):
+        rows.append({"group": floors.GROUP, "workload": name, "job": job, **jobs})
     rows.append({"group": "like for like", "of_peer": 0.5})
     rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
     took = {trackers.BARE: 1.0, trackers.NORMS: 1.5, trackers.ALL: 1.75}

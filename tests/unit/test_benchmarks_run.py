@@ -16,6 +16,7 @@ from benchmarks import (
     curves,
     device_counts,
     device_page,
+    floors,
     like_for_like,
     measure,
     nets,
@@ -30,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.cases import BARE, Attached, Case, step_of
 from benchmarks.machine import EXTRA, version
-from benchmarks.workloads import Workload, deep_mlp
+from benchmarks.workloads import MLP, Workload, deep_mlp
 from gradsurgeon.actions import ACTIONS, LossRule
 
 # Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick storey.
@@ -178,6 +179,22 @@ def test_what_curves_are_made_of_has_the_size_that_they_name() -> None:
     assert len(plan.bindings) == len(plan.manifest.params) == 1_000
     assert len(gradsurgeon.load(curves.text(7)).rules) == 7
     assert len(curves.remembered(50)) == 50
+
+
+def test_the_pack_is_measured_beside_its_floor() -> None:
+    rows = list(floors.of_workload(MLP, "cpu", ONCE))
+    assert [one["job"] for one in rows] == [rule_sets.PACK, floors.FORENSICS]
+    assert all(one["of_floor"]["count"] == 2 for one in rows)
+
+
+def test_the_floor_stops_at_a_nan() -> None:
+    task = MLP.build("cpu")
+    step = step_of(task, floors.both_looks(task))
+    step()
+    with torch.no_grad():
+        task.params[0].fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        step()
 
 
 @pytest.mark.parametrize("case", step_alone.CASES)
