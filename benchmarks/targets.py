@@ -210,6 +210,27 @@ def _dearest(rows: Sequence[Row]) -> Value | None:
     return Value(max(ratios), min(ratios), max(ratios)) if ratios else None
 
 
+def _of_floor(job: str, workload: str) -> Find:
+    """Return a finder of what a job costs in units of its floor."""
+
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=like_for_like.GROUP, workload=workload, job=job)
+        found = None if row is None else row.get("floor_ratio")
+        return None if found is None else _value(found)
+
+    return find
+
+
+def _beside_floors() -> Iterator[Target]:
+    for job in ("clamp", "zero", "scale"):
+        for workload, limit in (("tiny", 1.5), ("wide", 1.2)):
+            what = f"{job} at `step`, {workload}"
+            yield Target(what, FLOOR, limit, _of_floor(job, workload), only="cpu")
+    for of, limit in (("output", 2.0), ("output gradient", 2.0)):
+        job = f"norm of every module's {of}"
+        yield Target(f"{job}, mlp", FLOOR, limit, _of_floor(job, "mlp"), only="cpu")
+
+
 def _steepest(rows: Sequence[Row]) -> Value | None:
     """Return the largest exponent of all curves."""
     axes: dict[str, list[Row]] = {}
@@ -237,6 +258,7 @@ def _step_alone() -> Iterator[Target]:
 
 CLIP, STEP = "x `clip_grad_norm_`", "x step"
 READS = "x one read of the bytes, tensor by tensor"
+FLOOR = "x its floor"
 TARGETS = (
     *_step_alone(),
     Target(
@@ -261,6 +283,7 @@ TARGETS = (
     ),
     Target("forensics armed, never tripped", STEP, 1.01, _armed),
     Target("like for like: the dearest job of all", "x its cheapest peer", 1.0, _dearest),
+    *_beside_floors(),
     Target("growth: the steepest curve of all", "exponent", 1.1, _steepest),
     Target("waits for the device outside flush and trap", "per step", 0, _waits, only="cuda"),
     Target(
@@ -284,6 +307,7 @@ TARGETS = (
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
     Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),
     Target("`gradsurgeon diff`, 10,000 parameters, whole process", "s", 1.0, _seconds(startup.DIFF)),
+    Target("`import gradsurgeon`, extra", "s", 0.15, _seconds(startup.IMPORT)),
     Target("`gradsurgeon run` on a script without torch, extra", "s", 0.15, _seconds(startup.LAUNCH)),
 )  # fmt: skip
 
