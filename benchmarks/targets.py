@@ -223,10 +223,10 @@ def _of_floor(job: str, workload: str) -> Find:
 
 def _beside_floors() -> Iterator[Target]:
     for job in ("clamp", "zero", "scale"):
-        for workload, limit in (("tiny", 1.5), ("wide", 1.2)):
+        for workload, limit in (("tiny", 2.0), ("wide", 1.2)):
             what = f"{job} at `step`, {workload}"
             yield Target(what, FLOOR, limit, _of_floor(job, workload), only="cpu")
-    for of, limit in (("output", 2.0), ("output gradient", 2.0)):
+    for of, limit in (("output", 2.0), ("output gradient", 2.5)):
         job = f"norm of every module's {of}"
         yield Target(f"{job}, mlp", FLOOR, limit, _of_floor(job, "mlp"), only="cpu")
 
