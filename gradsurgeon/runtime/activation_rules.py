@@ -165,13 +165,12 @@ class ActivationRules:
     def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
         if self.is_unreadable(tensor, rules, owner):
             return
-        if any(isinstance(rule, EditRule) for rule, _ in rules):
-            rules = [named for named in rules if not self._has_edited(named.rule, tensor)]
-            for rule, _ in rules:
-                self._mark_edited(rule, tensor)
-            if not rules:
-                return
-        hook = GradHook(self, rules, owner, tensor)
+        acting = [named for named in rules if not self._has_edited(named.rule, tensor)]
+        if not acting:
+            return
+        for rule, _ in acting:
+            self._mark_edited(rule, tensor)
+        hook = GradHook(self, acting, owner, tensor)
         with self.lock:
             hooked = _Hooked(tensor, self._drop)
             hooked.hook = hook

@@ -17,6 +17,7 @@ from benchmarks import (
     device_page,
     diagnosis,
     formatting,
+    like_for_like,
     losses,
     measure,
     overhead,
@@ -395,6 +396,7 @@ def test_every_target_names_rows_that_are_measured() -> None:
         startup.BIND,
         startup.BIND_FILE,
         startup.DIFF,
+        startup.IMPORT,
         startup.LAUNCH,
     )
     rows += [
@@ -407,7 +409,13 @@ def test_every_target_names_rows_that_are_measured() -> None:
         for shape in step_alone.SHAPES
         for case in step_alone.CASES
     ]
-    rows.append({"group": "like for like", "of_peer": 0.5})
+    ratio = rows[0]["step_ratio"]
+    beside = {"group": "like for like", "of_peer": 0.5, "floor_ratio": ratio}
+    rows += [
+        {**beside, "workload": workload.name, "job": job.name}
+        for workload in WORKLOADS
+        for job in like_for_like.JOBS
+    ]
     rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
     took = {trackers.BARE: 1.0, trackers.NORMS: 1.5, trackers.ALL: 1.75}
     rows += [{"group": "trackers", "case": case, "step_s": took[case]} for case in took]
