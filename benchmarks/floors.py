@@ -95,7 +95,7 @@ def of_workload(workload: Workload, device: str, budget: Budget) -> Iterator[Row
             "job": job,
             "step_ratio": spread([1 + a / b for a, b in zip(ours, base, strict=True)]).to_dict(),
             "floor_ratio": spread([1 + a / b for a, b in zip(floor, base, strict=True)]).to_dict(),
-            "of_floor": spread([a / unit for a in ours]).to_dict(),
+            "beside_floor": spread([a / unit for a in ours]).to_dict(),
         }
 
 

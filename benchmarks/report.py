@@ -134,7 +134,7 @@ def jobs(result: Result) -> str:
 
 def beside_floors(result: Result) -> str:
     """Return what the pack and forensics cost, beside the least that has to be done for it."""
-    kinds = ("step_ratio", "floor_ratio", "of_floor")
+    kinds = ("step_ratio", "floor_ratio", "beside_floor")
     rows = [
         (row["workload"], row["job"], *(spread(row[kind]) for kind in kinds))
         for row in rows_of(result, floors.GROUP)
@@ -152,7 +152,7 @@ def _job(row: Row) -> tuple[str, ...]:
         f"{cheapest} {_median(row['peers_us'][cheapest])}",
         _times(row["of_peer"]),
         f"{row['floor']} {_median(row['floor_us'])}",
-        _times(row["of_floor"]),
+        _times(row["beside_floor"]),
         "; ".join(others),
     )
 

@@ -24,6 +24,7 @@ HELP = "gradsurgeon --help"
 LINT = "gradsurgeon lint, 100 rules"
 DIFF = "gradsurgeon diff, 10,000 parameters"
 PLAN = "gradsurgeon plan, 10,000 parameters"
+LINT_FLOOR = "import pydantic and yaml, build one model"
 IMPORT = "import gradsurgeon, beyond Python itself"
 LAUNCH = "gradsurgeon run on a script without torch, beyond the script"
 LAUNCH_TORCH = "gradsurgeon run on a script that imports torch, beyond the script"
@@ -31,6 +32,16 @@ PARSE = "read 1,000 rules"
 BIND = "bind 20 rules to a model of 10,000 parameters"
 BIND_FILE = "bind 20 rules to params.json of the same"
 _LAYERS = 5_000
+# No command that reads rules can do without this.
+_LEAST = """
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+import yaml
+
+class Model(BaseModel):
+    number: int = 1
+
+Model()
+"""
 _KINDS = (
     '    action: clamp\n    params: "h.{}.attn.*"\n    at: step\n    min: -1.0\n    max: 1.0\n',
     '    action: norm-log\n    params: "h.{}.*.weight"\n    stats: [l2, linf]\n',
@@ -98,10 +109,12 @@ def _commands(folder: Path, rounds: int) -> Iterator[Row]:
     commands = {
         HELP: [*own, "--help"],
         LINT: [*own, "lint", "rules.yaml"],
+        LINT_FLOOR: [sys.executable, "-c", _LEAST],
         PLAN: [*own, "plan", "old.yaml", "--params", "params.json"],
         DIFF: [*own, "diff", "old.yaml", "new.yaml", "--params", "params.json"],
     }
     for what, command in commands.items():
+        process(command, folder)  # compiles what it imports, as an installation does
         times = [process(command, folder) for _ in range(rounds)]
         yield {"group": GROUP, "what": what} | _row(times)
     run = [*own, "run", "--rules", "quiet.yaml"]
@@ -111,6 +124,7 @@ def _commands(folder: Path, rounds: int) -> Iterator[Row]:
         LAUNCH_TORCH: (["script_with_torch.py"], [*run, "script_with_torch.py"]),
     }
     for what, (plain, command) in pairs.items():
+        process(command, folder)
         both = [
             (process([sys.executable, *plain], folder), process(command, folder))
             for _ in range(rounds)
@@ -140,7 +154,9 @@ def timed(call: Callable[[], object]) -> Times:
 def process(command: Sequence[str], folder: Path) -> Times:
     """Run a process that ends well; return the seconds that it and its children compute, and that pass."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path}
+    # Compiled modules are kept for the next process, whatever the environment says.
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     before, begin = _children(), time.perf_counter()
     subprocess.run(command, cwd=folder, env=env, capture_output=True, check=True)
     passed = time.perf_counter() - begin

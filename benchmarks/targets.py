@@ -189,14 +189,6 @@ def _armed(rows: Sequence[Row]) -> Value | None:
     return None if row is None else _value(row["forensics"])
 
 
-def _of_floor(workload: str, job: str) -> Find:
-    def find(rows: Sequence[Row]) -> Value | None:
-        row = row_of(rows, group=floors.GROUP, workload=workload, job=job)
-        return None if row is None else _value(row["of_floor"])
-
-    return find
-
-
 def _alone(shape: str, case: str, key: str) -> Find:
     def find(rows: Sequence[Row]) -> Value | None:
         row = row_of(rows, group=step_alone.GROUP, workload=shape, case=case)
@@ -217,6 +209,28 @@ def _dearest(rows: Sequence[Row]) -> Value | None:
         if row["group"] == like_for_like.GROUP and row["of_peer"] is not None
     ]
     return Value(max(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def _beside_floor(group: str, job: str, workload: str) -> Find:
+    """Return a finder of what a job costs in units of its floor."""
+
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=group, workload=workload, job=job)
+        found = None if row is None else row.get("beside_floor")
+        return None if found is None else _value(found)
+
+    return find
+
+
+def _beside_floors() -> Iterator[Target]:
+    alike = like_for_like.GROUP
+    for job in ("clamp", "zero", "scale"):
+        for workload, limit in (("tiny", 2.0), ("wide", 1.2)):
+            what = f"{job} at `step`, {workload}"
+            yield Target(what, FLOOR, limit, _beside_floor(alike, job, workload), only="cpu")
+    for of, limit in (("output", 2.0), ("output gradient", 2.5)):
+        job = f"norm of every module's {of}"
+        yield Target(f"{job}, mlp", FLOOR, limit, _beside_floor(alike, job, "mlp"), only="cpu")
 
 
 def _steepest(rows: Sequence[Row]) -> Value | None:
@@ -246,6 +260,7 @@ def _step_alone() -> Iterator[Target]:
 
 CLIP, STEP = "x `clip_grad_norm_`", "x step"
 READS = "x one read of the bytes, tensor by tensor"
+FLOOR = "x its floor"
 TARGETS = (
     *_step_alone(),
     Target(
@@ -269,12 +284,13 @@ TARGETS = (
         for name, limit in (("gpt2", 1.05), ("resnet", 1.05))
     ),
     *(
-        Target(f"{rule_sets.PACK}, {name}", "x by hand", limit, _of_floor(name, rule_sets.PACK))
+        Target(f"{rule_sets.PACK}, {name}", FLOOR, limit, _beside_floor(floors.GROUP, rule_sets.PACK, name))
         for name, limit in (("mlp", 3.0), ("embedding", 1.5))
     ),
-    Target(f"{floors.FORENSICS}, mlp", "x by hand", 4.0, _of_floor("mlp", floors.FORENSICS)),
+    Target(f"{floors.FORENSICS}, mlp", FLOOR, 4.0, _beside_floor(floors.GROUP, floors.FORENSICS, "mlp")),
     Target("forensics armed, never tripped", STEP, 1.01, _armed),
     Target("like for like: the dearest job of all", "x its cheapest peer", 1.0, _dearest),
+    *_beside_floors(),
     Target("growth: the steepest curve of all", "exponent", 1.1, _steepest),
     Target("waits for the device outside flush and trap", "per step", 0, _waits, only="cuda"),
     Target(
@@ -298,6 +314,7 @@ TARGETS = (
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
     Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),
     Target("`gradsurgeon diff`, 10,000 parameters, whole process", "s", 1.0, _seconds(startup.DIFF)),
+    Target("`import gradsurgeon`, extra", "s", 0.15, _seconds(startup.IMPORT)),
     Target("`gradsurgeon run` on a script without torch, extra", "s", 0.15, _seconds(startup.LAUNCH)),
 )  # fmt: skip
 

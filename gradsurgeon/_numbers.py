@@ -159,25 +159,36 @@ def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor,
     look at the result.
     """
     sizes = sizes or tuple(map(Tensor.numel, grads))
-    if max(sizes) > _FEW or not grads[0].is_cpu:
+    if max(sizes) > _FEW or (flat := joined(grads)) is None:
+        return None
+    return flat, _torch.integers(sizes, flat.device)
+
+
+def joined(grads: Sequence[Tensor], most: float = math.inf) -> Tensor | None:
+    """Return the elements of tensors on the host in their widest dtype; ``None`` for more than ``most``, and for other tensors."""
+    count = sum(map(Tensor.numel, grads))
+    if count > most or not grads[0].is_cpu:
         return None
     try:
         flat = _torch.flattened(grads)
     except (RuntimeError, NotImplementedError):  # some are sparse, or on other devices
         return None
-    if type(flat) is not Tensor or flat.dtype not in _WIDE or len(flat) != sum(sizes):
+    if type(flat) is not Tensor or flat.dtype not in _WIDE or len(flat) != count:
         return None
-    if flat.layout != torch.strided:  # a single sparse tensor
-        return None
-    return flat, _torch.integers(sizes, flat.device)
+    # A single sparse tensor stays sparse.
+    return flat if flat.layout is torch.strided else None
+
+
+# As many elements of a large gradient tell, in most cases, whether an edit changes it.
+_FIRST = 64
 
 
 def first_elements(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the first elements of each gradient, flat, at most as many as a small one has; small ones unchanged."""
+    """Return the first elements of each large gradient, flat; small gradients unchanged."""
     if max(map(Tensor.numel, grads), default=0) <= _FEW:
         return grads
     return [
-        grad.detach().view(-1)[:_FEW]
+        grad.detach().as_strided((_FIRST,), (1,))
         if grad.numel() > _FEW and grad.layout is torch.strided and grad.is_contiguous()
         else grad
         for grad in grads

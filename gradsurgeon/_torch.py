@@ -26,6 +26,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Returns the id of the running backward pass, -1 outside of a pass. Hooks call it at every gradient,
 # so no Python function wraps it.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+_cuda: Any = torch.cuda  # has no types
+_HAS_CUDA = bool(_cuda._is_compiled())  # noqa: SLF001
 
 
 def keeps_graph() -> bool:
@@ -71,8 +73,7 @@ class Accumulation:
 def is_capturing() -> bool:
     """Return whether a CUDA graph captures the operations of this stream, instead of running them."""
     # Builds without CUDA have the function, but it raises.
-    cuda: Any = torch.cuda  # has no types
-    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+    return _HAS_CUDA and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 def is_unreadable(tensor: Tensor) -> bool:

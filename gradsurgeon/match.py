@@ -89,6 +89,27 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
     return sorted(matched)
 
 
+# The text between two dots of a glob. Braces and brackets may contain further dots.
+_SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
+_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+
+
+def segments(text: str, most: int) -> Iterator[Sequence[str]]:
+    """Yield what a segment of each matching name is, for segments of a glob with at most so many possibilities."""
+    for segment in () if text.startswith("re:") else _SEGMENT.findall(text):
+        if numbers := _RANGE.fullmatch(segment):
+            low, high = int(numbers[1]), int(numbers[2])
+            if high - low < most:
+                yield [str(number) for number in range(low, high + 1)]
+        elif not set("*?[]{}") & set(segment):
+            yield [without_zeros(segment)]
+
+
+def without_zeros(segment: str) -> str:
+    """Return a segment without leading zeros: a range matches both ``007`` and ``7``."""
+    return segment.lstrip("0") or "0"
+
+
 def contains(wide: str, narrow: str) -> bool:
     """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches.
 

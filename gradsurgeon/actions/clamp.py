@@ -113,8 +113,10 @@ class Clamp(EditRule):
             return grad.clamp(*bounds(grad.dtype))
 
         def apply_(grads: Sequence[Tensor]) -> None:
-            for kind in {grad.dtype for grad in grads}:
-                _clamp_([grad for grad in grads if grad.dtype == kind], *bounds(kind))
+            kinds = {grad.dtype for grad in grads}
+            for kind in kinds:
+                alike = [g for g in grads if g.dtype == kind] if len(kinds) > 1 else grads
+                _clamp_(alike, *bounds(kind))
 
         def alters(grad: Tensor) -> Tensor:
             below, above = bounds(grad.dtype)
@@ -133,12 +135,12 @@ class Clamp(EditRule):
 def _clamp_(grads: Sequence[Tensor], below: float | None, above: float | None) -> None:
     import torch  # noqa: PLC0415 # as above
 
-    together = []
-    for grad in grads:
-        if grad.is_cpu and grad.numel() > _MANY:
+    together = list(grads)
+    if max(map(torch.Tensor.numel, grads)) > _MANY:
+        large = [grad for grad in grads if grad.is_cpu and grad.numel() > _MANY]
+        together = [grad for grad in grads if not (grad.is_cpu and grad.numel() > _MANY)]
+        for grad in large:
             grad.clamp_(below, above)
-        else:
-            together.append(grad)
     if together and below is not None:
         torch._foreach_clamp_min_(together, below)  # torch has no public function
     if together and above is not None:

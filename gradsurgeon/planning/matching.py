@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.errors import printable
-from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.match import compile_pattern, segments, select, suggest, without_zeros
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 
 Thing = Param | Module
@@ -43,8 +44,23 @@ class NameIndex:
         pattern = compile_pattern(text)
         if pattern.is_literal:
             return {text: self._named[text]} if text in self._named else {}
-        names = [self._names[place] for place in select([pattern], self._names)]
-        return {name: self._named[name] for name in names}
+        # If a segment of the pattern is known, only the names that have it are compared.
+        names = self._names
+        choices = segments(text, len(names))
+        known = [[self._having.get(one, []) for one in choice] for choice in choices]
+        if known:
+            fewest = min(known, key=lambda places: sum(map(len, places)))
+            names = [names[place] for place in sorted({*chain(*fewest)})]
+        return {names[place]: self._named[names[place]] for place in select([pattern], names)}
+
+    @cached_property
+    def _having(self) -> dict[str, list[int]]:
+        """The places of names by segment."""
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self._names):
+            for segment in name.split("."):
+                found.setdefault(without_zeros(segment), []).append(place)
+        return found
 
     def _under(self, texts: Sequence[str]) -> dict[str, Thing]:
         return {thing.name: thing for text in texts for thing in self.hits(text).values()}

@@ -21,13 +21,12 @@ from gradsurgeon.recording.rows import Row
 from gradsurgeon.statistics import columns_of
 from gradsurgeon.store import Key
 from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.measure import Kept
 
-# A copy of a tensor, or its statistics.
-_Kept = Tensor | tuple[Tensor, ...]
 # The bound for a model that never runs its modules twice in the same order.
 _MOST_ORDERS = 32
 # One observation: the rule, the name, the step, the device, and the kept data.
-_Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
+_Seen = tuple[ObserverRule, str, int, torch.device, Kept]
 # The places of one row: its keys, one per statistic, its columns, and the positions of their values.
 _Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 
@@ -47,7 +46,7 @@ class PendingStatistics:
     def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Observe a detached tensor; later writes into the tensor do not change the observation."""
         device = tensor.device
-        kept: _Kept
+        kept: Kept
         if _numbers.is_small(tensor):
             kept = tensor.clone()
         else:
@@ -67,7 +66,7 @@ class PendingStatistics:
             layout = self._layouts.setdefault(rule_id, _Layout(rule))
             self._streams[device].follow(device)
             kept = [seen[4] for seen in group]
-            values = _measured(rule.stats, kept)
+            values = measure.of_kept(rule.stats, kept)
             sources = () if device.type == "cpu" else kept
             steps: dict[int, list[int]] = {}
             for position, (_, _, step, _, _) in enumerate(group):
@@ -88,25 +87,6 @@ def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
     if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
         return values[:, first : first + count]
     return values[:, _torch.integers(columns, values.device)]
-
-
-def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
-    """Return statistics of tensors of one device, a row for each of their columns; float32."""
-    kinds: dict[torch.dtype | None, list[int]] = {}
-    for position, one in enumerate(kept):
-        kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
-    parts = []
-    for positions in kinds.values():
-        copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
-        if copies:
-            parts.append(measure.of_small(stats, copies))
-        else:
-            whole = torch.stack(list(chain.from_iterable(kept[p] for p in positions)))
-            parts.append(whole.view(len(positions), -1).t())
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
-    return torch.cat(parts, dim=1)[:, order.argsort()]
 
 
 class _Layout:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
@@ -119,15 +119,17 @@ class ActivationRules:
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
         self._tags: dict[str, Site] = {}
-        # The hooks on each tensor since the last update, as long as the tensor lives.
-        self._hooks: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
+        # The hooks on tensors since the last update, as long as the tensors live.
+        self._hooks = hooks = dict[_Hooked, None]()
+        self._drop: Callable[[_Hooked], None] = lambda hooked: hooks.pop(hooked, None)
         # The ids of the rules that edited each tensor.
         self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
     def may_act(self) -> bool:
         if self.context.paused:
             return False
-        self.context.refuse_graph_capture()
+        if _torch.is_capturing():
+            self.context.refuse_graph_capture()
         return True
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -163,14 +165,16 @@ class ActivationRules:
     def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
         if self.is_unreadable(tensor, rules, owner):
             return
-        acting = tuple([named for named in rules if not self._has_edited(named.rule, tensor)])
+        acting = [named for named in rules if not self._has_edited(named.rule, tensor)]
         if not acting:
             return
         for rule, _ in acting:
             self._mark_edited(rule, tensor)
         hook = GradHook(self, acting, owner, tensor)
         with self.lock:
-            self._hooks.setdefault(tensor, []).append(hook)
+            hooked = _Hooked(tensor, self._drop)
+            hooked.hook = hook
+            self._hooks[hooked] = None
         _torch.register_hook(tensor, hook)
 
     def _on_value(
@@ -287,11 +291,12 @@ class ActivationRules:
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
         with self.lock:
-            for tensor, hooks in list(self._hooks.items()):
-                done = [hook for hook in hooks if self.counters.of(hook.owner) is counter]
-                hooks[:] = [hook for hook in hooks if hook not in done]
-                for hook in done:
-                    if hook.is_cut_off_from(tensor):
+            for hooked in list(self._hooks):
+                hook = hooked.hook
+                if hook.arrived or self.counters.of(hook.owner) is counter:
+                    self._hooks.pop(hooked, None)
+                    tensor = hooked()
+                    if tensor is not None and hook.is_cut_off_from(tensor):
                         text = _WRITTEN.format(name=hook.rules[0].name)
                         self.warn("in-place", text, hook.rules, hook.owner)
 
@@ -299,16 +304,16 @@ class ActivationRules:
 class GradHook:
     """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
 
-    __slots__ = ("_activations", "_arrived", "_version", "owner", "rules")
+    __slots__ = ("_activations", "_version", "arrived", "owner", "rules")
     __torch_unserializable__ = True
 
     def __init__(
-        self, activations: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
+        self, activations: ActivationRules, rules: Sequence[NamedRule], owner: str, tensor: Tensor
     ) -> None:
         self._activations = weakref.ref(activations)
         self.rules, self.owner = rules, owner
         self._version = tensor._version  # noqa: SLF001 # counts writes
-        self._arrived = False
+        self.arrived = False
 
     @property
     def __name__(self) -> str:
@@ -316,16 +321,24 @@ class GradHook:
 
     def is_cut_off_from(self, tensor: Tensor) -> bool:
         """Return whether an in-place write has come between the tensor and its gradient."""
-        return not self._arrived and tensor._version != self._version  # noqa: SLF001 # as above
+        return not self.arrived and tensor._version != self._version  # noqa: SLF001 # as above
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        self._arrived = True
+        self.arrived = True
         activations = self._activations()
         if grad is None or activations is None or activations.context.paused:
             return None
         out = activations.on_gradient(self.rules, grad, self.owner)
         return None if out is grad else out
+
+
+class _Hooked(WeakIdRef):
+    """A weak reference to a tensor, with the hook on its gradient. Each reference is equal to itself alone."""
+
+    __slots__ = ("hook",)
+    __hash__, __eq__ = object.__hash__, object.__eq__
+    hook: GradHook
 
 
 class FeedsHook:

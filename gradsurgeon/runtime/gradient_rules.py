@@ -109,31 +109,10 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
             bound_rule = context.by_counter.bound_rule(rule_id, counter)
             tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
             columns, stats = bound_rule.columns(tensors), list(bound_rule.keys)
-            values = _measured(stats, [rows[tensor] for tensor in tensors])
+            values = measure.of_kept(stats, [rows[tensor] for tensor in tensors])
             keys = chain.from_iterable(bound_rule.keys.values())
             for key, row in zip(keys, values, strict=True):
                 context.recorder.add(key, counter.step, columns, row, replace=False)
-
-
-def _measured(stats: Sequence[str], kept: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
-    """Return the statistics of small gradients and of measured ones, a row for each of their columns.
-
-    They are on the host if the gradients come from several devices.
-    """
-    measured = [one for one in kept if isinstance(one, tuple)]
-    numbers = [number for one in measured for number in one]
-    if len({number.device for number in numbers}) > 1:
-        numbers = [number.cpu() for number in numbers]
-    large = torch.stack(numbers).view(len(measured), -1).T if numbers else torch.empty(0)
-    if len(measured) == len(kept):
-        return large
-    small = measure.of_small(stats, [one for one in kept if isinstance(one, Tensor)])
-    if not measured:
-        return small
-    values = small.new_empty(len(small), len(kept))
-    is_small = torch.tensor([isinstance(one, Tensor) for one in kept])
-    values[:, is_small], values[:, ~is_small] = small, large.to(small.device)
-    return values
 
 
 def run_step_rules(

@@ -19,6 +19,8 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
+# Up to this many elements, one range of all gradients is faster than one for each large gradient.
+_JOINED = 2**17
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
@@ -204,17 +206,19 @@ class Gradients:
         event_log, grads = self._context.event_log, self.of(tensors)
         parts = _dist.parts(grads)
         answers = changed(edit, parts)
-        event_log.count_changed(rule.id, sum(answer is True for answer in answers))
         for answer in answers:
             if isinstance(answer, Tensor):
                 event_log.count_changed(rule.id, answer)
-        # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
-        # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
-        written = [
-            tensor
-            for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
-            if answer is not False or grad is not part
-        ]
+        certain, written = sum(answer is True for answer in answers), tensors
+        event_log.count_changed(rule.id, certain)
+        if certain < len(tensors):
+            # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
+            # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
+            written = [
+                tensor
+                for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
+                if answer is not False or grad is not part
+            ]
         edited = _dist.parts(self.writable(written))
         if dense := [grad for grad in edited if grad.layout is torch.strided]:
             edit.apply_(dense)
@@ -277,23 +281,30 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
     return bool(edit.alters(elements)) if answer is None else answer
 
 
-def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
+def changed(edit: Edit, grads: Sequence[Tensor]) -> Sequence[bool | Tensor]:
     """Return the result of `changes` for several gradients, in fewer calls."""
     # An edit with `decided` works elementwise, so it can run on the elements of all gradients in one tensor.
-    # An edit that changes a large gradient mostly changes one of its first elements.
-    together = edit.decided is not None and all(map(_torch.is_host, grads))
     # An element that changes in the widest dtype need not change in a narrower dtype.
-    together = together and len({grad.dtype for grad in grads}) == 1
+    together = edit.decided is not None and len({grad.dtype for grad in grads}) == 1
+    # An edit that changes a large gradient mostly changes one of its first elements.
     first = _numbers.first_elements(grads) if together else grads
     joined = _numbers.small(first) if together else None
-    if joined is None:
+    if joined is None or edit.decided is None:
         return [changes(edit, grad) for grad in grads]
     flat, lengths = joined
-    edited = edit.apply(flat)
-    differs = edited.ne(flat)
-    if edited.isnan().any():
-        differs &= ~(edited.isnan() & flat.isnan())
-    biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
+    low, high = _numbers.ends(flat)
+    if edit.decided(low, high, flat.dtype) is False:
+        biting = [False] * len(grads)
+        whole = None if first is grads else _numbers.joined(grads, _JOINED)
+        if whole is not None and changes(edit, whole) is False:
+            return biting
+    else:
+        edited = edit.apply(flat)
+        is_plain = math.isfinite(low + high)
+        differs = edited.ne(flat) if is_plain else _numbers.differs(flat, edited)
+        biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
+    if first is grads:
+        return biting
     return [
         bites or (part is not grad and changes(edit, grad))
         for grad, part, bites in zip(grads, first, biting, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,8 @@ from gradsurgeon.statistics import STATISTICS, of_column
 Item = TypeVar("Item")
 # One tensor per device, with the indices of the parameters whose norms it holds.
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
+# A copy of a small tensor, or the `numbers` of another one.
+Kept = Tensor | tuple[Tensor, ...]
 
 # By the way of merging shards: the number of an empty shard, for a statistic without a `part` function, and the function.
 _MERGES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
@@ -130,7 +133,8 @@ def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
     The shape is ``[n, len(tensors)]``, a row for each column of each statistic.
     """
     with torch.no_grad():
-        joined, rows = _numbers.small(tensors), []
+        # Norms alone are joined only where that saves time.
+        joined, rows = None if list(stats) == ["l2"] else _numbers.small(tensors), []
         for stat in stats:
             segments = STATISTICS[stat].segments
             if joined is None or segments is None:
@@ -138,6 +142,29 @@ def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
             else:
                 rows.append(segments(Segments(*joined)).float().view(-1, len(tensors)))
         return torch.cat(rows)
+
+
+def of_kept(stats: Sequence[str], kept: Sequence[Kept]) -> Tensor:
+    """Return statistics of copies and of measured tensors, as `of_small` does; on the host if they are on several devices."""
+    kinds: dict[torch.dtype | None, list[int]] = {}
+    for position, one in enumerate(kept):
+        kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
+    parts = []
+    for positions in kinds.values():
+        copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
+        if copies:
+            parts.append(of_small(stats, copies))
+        else:
+            found = _together(list(chain.from_iterable(kept[p] for p in positions)))
+            parts.append(torch.stack(found).view(len(positions), -1).t())
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
+    return torch.cat(_together(parts), dim=1)[:, order.argsort()]
+
+
+def _together(tensors: list[Tensor]) -> list[Tensor]:
+    return [one.cpu() for one in tensors] if len({one.device for one in tensors}) > 1 else tensors
 
 
 def numbers(stats: Sequence[str], tensor: Tensor) -> tuple[Tensor, ...]:
@@ -182,9 +209,7 @@ def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
     whole = STATISTICS[stat].whole
     found = [_part(stat, _dist.local(grad)) if whole is None else whole(grad) for grad in grads]
-    if len({one.device for one in found}) > 1:
-        found = [one.cpu() for one in found]
-    return torch.stack(found)
+    return torch.stack(_together(found))
 
 
 def _part(stat: str, shard: Tensor) -> Tensor:

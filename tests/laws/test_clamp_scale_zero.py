@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -354,6 +355,45 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
         (model.narrow.sum() * 0.1 + model.wide.sum()).backward()
         optimizer.step()
         assert session.status()["b"].changed == 0.5
+
+
+LARGE = 5000  # more elements than are looked at together with those of other gradients
+CLAMP: dict[str, Any] = {"action": "clamp", "min": -1.0, "max": 1.0}
+
+
+@pytest.mark.parametrize("rule", [CLAMP, {"action": "scale", "factor": 0.5}, {"action": "zero"}])
+@pytest.mark.parametrize("last", [0.0, 0.5, 2.0, math.nan, math.inf])
+@pytest.mark.parametrize("sizes", [(1, 64), (LARGE, 64), (LARGE, 2**18), (64, LARGE, 0, 1)])
+def test_gradients_count_as_changed_by_any_of_their_elements(
+    rule: dict[str, Any], last: float, sizes: tuple[int, ...]
+) -> None:
+    # Only the last element of the first gradient can change.
+    grads = [torch.zeros(size) for size in sizes]
+    grads[0][-1] = last
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+    for param, grad in zip(model, grads, strict=True):
+        param.grad = grad.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": [{"id": "r", "params": "*", "at": "step", **rule}]}
+    ) as session:
+        optimizer.step()
+        changed = session.status()["r"].changed
+    found = [param.grad for param in model]
+    differing = [
+        not torch.equal(g.nan_to_num(7.0), f.nan_to_num(7.0))
+        for g, f in zip(grads, found, strict=True)
+    ]
+    assert changed == sum(differing) / len(sizes)
+    assert any(differing) == edits(rule, last)
+
+
+def edits(rule: dict[str, Any], last: float) -> bool:
+    """Return whether a rule changes a number, by plain arithmetic."""
+    if rule["action"] == "clamp":
+        return last > 1.0
+    # Infinity times 0.5, and NaN times 0.5, are what they were.
+    return last != 0.0 if rule["action"] == "zero" else last in (0.5, 2.0)
 
 
 # -------------------------------------------------------------------------------------------------

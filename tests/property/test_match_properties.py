@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from gradsurgeon._expressions import PatternError
 from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.planning.manifest import Module
+from gradsurgeon.planning.matching import NameIndex
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover
@@ -119,6 +121,20 @@ def test_select_is_any_of_matches(texts: list[str], names: list[str]) -> None:
             continue
     expected = [i for i, name in enumerate(names) if any(p.matches(name) for p in patterns)]
     assert select(patterns, names) == expected
+
+
+@SETTINGS
+@example("{4..5}.a", ["007.a", "5.a", "05.a", "a.5"])
+@example("[a.b].a", ["a.a", "..a", "b"])
+@given(GLOBS, st.lists(NAMES.filter(bool), max_size=6, unique=True))
+def test_a_model_is_searched_as_if_all_names_were_compared(text: str, names: list[str]) -> None:
+    try:
+        pattern = compile_pattern(text)
+    except PatternError:
+        return
+    index = NameIndex("module", [Module(name, (), ()) for name in names])
+    expected = [name for name in names if name != "." and pattern.matches(name)]
+    assert [name for name in index.hits(text) if name != "."] == expected
 
 
 @SETTINGS

@@ -18,6 +18,7 @@ from benchmarks import (
     diagnosis,
     floors,
     formatting,
+    like_for_like,
     losses,
     measure,
     overhead,
@@ -396,6 +397,7 @@ def test_every_target_names_rows_that_are_measured() -> None:
         startup.BIND,
         startup.BIND_FILE,
         startup.DIFF,
+        startup.IMPORT,
         startup.LAUNCH,
     )
     rows += [
@@ -408,14 +410,20 @@ def test_every_target_names_rows_that_are_measured() -> None:
         for shape in step_alone.SHAPES
         for case in step_alone.CASES
     ]
-    jobs = {"of_floor": rows[0]["step_ratio"], "step_ratio": rows[0]["step_ratio"]}
+    ratio = rows[0]["step_ratio"]
+    jobs = {"beside_floor": ratio, "step_ratio": ratio}
     for name, job in (
         ("mlp", rule_sets.PACK),
         ("embedding", rule_sets.PACK),
         ("mlp", floors.FORENSICS),
     ):
         rows.append({"group": floors.GROUP, "workload": name, "job": job, **jobs})
-    rows.append({"group": "like for like", "of_peer": 0.5})
+    beside = {"group": "like for like", "of_peer": 0.5, "beside_floor": ratio}
+    rows += [
+        {**beside, "workload": workload.name, "job": job.name}
+        for workload in WORKLOADS
+        for job in like_for_like.JOBS
+    ]
     rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
     took = {trackers.BARE: 1.0, trackers.NORMS: 1.5, trackers.ALL: 1.75}
     rows += [{"group": "trackers", "case": case, "step_s": took[case]} for case in took]

@@ -184,7 +184,7 @@ def test_what_curves_are_made_of_has_the_size_that_they_name() -> None:
 def test_the_pack_is_measured_beside_its_floor() -> None:
     rows = list(floors.of_workload(MLP, "cpu", ONCE))
     assert [one["job"] for one in rows] == [rule_sets.PACK, floors.FORENSICS]
-    assert all(one["of_floor"]["count"] == 2 for one in rows)
+    assert all(one["beside_floor"]["count"] == 2 for one in rows)
 
 
 def test_the_floor_stops_at_a_nan() -> None:
