@@ -47,7 +47,7 @@ LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
-_LARGEST, _MOST_MARKS, _MOST_LOSSES = 10, 600, 8
+_MOST_ROWS, _MOST_MARKS, _MOST_LOSSES = 10, 600, 8
 # A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
 _LOSS = re.compile(
     r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
@@ -192,13 +192,13 @@ def _ended(report: Report) -> dict[str, Any] | None:
 
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
-    shown = ranked(table.tracks)[:_LARGEST]
-    largest = newest_table(report.history, table, _LARGEST)
+    shown = ranked(table.tracks)[:_MOST_ROWS]
+    urgent = newest_table(report.history, table, _MOST_ROWS)
     spikes = [
         "-" if one.spike is None else f"{one.spike.times:.3g} x at step {one.spike.step}"
         for one in shown
     ]
-    rows = [[*row, spike] for row, spike in zip(largest.rows, spikes, strict=True)]
+    rows = [[*row, spike] for row, spike in zip(urgent.rows, spikes, strict=True)]
     wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
@@ -207,9 +207,9 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "kind": table.kind,
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
-        "notes": [text for text in largest.notes if not text.startswith("and ")],
-        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
-        "largest": [track.name for track in shown],
+        "notes": [text for text in urgent.notes if not text.startswith("and ")],
+        "table": urgent._replace(head=[*urgent.head, "spike"], rows=rows).plain(),
+        "urgent": [track.name for track in shown],
         "wholes": [
             line(text, one.steps, one.values, one.every)
             for text, one in zip(texts, wholes, strict=True)
