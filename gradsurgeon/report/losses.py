@@ -1,4 +1,4 @@
-"""What was recorded of several losses: how far they conflict, and with which weights they were combined. Needs numpy.
+"""What was recorded of losses: values, how far they conflict, and their weights in a combination. Needs numpy.
 
 Which rules have recorded that is told by their statistics, and between which losses by the names in their keys:
 `seg/depth`, or `trunk.0.weight:seg/depth` of a part of what the rule matches.
@@ -7,8 +7,9 @@ Which rules have recorded that is told by their statistics, and between which lo
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,13 @@ from gradsurgeon.store import WholeSeries
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
+_MOST_TAGGED = 8
+# A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
+_LOSS = re.compile(
+    r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
+)
+# A loss is one number, of which they are all the same; with its sign is better than without.
+_STATS = ("mean", "min", "max", "l2", "l1", "linf")
 
 
 class Curve(NamedTuple):
@@ -140,6 +148,58 @@ class OfLosses(NamedTuple):
             (COSINE, RATIO, OPPOSED) * bool(self.compared)
             + (WEIGHT, DISTANCE) * bool(self.combined)
         )
+
+
+class Tagged(NamedTuple):
+    """The values of a tensor that the script has tagged as a loss, on one rank, and the rule that recorded them."""
+
+    name: str
+    rule: str
+    first: float
+    least: float
+    largest: float
+    last: float
+    nonfinite: int
+    curve: Curve
+
+
+def tagged_losses(
+    series: Iterable[WholeSeries], params: Collection[str], newest: int | None = None
+) -> Iterator[Tagged]:
+    """Yield each tagged loss, on each rank, because ranks have other batches.
+
+    Args:
+        series: every series of the run.
+        params: names that are parameters, and so no losses.
+        newest: read only so many of the newest rows of each series.
+    """
+    found: dict[tuple[int, str], WholeSeries] = {}
+    for one in sorted(series, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
+        for name in one.key.names:
+            if name not in params and _LOSS.search(name) and one.key.stat not in LOSS_STATS:
+                # A session has one rank.
+                found.setdefault((getattr(one, "rank", 0), name), one)
+    several = len({rank for rank, _ in found}) > 1
+    for (rank, name), one in sorted(found.items(), key=lambda pair: pair[0][0])[:_MOST_TAGGED]:
+        start = 0 if newest is None else max(0, len(one) - newest)
+        column, curves = one.columns[name], [_NONE]
+        for steps, values, present in blocks(one, start):
+            there = present[:, column]
+            curves.append(Curve(steps[there], values[there, column].astype(float)))
+        steps, values = map(np.concatenate, zip(*curves, strict=True))
+        if len(steps):
+            label = f"{name}, rank {rank}" if several else name
+            yield _tagged(label, one.key.rule, Curve(steps, values))
+
+
+def _tagged(name: str, rule: str, curve: Curve) -> Tagged:
+    values = curve.values
+    finite = np.isfinite(values)
+    least, largest = (
+        float(of(values[finite])) if finite.any() else math.nan for of in (np.min, np.max)
+    )
+    first, last = float(values[0]), float(values[-1])
+    return Tagged(name, rule, first, least, largest, last, int((~finite).sum()), curve)
 
 
 def of_series(
