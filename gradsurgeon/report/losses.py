@@ -174,32 +174,39 @@ def tagged_losses(
         newest: read only so many of the newest rows of each series.
     """
     found: dict[tuple[int, str], WholeSeries] = {}
-    for one in sorted(series, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
+    shown = [one for one in series if one.key.stat not in LOSS_STATS and len(one)]
+    for one in sorted(shown, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
         for name in one.key.names:
-            if name not in params and _LOSS.search(name) and one.key.stat not in LOSS_STATS:
+            if name not in params and _LOSS.search(name):
                 # A session has one rank.
                 found.setdefault((getattr(one, "rank", 0), name), one)
     several = len({rank for rank, _ in found}) > 1
     for (rank, name), one in sorted(found.items(), key=lambda pair: pair[0][0])[:_MOST_TAGGED]:
-        start = 0 if newest is None else max(0, len(one) - newest)
-        column, curves = one.columns[name], [_NONE]
-        for steps, values, present in blocks(one, start):
-            there = present[:, column]
-            curves.append(Curve(steps[there], values[there, column].astype(float)))
-        steps, values = map(np.concatenate, zip(*curves, strict=True))
-        if len(steps):
-            label = f"{name}, rank {rank}" if several else name
-            yield _tagged(label, one.key.rule, Curve(steps, values))
+        label = f"{name}, rank {rank}" if several else name
+        steps, numbers, present = _read(one, newest)
+        there = present[:, one.columns[name]]
+        values = numbers[there, one.columns[name]].astype(float)
+        finite = np.where(np.isfinite(values), values, np.nan)
+        if len(values):
+            yield Tagged(
+                label,
+                one.key.rule,
+                first=float(values[0]),
+                least=float(np.fmin.reduce(finite)),
+                largest=float(np.fmax.reduce(finite)),
+                last=float(values[-1]),
+                nonfinite=int(np.isnan(finite).sum()),
+                curve=Curve(steps[there], values),
+            )
 
 
-def _tagged(name: str, rule: str, curve: Curve) -> Tagged:
-    values = curve.values
-    finite = np.isfinite(values)
-    least, largest = (
-        float(of(values[finite])) if finite.any() else math.nan for of in (np.min, np.max)
-    )
-    first, last = float(values[0]), float(values[-1])
-    return Tagged(name, rule, first, least, largest, last, int((~finite).sum()), curve)
+def _read(series: WholeSeries, newest: int | None, every: int = 1) -> list[NDArray[Any]]:
+    """Return steps, values and which values are there, of one row in a few."""
+    start = 0 if newest is None else max(0, len(series) - newest)
+    read = [
+        [np.copy(part[::every]) for part in block] for block in blocks(series, start, every=every)
+    ]
+    return [np.concatenate(parts) for parts in zip(*read, strict=True)]
 
 
 def of_series(
@@ -220,11 +227,7 @@ def of_series(
     # By rule, statistic and name. A set of parameters that grows, or another one of modules, is another series.
     found: dict[str, Any] = {rule: defaultdict(lambda: defaultdict(list)) for rule in rules}
     for one, repeated in shown:
-        start = 0 if newest is None else max(0, len(one) - newest)
-        read = [
-            [np.copy(part[::every]) for part in block] for block in blocks(one, start, every=every)
-        ]
-        steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        steps, numbers, present = _read(one, newest, every)
         by_stat = found.setdefault(one.key.rule, defaultdict(lambda: defaultdict(list)))
         for column, name in enumerate(one.key.names):
             there = present[:, column]
