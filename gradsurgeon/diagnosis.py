@@ -132,7 +132,7 @@ class Diagnosis:
         module_type: its class.
         name: the weight, buffer, input or output that was non-finite before.
         operation: the name of the operation in the dispatcher.
-        node: the node of the autograd graph, in a backward pass.
+        node: the node of the autograd graph, in a backward pass or the loss; of several alike, also which one.
         lines: the line of the script that called the operation, and the innermost line outside of torch.
         inputs: the inputs of the operation.
         output: its output, or the tensor that was non-finite before.

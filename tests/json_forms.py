@@ -17,6 +17,7 @@ TEXT = """\
 | `rules` | objects with `id`, `action`, `role` and `status`, which is `null` before the first step |
 | `events` | the events, with `kind`, `rank` and `message` |
 | `norms` | an object per tensor, below |
+| `losses` | an object per tagged loss that a rule recorded: `name`, `rule`, the `first`, `least`, `largest` and `last` value, `nonfinite` |
 | `conflicts` | an object per rule that compares losses, below |
 | `combined` | an object per rule that combines losses, below |
 | `median_of_one_step_in` | n: in a long run the medians come from every n-th step |

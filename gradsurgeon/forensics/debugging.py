@@ -1,4 +1,4 @@
-"""Opens the debugger at the operation that made a NaN or infinity, for `replay --pdb`."""
+"""Opens the debugger at the operation that made a NaN or infinity, for `--pdb`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
     for name, value in {"operation": operation, **scope}.items():
         known.setdefault(name, value)
     at = lines[-1] if lines else "no line of the script"
-    print(f"{operation} at {at}: see operation, {', '.join(scope)}")  # noqa: T201 # the user asked for it
+    print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     debugger.interaction(frame, None)

@@ -46,7 +46,7 @@ def source_in(loss: KeptLoss) -> Source | None:
         is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
         for node in loss.nodes:
             bad = _nonfinite(node)
-            if not bad and (made := _repeated(node)) is not None:
+            if not bad and (made := _repeated(node, loss)) is not None:
                 return made
             if bad := {n: t for n, t in bad.items() if not is_nan or nonfinite_kind(t) == "NaN"}:
                 return _of_first(node, bad, loss)
@@ -59,7 +59,7 @@ def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Sour
     """Return the source of the non-finite tensors of the first node that has some."""
     result = node.saved.get("result")
     if isinstance(result, Tensor) and nonfinite_kind(result):
-        return _made(node, result)
+        return _made(node, loss, result)
     # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
     name, tensor = next(iter(bad.items()))
     maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1), -1)
@@ -67,7 +67,7 @@ def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Sour
         return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
     if maker < 0 or _nonfinite(loss.nodes[maker]):
         return None
-    return _made(loss.nodes[maker], tensor)
+    return _made(loss.nodes[maker], loss, tensor)
 
 
 def _tensors(node: LossNode) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def _nonfinite(node: LossNode) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _tensors(node).items() if nonfinite_kind(tensor)}
 
 
-def _repeated(node: LossNode) -> Source | None:
+def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
     """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
     func, names = _AGAIN.get(node.name, (None, ()))
     args = tuple(node.saved.get(name) for name in names)
@@ -87,10 +87,10 @@ def _repeated(node: LossNode) -> Source | None:
         return None
     with torch.no_grad():
         result = func(*args)
-    return _made(node, result, Call(func, args, {})) if nonfinite_kind(result) else None
+    return _made(node, loss, result, Call(func, args, {})) if nonfinite_kind(result) else None
 
 
-def _made(node: LossNode, result: Tensor, call: Call | None = None) -> Source:
+def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
     """Return a source: the operation of a node, and ``call`` if its arguments are known."""
     measured = facts(result)
     told = replace(
@@ -98,9 +98,19 @@ def _made(node: LossNode, result: Tensor, call: Call | None = None) -> Source:
         what=measured.kind,
         where="forward",
         operation=node.name if call is None else call.name,
-        node=node.name,
+        node=_which(node, loss),
         inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
         output=measured,
         cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
     )
     return Source(0, told, repeated=call is not None)
+
+
+def _which(node: LossNode, loss: KeptLoss) -> str:
+    """Return the name of a node, and which one it is if the loss has several of that name."""
+    alike = [one for one in loss.nodes if one.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    maker = next(iter(node.made_of), -1)
+    of = f", applied to what {loss.nodes[maker].name} made" if maker >= 0 else ""
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}{of}"

@@ -46,6 +46,8 @@ Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
+# Forward passes of these return statistics for backward after their result.
+_SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # How many magnitudes before a birth are kept.
 _HISTORY = 20
@@ -137,13 +139,15 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note the sources of the non-finite results of an operation, and the magnitude of finite results."""
         magnitudes = []
+        saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
         for number, output in enumerate(outputs):
             if not is_real(output) or output.is_meta or not (values := elements(output)).numel():
                 continue
             low, high = ends(values)
             if math.isfinite(low) and math.isfinite(high):
                 self.memory.forget(output)
-                magnitudes.append(max(abs(low), abs(high)))
+                if not (saves and number):
+                    magnitudes.append(max(abs(low), abs(high)))
             else:
                 birth = cache(partial(self._birth, call, output, number))
                 sources = {

@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "multiply what modules with parameters take, and the output gradients they get, by 1 + EPS * noise, such as 1e-6: "
         "a run that shows `gradsurgeon compare` how far rounding goes"
     )
+    debugger = "open the debugger at the operation that made the NaN, then at the update that a trap stopped"
     quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add = parser.add_argument
     add("--rules", metavar="FILE", default=DEFAULT_RULES, help=rules)
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", metavar="N", type=_step, default=0, help="the seed of that noise")
     add("--observe", action="store_true", help=observe)
     add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
-    add("--pdb", action="store_true", help="open the debugger at the update that a trap stops")
+    add("--pdb", action="store_true", help=debugger)
     add("--quiet", action="store_true", help=quiet)
     return parser
 

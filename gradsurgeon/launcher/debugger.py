@@ -1,8 +1,10 @@
-"""`run --pdb`: the debugger, in the line of the script that a trap stopped."""
+"""`run --pdb`: the debugger, at the operation that made the NaN, then in the line of the script that a trap stopped."""
 
 import pdb  # noqa: T100 # the user asked for it
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -11,17 +13,31 @@ import torch
 import gradsurgeon
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
+from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.errors import TrapError
+from gradsurgeon.forensics import diagnose
+from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.models import AttachedModel
+from gradsurgeon.runtime import step_diagnosis
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
+# The last step that was diagnosed.
+_failed: list[FailedStep] = []
 
 
-def install() -> None:
-    Patch(sys, "excepthook", _on_end)
+def install(attached: list[AttachedModel]) -> None:
+    Patch(sys, "excepthook", partial(_on_end, attached))
+    Patch(step_diagnosis, "diagnose", _keep)
+
+
+def _keep(diagnose: Callable[[FailedStep], Diagnosis], failed: FailedStep) -> Diagnosis:
+    _failed[:] = [failed]
+    return diagnose(failed)
 
 
 def _on_end(
+    attached: list[AttachedModel],
     end: Callable[..., None],
     kind: type[BaseException],
     error: BaseException | None,
@@ -37,6 +53,11 @@ def _on_end(
         # The end of any rank makes torchrun end the others, the debugger with them.
         say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
+    if error.diagnosis is not None and error.diagnosis.operation and _failed:
+        with ExitStack() as stack:
+            for model in attached:
+                stack.enter_context(model.session.resting())
+            diagnose(_failed[0], debugger=True)
     say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
     cut_behind_the_script(error.__traceback__)
     pdb.post_mortem(error.__traceback__)

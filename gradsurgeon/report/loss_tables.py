@@ -1,16 +1,19 @@
-"""How losses conflict and were combined, as tables and sentences. Needs numpy."""
+"""Losses, how they conflict and were combined, as tables and sentences. Needs numpy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.losses import Combined, Compared, OfLosses, Pair
+from gradsurgeon.report.losses import Combined, Compared, OfLosses, Pair, Tagged
 from gradsurgeon.report.tables import Table
 
 _PAIRS, _WEIGHTS = 28, 20
+_TAGGED_HEAD = ("loss", "history", "first", "least", "max", "last", "non-finite")
 _PAIR_HEAD = ("losses", "history", "mean cosine", "least", "< 0", "ratio", "opposed", "calls")
 _WEIGHT_HEAD = ("loss", "history", "mean weight", "least", "largest", "calls")
 _PAIR_HINTS = (
@@ -18,6 +21,26 @@ _PAIR_HINTS = (
     "cosine < 0: a small step down one loss is a step up the other",
     "ratio: norm of the first over the second; opposed: share of elements with opposite signs, by norm",
 )
+
+
+def tagged_table(found: Sequence[Tagged]) -> Table:
+    rows, curves = [], []
+    for one in found:
+        numbers = (f"{value:.3g}" for value in (one.first, one.least, one.largest, one.last))
+        bad = f"{one.nonfinite:,}" if one.nonfinite else "-"
+        rows.append([printable(one.name), "", *numbers, bad])
+        # A log scale has no place for 0 and less.
+        curves.append(one.curve.values.tolist() if one.least > 0 else [])
+    rules = dict.fromkeys(printable(one.rule) for one in found)
+    steps = np.concatenate([one.curve.steps for one in found])
+    return Table(
+        f"losses, recorded by {', '.join(rules)} in steps {steps.min()}..{steps.max()}",
+        _TAGGED_HEAD,
+        rows,
+        right=frozenset(range(2, len(_TAGGED_HEAD))),
+        curves=curves,
+        levels=["bad" if one.nonfinite else "" for one in found],
+    )
 
 
 def loss_tables(found: OfLosses, *, observed: bool) -> list[Table]:

@@ -1,4 +1,4 @@
-"""What was recorded of several losses: how far they conflict, and with which weights they were combined. Needs numpy.
+"""What was recorded of losses: values, how far they conflict, and their weights in a combination. Needs numpy.
 
 Which rules have recorded that is told by their statistics, and between which losses by the names in their keys:
 `seg/depth`, or `trunk.0.weight:seg/depth` of a part of what the rule matches.
@@ -7,8 +7,9 @@ Which rules have recorded that is told by their statistics, and between which lo
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,13 @@ from gradsurgeon.store import WholeSeries
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
+_MOST_TAGGED = 8
+# A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
+_LOSS = re.compile(
+    r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
+)
+# A loss is one number, of which they are all the same; with its sign is better than without.
+_STATS = ("mean", "min", "max", "l2", "l1", "linf")
 
 
 class Curve(NamedTuple):
@@ -142,6 +150,65 @@ class OfLosses(NamedTuple):
         )
 
 
+class Tagged(NamedTuple):
+    """The values of a tensor that the script has tagged as a loss, on one rank, and the rule that recorded them."""
+
+    name: str
+    rule: str
+    first: float
+    least: float
+    largest: float
+    last: float
+    nonfinite: int
+    curve: Curve
+
+
+def tagged_losses(
+    series: Iterable[WholeSeries], params: Collection[str], newest: int | None = None
+) -> Iterator[Tagged]:
+    """Yield each tagged loss, on each rank, because ranks have other batches.
+
+    Args:
+        series: every series of the run.
+        params: names that are parameters, and so no losses.
+        newest: read only so many of the newest rows of each series.
+    """
+    found: dict[tuple[int, str], WholeSeries] = {}
+    shown = [one for one in series if one.key.stat not in LOSS_STATS and len(one)]
+    for one in sorted(shown, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
+        for name in one.key.names:
+            if name not in params and _LOSS.search(name):
+                # A session has one rank.
+                found.setdefault((getattr(one, "rank", 0), name), one)
+    several = len({rank for rank, _ in found}) > 1
+    for (rank, name), one in sorted(found.items(), key=lambda pair: pair[0][0])[:_MOST_TAGGED]:
+        label = f"{name}, rank {rank}" if several else name
+        steps, numbers, present = _read(one, newest)
+        there = present[:, one.columns[name]]
+        values = numbers[there, one.columns[name]].astype(float)
+        finite = np.where(np.isfinite(values), values, np.nan)
+        if len(values):
+            yield Tagged(
+                label,
+                one.key.rule,
+                first=float(values[0]),
+                least=float(np.fmin.reduce(finite)),
+                largest=float(np.fmax.reduce(finite)),
+                last=float(values[-1]),
+                nonfinite=int(np.isnan(finite).sum()),
+                curve=Curve(steps[there], values),
+            )
+
+
+def _read(series: WholeSeries, newest: int | None, every: int = 1) -> list[NDArray[Any]]:
+    """Return steps, values and which values are there, of one row in a few."""
+    start = 0 if newest is None else max(0, len(series) - newest)
+    read = [
+        [np.copy(part[::every]) for part in block] for block in blocks(series, start, every=every)
+    ]
+    return [np.concatenate(parts) for parts in zip(*read, strict=True)]
+
+
 def of_series(
     series: Iterable[tuple[WholeSeries, frozenset[int]]],
     rules: Mapping[str, RuleInfo],
@@ -160,11 +227,7 @@ def of_series(
     # By rule, statistic and name. A set of parameters that grows, or another one of modules, is another series.
     found: dict[str, Any] = {rule: defaultdict(lambda: defaultdict(list)) for rule in rules}
     for one, repeated in shown:
-        start = 0 if newest is None else max(0, len(one) - newest)
-        read = [
-            [np.copy(part[::every]) for part in block] for block in blocks(one, start, every=every)
-        ]
-        steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        steps, numbers, present = _read(one, newest, every)
         by_stat = found.setdefault(one.key.rule, defaultdict(lambda: defaultdict(list)))
         for column, name in enumerate(one.key.names):
             there = present[:, column]

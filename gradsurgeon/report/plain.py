@@ -30,6 +30,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "rules": [_rule(report, rule) for rule in rules],
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
+        "losses": list(map(_plain, report.tagged)),
         "conflicts": list(map(_compared, report.losses.compared)),
         "combined": list(map(_combined, report.losses.combined)),
         "median_of_one_step_in": report.history.sampled,

@@ -28,7 +28,7 @@ from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
-    from gradsurgeon.report.losses import OfLosses
+    from gradsurgeon.report.losses import OfLosses, Tagged
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.store.rank_file import StoredSeries
 
@@ -49,6 +49,7 @@ class Report:
         statuses: what each rule did.
         records: everything measured by a session.
         stored: the series of a run directory, each with columns that a lower rank has recorded too.
+        of_all_ranks: all series of a run directory.
         events: what happened, oldest first.
         notes: what else there is to know of the run as a whole.
         start: number of the first update, be it one in which no rule acted.
@@ -68,6 +69,7 @@ class Report:
     statuses: Mapping[str, RuleStatus]
     records: Records = field(default_factory=Records)
     stored: Sequence[tuple[StoredSeries, frozenset[int]]] = ()
+    of_all_ranks: Iterable[StoredSeries] = ()
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
     start: int | None = None
@@ -105,11 +107,15 @@ class Report:
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
         norms = [found.table for found in self.norms]
-        from gradsurgeon.report.loss_tables import loss_tables  # noqa: PLC0415 # needs numpy
+        from gradsurgeon.report.loss_tables import (  # noqa: PLC0415 # needs numpy
+            loss_tables,
+            tagged_table,
+        )
 
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
         rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
+        norms += map(tagged_table, [self.tagged] * bool(self.tagged))
         return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
 
     @property
@@ -164,6 +170,14 @@ class Report:
             return ""
         recorded = printable(", ".join(sorted(stats)))
         return f"norms: no l2 recorded; recorded: {recorded or NOTHING_RECORDED}"
+
+    @cached_property
+    def tagged(self) -> list[Tagged]:
+        """The losses that the script has tagged and a rule has recorded."""
+        from gradsurgeon.report.losses import tagged_losses  # noqa: PLC0415 # needs numpy
+
+        series = *self.records, *self.of_all_ranks
+        return list(tagged_losses(series, {*self.params}, self.newest))
 
     @cached_property
     def losses(self) -> OfLosses:

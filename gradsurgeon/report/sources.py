@@ -69,7 +69,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     if is_installed("numpy"):
         report = replace(report, ranks=_ranks(run, report.rules, newest))
         # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses
+        _ = report.steps, report.history.tracks, report.losses, report.tagged
     return report
 
 
@@ -96,6 +96,7 @@ def unread(run: Run, newest: int | None = None) -> Report:
         rules=rules,
         statuses=run.status(),
         stored=list(of_lowest_ranks(run)),
+        of_all_ranks=run,
         events=tuple(run.events),
         notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
         start=start if isinstance(start, int) else None,

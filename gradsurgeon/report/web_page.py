@@ -7,7 +7,6 @@ never markup.
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,6 @@ from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.files import begins, check_replaceable, replacing
 from gradsurgeon.store.layout import section
-from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
 
 # What every page begins with: nothing else is written over.
@@ -47,13 +45,7 @@ LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
-_LARGEST, _MOST_MARKS, _MOST_LOSSES = 10, 600, 8
-# A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
-_LOSS = re.compile(
-    r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
-)
-# A loss is one number, of which they are all the same; with its sign is better than without.
-_STATS = ("mean", "min", "max", "l2", "l1", "linf")
+_MOST_ROWS, _MOST_MARKS = 10, 600
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -153,7 +145,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": list(_losses(run)),
+        "losses": [line(one.name, *one.curve) for one in report.tagged],
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
         "versus": [
             *map(compared_data, report.losses.compared),
@@ -192,13 +184,13 @@ def _ended(report: Report) -> dict[str, Any] | None:
 
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
-    shown = ranked(table.tracks)[:_LARGEST]
-    largest = newest_table(report.history, table, _LARGEST)
+    shown = ranked(table.tracks)[:_MOST_ROWS]
+    urgent = newest_table(report.history, table, _MOST_ROWS)
     spikes = [
         "-" if one.spike is None else f"{one.spike.times:.3g} x at step {one.spike.step}"
         for one in shown
     ]
-    rows = [[*row, spike] for row, spike in zip(largest.rows, spikes, strict=True)]
+    rows = [[*row, spike] for row, spike in zip(urgent.rows, spikes, strict=True)]
     wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
@@ -207,9 +199,9 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "kind": table.kind,
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
-        "notes": [text for text in largest.notes if not text.startswith("and ")],
-        "table": largest._replace(head=[*largest.head, "spike"], rows=rows).plain(),
-        "largest": [track.name for track in shown],
+        "notes": [text for text in urgent.notes if not text.startswith("and ")],
+        "table": urgent._replace(head=[*urgent.head, "spike"], rows=rows).plain(),
+        "urgent": [track.name for track in shown],
         "wholes": [
             line(text, one.steps, one.values, one.every)
             for text, one in zip(texts, wholes, strict=True)
@@ -232,20 +224,6 @@ def codes(grid: Grid) -> Any:
         cells = ((np.log10(grid.tops) - LOWEST) / STEP + 0.5).astype(np.int64) + FIRST
     cells = np.where(grid.tops > 0, cells, np.where(grid.tops == 0, ZERO, ABSENT))
     return np.where(grid.bad > 0, NONFINITE, np.where(grid.there, cells, ABSENT))
-
-
-def _losses(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the curve of each tensor that the script has tagged as a loss, on each rank."""
-    found: dict[tuple[int, str], StoredSeries] = {}
-    for series in sorted(run, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
-        for name in series.key.names:
-            if name not in run.params and _LOSS.search(name):
-                found.setdefault((series.rank, name), series)
-    several = len({rank for rank, _ in found}) > 1
-    for (rank, name), series in sorted(found.items(), key=lambda one: one[0][0])[:_MOST_LOSSES]:
-        rows = series.of(name)
-        steps, values = zip(*rows, strict=True) if rows else ((), ())
-        yield line(f"{name}, rank {rank}" if several else name, steps, values)
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gradsurgeon.suggestion.recorded import (
     GroupNorms,
     behaviours,
     group_norms,
+    rounding_noise,
     skipped_steps,
     sources,
 )
@@ -57,8 +58,8 @@ def suggest(run: Run, share: float) -> Suggestion:
     known = _known(run, used.values())
     rules: dict[str, str] = {}
     without: dict[str, list[str]] = {}  # groups that get no rule, by reason
-    params, silent, findings = 0, list[str](), list[str]()
-    for series, group, norms in _groups(run, used, silent):
+    params, silent, noise, findings = 0, list[str](), list[str](), list[str]()
+    for series, group, norms in _groups(run, used, silent, noise):
         patterns = patterns_of(group, known)
         size = count(len(group), "parameter")
         edits = list(_edits_before(run, series.key, group))
@@ -89,6 +90,9 @@ def suggest(run: Run, share: float) -> Suggestion:
         head.append(f"{ranks} ranks: of each parameter the norms of the lowest that has it")
     if silent:
         head.append(f"no gradient: {', '.join(patterns_of(silent, known))}")
+    if noise:
+        names = ", ".join(patterns_of(noise, known))
+        head.append(f"no rule for {names}: rounding noise, for the gradient is zero by mathematics")
     comment = "\n# ".join(map(printable, [*head, *missing]))
     body = "\n\n".join(rules.values())
     text = f"{MARK} {comment}\nversion: 1\nrules:\n{body}\n"
@@ -97,13 +101,15 @@ def suggest(run: Run, share: float) -> Suggestion:
 
 
 def _groups(
-    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str]
+    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str], noise: list[str]
 ) -> Iterator[tuple[StoredSeries, list[str], GroupNorms]]:
-    """Yield the groups with their norms; parameters without a gradient go to ``silent``."""
+    """Yield the groups with their norms; parameters without a gradient go to ``silent``, those of rounding to ``noise``."""
     skipped = skipped_steps(run)
     for series, names in used.items():
         alive = behaviours(series, names)
         silent += sorted({*names} - alive.keys())
+        noise += (rounding := rounding_noise(alive))
+        alive = {name: one for name, one in alive.items() if name not in rounding}
         if alive:
             groups = groups_of(alive, _MOST_RULES // len(used))
             for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):

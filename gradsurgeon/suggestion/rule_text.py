@@ -10,7 +10,7 @@ import yaml
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.suggestion.recorded import GroupNorms
-from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold, threshold
+from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold, rough_percent, threshold
 
 # With ten expected bites, half as many or twice as many come by chance.
 _ENOUGH_BITES = 10
@@ -60,11 +60,14 @@ def _enough(share: float) -> int:
 
 def doubts_of(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
-        (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
+        (first, second), (in_second, in_first) = drift.quantiles, map(rough_percent, drift.crossed)
+        asked, used = percent(1 - share), percent(1 - drift.share)
+        why = "more norms lie above it, so it shows a drift sooner"
+        lower = f" ({used} and not {asked}: {why})" * (used != asked)
         yield (
-            f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
+            f"not stationary: the {used} quantile of the first half, {first:.4g}, would have "
             f"bitten in {in_second} of the second half, and the quantile of the second half, {second:.4g}, in "
-            f"{in_first} of the first half"
+            f"{in_first} of the first half{lower}"
         )
     if share * found.steps < _ENOUGH_BITES:
         chance = "by chance alone it may bite half as often or twice as often"

@@ -30,6 +30,10 @@ _MOST = 0.9
 _MANY = 0.2
 
 
+def rough_percent(share: float) -> str:
+    return f"{float(f'{100 * share:.2g}'):g}%"
+
+
 class Drift(NamedTuple):
     """How the halves of a run disagree.
 
@@ -66,7 +70,7 @@ class Threshold(NamedTuple):
 
     @property
     def bitten(self) -> str:
-        return f"{100 * self.bites / self.steps:.3g}%"
+        return rough_percent(self.bites / self.steps)
 
 
 def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:

@@ -232,6 +232,7 @@ class TestJSON:
                 {"kind": "trap", "rule": "no-nan", "step": 11, "rank": 0, "name": "b", "message": "bad\nvery"},
                 {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped"},
             ],
+            "losses": [],
             "conflicts": [],
             "combined": [],
             "median_of_one_step_in": 1,

@@ -67,6 +67,8 @@ def test_it_draws_curves_traps_and_the_map(page: Any, tmp_path: Path) -> None:
         "at step 50, 116x the steps before it; most in block.1.weight"
         in page.locator(".remarks").inner_text()
     )
+    ranking = page.locator("h3", has_text="9 of 9: not finite first, then spikes, then the largest")
+    assert ranking.count() == 1
     largest = page.locator(".scroll").first.locator("td:first-child").all_inner_texts()
     assert largest[:2] == ["block.2.bias", "block.1.weight"]
     # What is not finite has a colour of its own, a spike one of red, and no gradient none.
@@ -114,11 +116,11 @@ def test_modules_fold_and_names_are_searched(page: Any, tmp_path: Path) -> None:
 def test_a_tensor_that_is_chosen_is_drawn_as_a_curve(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     legend = page.locator(".curves .legend")
-    assert "the 9 largest" in legend.inner_text()
+    assert "the 9 in the table" in legend.inner_text()
     page.get_by_role("button", name="weight").first.click()
     assert legend.locator("li").all_inner_texts() == ["norm of all 9 parameters", "block.0.weight"]
     page.get_by_role("button", name="weight").first.click()
-    assert "the 9 largest" in legend.inner_text()
+    assert "the 9 in the table" in legend.inner_text()
 
 
 def test_dark_and_light_are_the_reader_s_choice(page: Any, tmp_path: Path) -> None:

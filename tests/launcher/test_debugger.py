@@ -30,6 +30,9 @@ def work(rank):
 OPENED = "gradsurgeon: the trap stopped the update: the debugger is in the line that took the step"
 
 
+STORY = Path(__file__).parents[2] / "rules" / "stories" / "went_nan.py"
+
+
 def start(folder: Path, script: str, *launch: str) -> subprocess.Popen[str]:
     rules = "version: 1\nrules:\n  - {id: trap, action: nan-trap, params: '*'}\n"
     (folder / "rules.yaml").write_text(rules, encoding="utf-8")
@@ -61,3 +64,13 @@ def test_the_debugger_opens_behind_another_error(tmp_path: Path) -> None:
     out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=TIMEOUT)
     assert "(Pdb) (1, 'SGD')" in out, err
     assert any(line.startswith(OPENED) for line in err.splitlines())
+
+
+@pytest.mark.cover_children
+def test_the_debugger_opens_where_the_nan_was_born_then_at_the_update(tmp_path: Path) -> None:
+    started = start(tmp_path, STORY.read_text(encoding="utf-8"))
+    asked = "p operation, bool(output.isnan().any()), q.shape[0]\nq\np step, type(optimizer).__name__\nq\n"
+    out, err = started.communicate(asked, timeout=TIMEOUT)
+    assert "(Pdb) ('aten._softmax', True, 16)" in out, err
+    assert out.index("-> out: Tensor = self.out(scores.softmax") < out.index("-> optimizer.step()")
+    assert "(Pdb) (112, 'AdamW')" in out

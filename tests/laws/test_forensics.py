@@ -267,6 +267,19 @@ def test_the_operation_of_a_loss_outside_of_the_model_is_named(case: str) -> Non
     assert not math.isfinite(diagnosis.loss)
 
 
+def test_of_two_operations_alike_in_a_loss_it_is_said_which() -> None:
+    torch.manual_seed(0)
+
+    def loss(out: Tensor) -> Tensor:
+        p = (out * 200).softmax(-1).clamp(min=1e-6)
+        return -(p.log() + (1 - p).log()).mean()
+
+    diagnosis = diagnosed(Net(), batch(), loss=loss)
+    assert diagnosis.node == "LogBackward0, number 2 of 2, applied to what RsubBackward1 made"
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).log().sum())
+    assert diagnosis.node == "LogBackward0"
+
+
 def test_a_loss_that_is_finite_and_goes_wrong_in_backward() -> None:
     torch.manual_seed(0)
     diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).sqrt().sum())

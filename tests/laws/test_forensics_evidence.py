@@ -147,3 +147,18 @@ def test_where_two_infinities_meet_both_are_named() -> None:
     (reason,) = diagnosis.reasons
     assert reason.startswith("aten.log at ")
     assert reason.endswith("made an infinity at the same elements, and may be the cause instead")
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_magnitude_is_that_of_a_result_not_of_statistics_for_backward(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = Net(lambda x: norm(x * 1e-3).log())
+    magnitudes = dict(diagnosed(model, batch()).history)
+    (found,) = [value for label, value in magnitudes.items() if "norm" in label]
+    with torch.no_grad():
+        expected = norm(model.first(batch()) * 1e-3).abs().max()
+    assert found == pytest.approx(float(expected), rel=1e-3)

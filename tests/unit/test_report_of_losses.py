@@ -467,3 +467,35 @@ def test_a_picture_has_a_panel_for_each_rule(run: pathlib.Path) -> None:
     assert lines["seg/edges"] == pytest.approx([0.25, 0.625])
     assert [line.get_label() for line in weight.lines][:3] == list(LOSSES)
     assert [line.get_label() for line in named.lines][:2] == ["seg/depth", "seg/edges"]
+
+
+def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=about())
+    for step, loss in enumerate([2.0, 0.5, math.inf, 0.25, 1.0]):
+        writer.add(Key("value", "mean", "forward", ("loss", "gap")), step, values(loss, 7.0))
+    writer.close()
+    title = "losses, recorded by value in steps 0..4"
+    with open_run(tmp_path / "run") as opened:
+        report = from_run(opened)
+        (line,) = page_data(opened)["losses"]
+    row = str(report).split(title)[1].splitlines()[2]
+    assert row.split() == ["loss", "█▃✗▁▆", "2", "0.25", "2", "1", "1"]
+    assert to_dict(report)["losses"] == [
+        {
+            "name": "loss", "rule": "value", "first": 2.0, "least": 0.25, "largest": 2.0,
+            "last": 1.0, "nonfinite": 1,
+        }
+    ]  # fmt: skip
+    assert line["values"] == [2.0, 0.5, "Infinity", 0.25, 1.0]
+    assert title in [line.text for line in screen(look(tmp_path / "run"), 120)]
+    assert "gap" not in str(report)
+
+
+def test_a_loss_that_falls_below_zero_has_no_log_scale() -> None:
+    records = Records()
+    for step, loss in enumerate([1.0, -2.0]):
+        records.add(Key("value", "mean", "forward", ("loss",)), step, values(loss))
+    (table,) = [
+        one for one in Report("t", (), {}, {}, records).tables if one.title.startswith("losses")
+    ]
+    assert (table.curves, table.rows[0][2:6]) == ([[]], ["1", "-2", "1", "-2"])

@@ -363,6 +363,27 @@ class TestFile:
             "no rule for w: not stationary, and the norm is above 0 in only 35 steps: record more"
         ]
 
+    def test_a_bias_of_rounding_noise_gets_no_rule(self, tmp_path: pathlib.Path) -> None:
+        noise = {f"h__{layer}__key__bias": calm(layer, 1e-9) for layer in range(2)}
+        weights = {f"h__{layer}__key__weight": calm(layer, 0.1) for layer in range(2)}
+        # Small, but not beside the rest of its module.
+        recorded(tmp_path, **noise, **weights, small__bias=calm(9, 1e-9))
+        text, summary, findings = suggestion(tmp_path)
+        expected = "\n# no rule for h.*.key.bias: rounding noise, for the gradient is zero by mathematics\n"
+        assert expected in text
+        assert [rule["params"] for rule in rules_of(text)] == ["h.*.key.weight", "small.bias"]
+        assert (summary, findings) == ("2 rules for 3 parameters", [])
+
+    def test_shares_are_told_as_a_person_would(self, tmp_path: pathlib.Path) -> None:
+        norms = [norm * (1 + 0.2 * step / STEPS) for step, norm in enumerate(calm(1))]
+        finding, _ = suggestion(recorded(tmp_path, w=norms), 0.005).findings
+        assert re.fullmatch(
+            r"spikes-all: not stationary: the 80% quantile of the first half, 1\.\d+, would have bitten in "
+            r"36% of the second half, and the quantile of the second half, 1\.\d+, in 9\.2% of the first half "
+            r"\(80% and not 99\.5%: more norms lie above it, so it shows a drift sooner\)",
+            finding,
+        ), finding
+
     def test_a_norm_that_no_float32_holds_is_not_finite(self, tmp_path: pathlib.Path) -> None:
         recorded(tmp_path, a=calm(0, 3e38, 1000), b=calm(1, 3e38, 1000))
         with open_run(tmp_path) as run:

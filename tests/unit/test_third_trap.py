@@ -65,7 +65,7 @@ def test_its_error_is_a_trap_error_that_the_debugger_opens_for(
     assert (error.rule, error.step, error.name) == ("long", 2, "weight")
     opened: list[object] = []
     monkeypatch.setattr(pdb, "post_mortem", opened.append)
-    debugger._on_end(lambda *_: None, type(error), error, error.__traceback__)
+    debugger._on_end([], lambda *_: None, type(error), error, error.__traceback__)
     assert opened == [error.__traceback__]
 
 

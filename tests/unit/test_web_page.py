@@ -83,7 +83,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     assert run["diagnosis"] == "step 20"
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
-    assert kind["largest"] == list(names)
+    assert kind["urgent"] == list(names)
     assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1", "-"]
     assert any(
         "non-finite: 1 parameter, first at step 20: a.weight" in one for one in run["callouts"]
@@ -232,7 +232,7 @@ def test_each_kind_of_tensors_has_a_section_of_its_own(tmp_path: Path) -> None:
         writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0), frozenset())
     writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert [(kind["kind"], kind["largest"]) for kind in run["kinds"]] == [
+    assert [(kind["kind"], kind["urgent"]) for kind in run["kinds"]] == [
         ("gradient", ["a"]),
         ("output", ["layer"]),
     ]

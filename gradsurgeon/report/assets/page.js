@@ -108,25 +108,25 @@ function standsOut(run) {
   section("What stands out").append(run.callouts.length ? list(run.callouts) : element("p", {}, "Nothing: no norm is far from the others, none was not finite, and none was a spike."));
 }
 
-/** Draws the section of one kind of tensors: the largest, their curves, and the map of all. */
+/** Draws the section of one kind of tensors: the most urgent, their curves, and the map of all. */
 async function kindSection(run, kind, axis, state) {
   const part = section(`${kind.kind[0].toUpperCase()}${kind.kind.slice(1)}s`, [kind.table.title, ...kind.notes].join(". ")), asked = current;
   const cells = await unpack(kind.map);
   // The reader has chosen another run meanwhile.
   if (asked !== current) return;
-  const { names } = kind.map, largest = kind.largest.map((name) => names.indexOf(name)), count = largest.length, curves = element("div", { class: "curves" });
+  const { names } = kind.map, urgent = kind.urgent.map((name) => names.indexOf(name)), count = urgent.length, curves = element("div", { class: "curves" });
   const whole = kind.wholes.length === 1 ? [{ ...kind.wholes[0], colour: "whole", width: 4 }] : [];
   let drawn = null;
   const draw = () => {
-    const { chosen } = map, rows = chosen.length ? chosen : largest;
+    const { chosen } = map, rows = chosen.length ? chosen : urgent;
     // Ten noisy curves are a bundle in which none can be followed: the worst ones stand out.
     const lines = rows.map((row, at) => ({ ...map.curve(row), colour: `curve-${at % 10}`, quiet: rows.length > LOUD + 1 && at >= LOUD }));
     if (drawn) drawn.remove();
-    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} largest`, unit: "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
+    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} in the table`, unit: "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
   };
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
-    heading("h3", `The ${count} largest`, "Order: first what was not finite, then by the largest spike (times the steps around it), then by median."), table(kind.table), curves,
+    heading("h3", `${count} of ${names.length.toLocaleString("en")}: not finite first, then spikes, then the largest`, "Spikes are in the order of their size (times the steps around them), the largest in the order of their medians."), table(kind.table), curves,
     heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
   axis.views.add(map);
   current.maps[kind.kind] = map;
