@@ -188,7 +188,7 @@ def first_elements(grads: Sequence[Tensor]) -> Sequence[Tensor]:
     if max(map(Tensor.numel, grads), default=0) <= _FEW:
         return grads
     return [
-        grad.detach().as_strided((_FIRST,), (1,))
+        grad.detach().as_strided((min(_FIRST, grad.numel()),), (1,))
         if grad.numel() > _FEW and grad.layout is torch.strided and grad.is_contiguous()
         else grad
         for grad in grads

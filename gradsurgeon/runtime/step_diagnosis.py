@@ -85,7 +85,8 @@ class StepDiagnosis:
             return None
         with suppress(Exception), self._paused():
             found = diagnose(self._failed(step, scale, [report]))
-            return found if found.cause is not None and found.cause.fault in _NO_OVERFLOW else None
+            fault = "" if found.cause is None else found.cause.fault
+            return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
         return None
 
     @contextmanager

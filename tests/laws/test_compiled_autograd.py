@@ -18,12 +18,11 @@ from gradsurgeon import NonFiniteGradientError, RuleStatus
 
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.no_cover,  # which would trace the compiler as well
 ]
 
-WAYS = ["around backward", "by configuration"]
+WAYS = ["around backward", pytest.param("by configuration", marks=pytest.mark.slow)]
 STEPS = 3
 POINTS = ["backward", "accumulated", "step"]
 BOUNDS = {"output.grad": (-0.03, 0.03), "input.grad": (-0.01, 0.01)}
@@ -180,6 +179,7 @@ def test_nothing_is_compiled_from_step_to_step(way: str) -> None:
     assert run("eager").compiled[-1] == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rule clamp-backward.*bounds the contribution")
 @pytest.mark.parametrize("point", POINTS)
 def test_micro_batches(point: str) -> None:
@@ -197,6 +197,7 @@ def test_micro_batches(point: str) -> None:
 TRAPS = [one for one in IDS if one.startswith("nan-trap")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trap", "then"), [*((trap, "raise") for trap in TRAPS), ("nan-trap-params", "skip-step")]
 )
@@ -219,6 +220,7 @@ def test_a_trap_keeps_the_weights(way: str, trap: str, then: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_border_is_in_the_order_of_backward() -> None:
     heads = []
     for way in ["eager", "around backward"]:
@@ -235,6 +237,7 @@ def test_the_border_is_in_the_order_of_backward() -> None:
     assert heads[0] == heads[1]
 
 
+@pytest.mark.slow
 def test_weights_updated_by_hand() -> None:
     found = []
     for way in ["eager", "around backward"]:
@@ -265,6 +268,7 @@ class Spare(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_parameter_that_gets_no_gradient_is_not_waited_for() -> None:
     torch._dynamo.reset()
     model = Spare()
@@ -286,6 +290,7 @@ class Nothing(torch.autograd.Function):
         return grad, None
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
     torch._dynamo.reset()
     model = Spare()
@@ -301,6 +306,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
         assert [step for step, _ in session.history("used.weight")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_autograd_grad_is_left_alone() -> None:
     model = made()
     rule = {"id": "it", "action": "zero", "params": "*", "at": "backward"}
@@ -315,6 +321,7 @@ def test_autograd_grad_is_left_alone() -> None:
         session.pause()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
@@ -332,6 +339,7 @@ def test_one_whole_graph_is_refused_by_torch(rule: str, text: str) -> None:
         session.pause()
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_cut_short_is_none() -> None:
     def stop(_grad: Tensor) -> None:
         raise ValueError("stop")

@@ -220,7 +220,7 @@ def test_a_step_that_the_scaler_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with gradsurgeon.apply(
         training.model,
-        rules(NORMS, {**trap("skip-step"), "forensics": False}),
+        rules(NORMS, trap("skip-step")),
         scaler=scaler,
         on_event=stops_on("scaler-skip"),
     ):
