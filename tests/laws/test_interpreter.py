@@ -7,19 +7,24 @@ from typing import Any
 import pytest
 from drawn_trainings import Training, by_hand, check, trainings, under_rules
 from fuzzing import examples
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 
 @pytest.mark.no_cover  # thousands of trainings, through lines that other tests cover
-@settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=examples(2500, long=True),
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)
-@given(drawn=trainings())
-def test_rules_do_what_the_interpreter_does(drawn: tuple[list[dict[str, Any]], Training]) -> None:
-    rules, training = drawn
-    check(under_rules(rules, training), by_hand(rules, training))
+@pytest.mark.hypothesis  # the second storey draws all examples
+@pytest.mark.parametrize("part", range(5))  # workers share them, and none takes ten minutes
+def test_rules_do_what_the_interpreter_does(part: int) -> None:
+    @seed(part)
+    @settings(
+        database=None,
+        deadline=None,
+        max_examples=examples(500, long=True),
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    )
+    @given(drawn=trainings())
+    def held(drawn: tuple[list[dict[str, Any]], Training]) -> None:
+        rules, training = drawn
+        check(under_rules(rules, training), by_hand(rules, training))
+
+    held()
