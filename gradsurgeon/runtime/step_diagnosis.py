@@ -83,7 +83,7 @@ class StepDiagnosis:
         """
         if not self.pending or _dist.world() > 1:
             return None
-        with suppress(Exception), self._paused():
+        with suppress(Exception), self._paused():  # a skip needs no diagnosis
             found = diagnose(self._failed(step, scale, [report]))
             fault = "" if found.cause is None else found.cause.fault
             return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None

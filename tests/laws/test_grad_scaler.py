@@ -240,6 +240,26 @@ def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
     assert "cause: mathematics" in text
 
 
+@pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")
+def test_running_a_skipped_step_again_changes_nothing() -> None:
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Masked(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=2.0**127)
+        session = gradsurgeon.apply(model, rules({"action": "nan-trap"})) if watched else None
+        for step in range(8):
+            model.masked = step in (2, 3)
+            train(model, optimizer, scaler, steps=1)
+        if session is not None:
+            assert "notice" in {event.kind for event in session.events}, "a step was run again"
+            session.remove()
+        ends.append([*model.state_dict().values(), torch.rand(3), torch.tensor(scaler.get_scale())])
+    for plain, under_rules in zip(*ends, strict=True):
+        assert torch.equal(plain, under_rules)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_loss_that_is_nan_is_no_overflow(passes: int) -> None:
     model, optimizer = make()
