@@ -6,7 +6,7 @@ from pathlib import Path
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.events import is_trip
-from gradsurgeon.planning import NO_MATCH, Plan
+from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.diagnoses import first_diagnosis
 from gradsurgeon.report.rules_and_events import EventGroup, event_groups, trap_words
@@ -88,8 +88,10 @@ def _without_gradient(session: Attachment) -> list[str]:
 
     Records of a sharded parameter are on one of its ranks.
     """
-    records, params = session.records, session.plan.manifest.params
-    learning = {one.name for one in params if one.requires_grad and not one.sharding}
+    records, model = session.records, session.model()
+    # A script may freeze more after the plan was made.
+    now = session.plan.manifest if model is None else from_model(model)
+    learning = {one.name for one in now.params if one.requires_grad and not one.sharding}
     every = [] if records.dropped else [one for one in records if one.key.point == "accumulated"]
     got = {name for one in every for name in learning & one.columns.keys() if one.last(name)}
     names = dict.fromkeys(name for one in every for name in one.key.names)

@@ -122,14 +122,15 @@ def test_a_model_that_only_a_pass_has_reached_is_let_go_of(folder: Folder) -> No
     assert (done.code, done.out) == (0, "gone\n"), done.lines
 
 
-# A head that nothing reaches, one that a later step reaches, and one that is frozen.
+# A head that nothing reaches, one that a later step reaches, and two that are frozen.
 REACHED_LATE = """
 import torch
 from torch import nn
 torch.manual_seed(0)
-model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("trunk", "apart", "late", "frozen")})
+model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("trunk", "apart", "late", "frozen", "then")})
 model["frozen"].requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model["then"].requires_grad_(False)
 for step in range(3):
     optimizer.zero_grad()
     names = ["trunk", "late"] if step == 2 else ["trunk"]
