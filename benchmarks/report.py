@@ -152,7 +152,7 @@ def _job(row: Row) -> tuple[str, ...]:
         f"{cheapest} {_median(row['peers_us'][cheapest])}",
         _times(row["of_peer"]),
         f"{row['floor']} {_median(row['floor_us'])}",
-        _times(row["beside_floor"]),
+        _times(row["of_floor"]),
         "; ".join(others),
     )
 
