@@ -159,15 +159,14 @@ def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor,
     look at the result.
     """
     sizes = sizes or tuple(map(Tensor.numel, grads))
-    if max(sizes) > _FEW or (flat := joined(grads)) is None:
+    if max(sizes) > _FEW or (flat := joined(grads, sum(sizes))) is None:
         return None
     return flat, _torch.integers(sizes, flat.device)
 
 
-def joined(grads: Sequence[Tensor], most: float = math.inf) -> Tensor | None:
-    """Return the elements of tensors on the host in their widest dtype; ``None`` for more than ``most``, and for other tensors."""
-    count = sum(map(Tensor.numel, grads))
-    if count > most or not grads[0].is_cpu:
+def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
+    """Return the ``count`` elements of tensors on the host in their widest dtype; ``None`` for other tensors."""
+    if not grads[0].is_cpu:
         return None
     try:
         flat = _torch.flattened(grads)

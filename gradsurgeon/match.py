@@ -91,13 +91,13 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
 
 # The text between two dots of a glob. Braces and brackets may contain further dots.
 _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
-_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+_RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 
 
 def segments(text: str, most: int) -> Iterator[Sequence[str]]:
     """Yield what a segment of each matching name is, for segments of a glob with at most so many possibilities."""
     for segment in () if text.startswith("re:") else _SEGMENT.findall(text):
-        if numbers := _RANGE.fullmatch(segment):
+        if segment[0] == "{" and (numbers := _RANGE.fullmatch(segment[1:-1])):
             low, high = int(numbers[1]), int(numbers[2])
             if high - low < most:
                 yield [str(number) for number in range(low, high + 1)]
@@ -186,7 +186,7 @@ def _braces(body: str) -> _Options:
     items = list(dict.fromkeys(body.split(",")))
     if items == [""]:
         raise PatternError("braces {} with nothing in them", "write {a,b} or {0..11}")
-    if wrong := next((item for item in items if re.fullmatch(r"[0-9]+\.\.[0-9]+", item)), None):
+    if wrong := next(filter(_RANGE.fullmatch, items), None):
         hint = "write a list of patterns"
         raise PatternError(
             f"the range {wrong} is in a list; a range needs its own braces, {{{wrong}}}", hint
@@ -206,7 +206,7 @@ def _braces(body: str) -> _Options:
 
 
 def _range(body: str) -> str:
-    numbers = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
+    numbers = _RANGE.fullmatch(body)
     if not numbers:
         raise PatternError(f"{{{body}}} is not a range of whole numbers", "write it as {0..11}")
     low, high = int(numbers[1]), int(numbers[2])

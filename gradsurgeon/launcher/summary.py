@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
-from gradsurgeon.errors import printable, shorten_names
+from gradsurgeon.errors import printable
 from gradsurgeon.events import is_trip
 from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.diagnoses import first_diagnosis
-from gradsurgeon.report.rules_and_events import EventGroup, event_groups, trap_words
+from gradsurgeon.report.rules_and_events import EventGroup, event_groups, never_reached, trap_words
 from gradsurgeon.runtime import Attachment
 
 
@@ -70,7 +70,7 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
         nothing = "nothing else" if diagnosis else "nothing"
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
     if silent := _without_gradient(session):
-        yield f"  never got a gradient: {shorten_names(silent)}"
+        yield f"  {never_reached(silent)}"
     told = [event for event in session.events if event.kind != "notice"]
     first, left_out, last = event_groups(told)
     more = [f"  ... and {count(left_out, 'event')} more"] if left_out else []

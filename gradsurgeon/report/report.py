@@ -20,6 +20,7 @@ from gradsurgeon.report.rules_and_events import (
     by_kind,
     event_lines,
     listed,
+    never_reached,
     rule_table,
 )
 from gradsurgeon.report.sparkline import LEGEND
@@ -196,7 +197,7 @@ class Report:
         if self.ranks:
             found.append(self.ranks)
         if silent := self._silent():
-            found.append(f"never got a gradient: {listed(silent)}")
+            found.append(never_reached(silent))
         return tuple(found)
 
     def _silent(self) -> list[str]:

@@ -95,6 +95,11 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f", and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
 
 
+def never_reached(names: Sequence[str]) -> str:
+    """Return the sentence on parameters that should learn and got no gradient."""
+    return f"never got a gradient: {listed(names)}"
+
+
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)

@@ -295,7 +295,8 @@ def changed(edit: Edit, grads: Sequence[Tensor]) -> Sequence[bool | Tensor]:
     low, high = _numbers.ends(flat)
     if edit.decided(low, high, flat.dtype) is False:
         biting = [False] * len(grads)
-        whole = None if first is grads else _numbers.joined(grads, _JOINED)
+        count = 0 if first is grads else sum(map(Tensor.numel, grads))
+        whole = _numbers.joined(grads, count) if 0 < count <= _JOINED else None
         if whole is not None and changes(edit, whole) is False:
             return biting
     else:

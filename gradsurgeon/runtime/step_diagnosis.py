@@ -65,7 +65,7 @@ class StepDiagnosis:
             asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
             if not asked:
                 return {}
-            failed = self._failed(step, scale, [*reports.values()])
+            failed = self._failed(step, scale, reports.values())
             diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
         diagnoses = {}

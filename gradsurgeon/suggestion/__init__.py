@@ -22,10 +22,10 @@ from gradsurgeon.suggestion.rule_text import (
     doubts_of,
     evidence,
     judged,
-    percent,
     rule_id,
     rule_lines,
 )
+from gradsurgeon.suggestion.thresholds import percent
 
 # A suggestion begins with this. No other file is written over.
 MARK = "# Suggested by `gradsurgeon suggest`"

@@ -10,17 +10,13 @@ import yaml
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.suggestion.recorded import GroupNorms
-from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold, rough_percent, threshold
+from gradsurgeon.suggestion.thresholds import BETA, WARMUP, Threshold, percent, threshold
 
 # With ten expected bites, half as many or twice as many come by chance.
 _ENOUGH_BITES = 10
 # With fewer norms the statistic has hardly left its warm-up.
 _LEAST_STEPS = 2 * WARMUP
 _LONGEST_ID, _WIDTH = 60, 100
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.6g}%"
 
 
 def judged(recorded: GroupNorms, share: float, rule: str) -> Threshold | str:
@@ -60,7 +56,8 @@ def _enough(share: float) -> int:
 
 def doubts_of(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
-        (first, second), (in_second, in_first) = drift.quantiles, map(rough_percent, drift.crossed)
+        first, second = drift.quantiles
+        in_second, in_first = (percent(crossed, digits=2) for crossed in drift.crossed)
         asked, used = percent(1 - share), percent(1 - drift.share)
         why = "more norms lie above it, so it shows a drift sooner"
         lower = f" ({used} and not {asked}: {why})" * (used != asked)

@@ -30,8 +30,8 @@ _MOST = 0.9
 _MANY = 0.2
 
 
-def rough_percent(share: float) -> str:
-    return f"{float(f'{100 * share:.2g}'):g}%"
+def percent(share: float, digits: int = 6) -> str:
+    return f"{float(f'{100 * share:.{digits}g}'):g}%"
 
 
 class Drift(NamedTuple):
@@ -70,7 +70,7 @@ class Threshold(NamedTuple):
 
     @property
     def bitten(self) -> str:
-        return rough_percent(self.bites / self.steps)
+        return percent(self.bites / self.steps, digits=2)
 
 
 def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:

@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.cases import BARE, Attached, Case, step_of
 from benchmarks.machine import EXTRA, version
-from benchmarks.workloads import MLP, Workload, deep_mlp
+from benchmarks.workloads import MLP, WORKLOADS, Workload, deep_mlp
 from gradsurgeon.actions import ACTIONS, LossRule
 
 # Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick storey.
@@ -113,6 +113,10 @@ def test_every_job_is_done_in_all_ways() -> None:
     json.dumps(rows)
     result = {"rows": rows, "machine": {"kind": "cpu"}}
     assert "## " not in report.jobs(result)
+    # The report knows the workloads of the suite.
+    known = [{**one, "workload": WORKLOADS[0].name} for one in rows]
+    told = report.jobs({**result, "rows": known})
+    assert [one["job"] for one in known if f"| {one['job']} |" not in told] == []
 
 
 @pytest.mark.parametrize("job", like_for_like.JOBS, ids=lambda job: job.name)
