@@ -14,7 +14,7 @@ from benchmarks import peers, rule_sets
 from benchmarks.cases import BARE, Attached, Case, step_of
 from benchmarks.measure import Budget, clock, interleave, spread, warm_up
 from benchmarks.overhead import Row
-from benchmarks.workloads import EMBEDDING, MLP, Task, Workload
+from benchmarks.workloads import EMBEDDING, GPT2, MLP, RESNET, Task, Workload
 
 GROUP = "floors"
 FULL = Budget(rounds=600, seconds=30.0, least=20)
@@ -75,7 +75,7 @@ def _ways() -> list[Case]:
 
 def measured(device: str, *, quick: bool) -> Iterator[Row]:
     """Yield one row per workload and job."""
-    for workload in (MLP, EMBEDDING):
+    for workload in (MLP, EMBEDDING, RESNET, GPT2):
         if workload.quick or not quick:
             yield from of_workload(workload, device, QUICK if quick else FULL)
 
