@@ -360,8 +360,7 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     if not sinks:
         return []
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
-    from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
-    from gradsurgeon.sinks.open_sinks import opened  # noqa: PLC0415 # the same
+    from gradsurgeon.sinks.delivery import Delivery, opened  # noqa: PLC0415 # most sessions have none
 
     if _dist.rank():
         for sink in sinks:

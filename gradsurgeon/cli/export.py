@@ -17,10 +17,9 @@ from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
-from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.selection import COLUMNS, Chosen, Selection, nothing_fits
+from gradsurgeon.store.layout import digits, json_text, nonfinite_name, unpack_absent
+from gradsurgeon.store.rank_file import COLUMNS, Chosen
+from gradsurgeon.store.run import Selection, nothing_fits, open_run
 
 # A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"

@@ -104,11 +104,8 @@ class AppliedRules:
             chosen = [
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
-            # The ten largest norms belong to other tensors each time, and a trainer's log is for few numbers.
-            prefix = self._prefixes.of(row.key)
-            largest = f"{prefix}/top/"
-            scalars = getattr(summary(row, prefix, chosen), "scalars", {})
-            found |= {name: scalars[name] for name in scalars if not name.startswith(largest)}
+            if item := summary(row, self._prefixes.of(row.key), chosen):
+                found |= item[0]
         if not found and self._counts == self._told:
             return {}
         self._told = self._counts.copy()

@@ -7,7 +7,7 @@ from torch import Tensor
 from gradsurgeon.actions import Rule
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.previews import CaptureKey, previews
-from gradsurgeon.store.json_text import json_text
+from gradsurgeon.store.layout import json_text
 
 
 class CapturedTensors:

@@ -39,6 +39,7 @@ _ROWS_PER_FLUSH = 64
 _MOST_PENDING = 1024
 # A killed script resumes from a state that is at most this many seconds old.
 _STATE_SECONDS = 60.0
+_LONG_STEP = 1.0
 _DROPPED = (
     "records in memory have reached their limit: from now on new records replace the oldest; a run "
     "directory (record=) keeps all of them"
@@ -79,7 +80,7 @@ class Recorder:
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
-        self._state_written = time.monotonic()
+        self._state_written = self._step_ended = time.monotonic()
         self._outlived = _exceptions()
         # The failed writes, with the reasons.
         self.lost: list[str] = []
@@ -95,7 +96,7 @@ class Recorder:
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _is_due(self) -> bool:
-        return bool(self._outlets) and any(outlet.due() for outlet in self._outlets)
+        return any(outlet.due() for outlet in self._outlets)
 
     def add(
         self,
@@ -144,10 +145,10 @@ class Recorder:
         # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
         # in a notebook, which shows an exception and goes on.
         self._outlived = _exceptions()
-        due = False
-        for outlet in self._outlets:  # each outlet must learn of it
-            due |= outlet.ends_step()
-        if due:
+        # The rows of a long step must not wait until the next one ends.
+        is_long = time.monotonic() - self._step_ended > _LONG_STEP
+        self._step_ended = time.monotonic()
+        if self._outlets and (is_long or self._is_due()):
             self._gather()
             self._move(due=True)
         # The state has its own clock: each event commits the outlets and restarts theirs.

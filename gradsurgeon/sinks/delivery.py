@@ -1,8 +1,14 @@
-"""One sink of one session: the thread on which it works, and the queue in front of that thread."""
+"""One sink of one session: the thread on which it works, and the queue in front of that thread.
+
+Sinks stay open from session to session, until the process ends.
+"""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -11,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern, select
-from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.sinks.summary import Measured, Prefixes, summary
+from gradsurgeon.store.files import Outlet
 from gradsurgeon.store.memory import Key
-from gradsurgeon.store.outlet import Outlet
 
+_LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
 _ASIDE = "; training does not depend on it"
 # The session wakes the thread every two seconds.
@@ -27,8 +33,61 @@ _MOST_ROWS, _MORE_ROWS = 20, 200
 _MOST_BYTES = 64 * 2**20
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
-# The names of the largest norms change. A text of them in each step could not be read.
-_TOP_EVERY = 100
+
+
+class OpenSink:
+    """A sink that several sessions may use, each with a title of its own.
+
+    Attributes:
+        lock: held by the session that calls the sink.
+        failed: a session has reported that the sink fails.
+        titles: the title of each session in the names of its curves, ``None`` before it begins.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink  # while it lives, no other object has its number
+        self.lock = threading.Lock()
+        self.failed = False
+        self.pid = os.getpid()
+        self.titles: dict[object, str | None] = {}
+
+    def take_title(self, session: object, title: str) -> str:
+        """Return the title, or ``model-2`` and so on if another session has it now."""
+        with _changing:
+            number = 1
+            while title in self.titles.values():
+                number += 1
+                title = f"model-{number}"
+            self.titles[session] = title
+        return title
+
+
+_open: dict[int, OpenSink] = {}
+_changing = threading.Lock()
+
+
+def opened(sink: Sink) -> OpenSink:
+    """Return the one object of a sink, which is closed when the process ends."""
+    with _changing:
+        return _open.setdefault(id(sink), OpenSink(sink))
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the sinks that this process has opened and that no session uses. Until then a session may begin."""
+    with _changing:
+        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
+        for one in ended:
+            del _open[id(one.sink)]
+    for one in ended:
+        try:
+            one.sink.close()
+        except Exception as error:  # noqa: BLE001 # whatever a client raises
+            # An event may have reported it.
+            level = logging.INFO if one.failed else logging.ERROR
+            _LOGGER.log(
+                level, "the sink %s could not be closed: %s", type(one.sink).__name__, error
+            )
 
 
 class Delivery(Outlet):
@@ -49,7 +108,7 @@ class Delivery(Outlet):
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
         self._sink, self._title = sink, title
-        self._shared = open_sinks.opened(sink)
+        self._shared = opened(sink)
         self._shared.titles[self] = None
         self._texts = dict(texts or {})
         # Guards what waits.
@@ -58,8 +117,6 @@ class Delivery(Outlet):
         self._bytes = 0
         self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
-        # What the thread has taken and not sent yet.
-        self._sending = 0
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
@@ -70,16 +127,12 @@ class Delivery(Outlet):
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, Measured] = {}
         self._kinds: Counter[str] = Counter()
-        self._top_written: dict[str, int] = {}
         self._sent = 0
 
     def begin(self) -> None:
         """Start sending: the session has begun, and the session that it replaces is over."""
         self._title = self._shared.take_title(self, self._title)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # there are too many threads
-            self._fail(error)
+        self._thread.start()
 
     def add(
         self,
@@ -127,10 +180,7 @@ class Delivery(Outlet):
         if self._thread.ident is not None:
             self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive() and not self.failed:
-            self.failed = (
-                f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{len(self._rows) + self._sending:,} rows"
-            )
+            self.failed = f"{self.name} has not ended after {_PATIENCE:g} seconds: it is left alone"
             self._note(f"{self.failed}{_ASIDE}")
 
     def discard(self) -> None:
@@ -167,7 +217,6 @@ class Delivery(Outlet):
                     self._lock.wait_for(lambda: self._rows or self._events or self._ended)
                     more = not self._ended
                     taken, events = self._taken()
-                    self._sending = len(taken)
                 rows = list(self._finished(taken))
                 if not more:
                     rows += self._unfinished.values()
@@ -178,7 +227,6 @@ class Delivery(Outlet):
                         self._send(row)
                     if events or rows:
                         self._sink.flush()
-                self._sending = 0
             self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
@@ -220,15 +268,8 @@ class Delivery(Outlet):
             self._chosen[names] = frozenset(names[column] for column in columns)
         if (item := summary(row, prefix, self._chosen[names])) is None:
             return
-        scalars = {self._named(name): value for name, value in item.scalars.items()}
-        self._sink.scalars(row.step, scalars)
-        if item.histogram is None:
-            return
-        logarithms = self._named(f"{prefix}/log10 of the norms")
-        self._sink.histogram(row.step, logarithms, *item.histogram)
-        name = self._named(f"{prefix}/top/names")
-        if row.step >= self._top_written.get(name, row.step - _TOP_EVERY) + _TOP_EVERY:
-            self._top_written[name] = row.step
-            top = enumerate(item.top, 1)
-            lines = [f"{place}. {tensor}: {value:.6g}" for place, (tensor, value) in top]
-            self._sink.text(row.step, name, "\n".join(lines))
+        scalars, histogram = item
+        self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
+        if histogram is not None:
+            logarithms = self._named(f"{prefix}/log10 of the norms")
+            self._sink.histogram(row.step, logarithms, *histogram)

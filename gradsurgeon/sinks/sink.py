@@ -1,15 +1,27 @@
-"""What a sink has to do, and what the sinks of this package share."""
+"""What a sink has to do, what the sinks of this package share, and sinks by name, as ``tensorboard:runs/today``."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, cast
+
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 
 _METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
 # Launchers of several ranks tell each process its rank in these, before there is a process group.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+# The class of each kind, and the kind of its place.
+_KINDS = {
+    "tensorboard": ("TensorBoard", "DIR"),
+    "wandb": ("WandB", "PROJECT"),
+    "mlflow": ("MLflow", "URI"),
+}
+FORMS = tuple(f"{kind}:{place}" for kind, (_, place) in _KINDS.items())
 
 
 class Sink(Protocol):
@@ -38,11 +50,7 @@ class Sink(Protocol):
         """Make everything visible that was taken. Called after each batch."""
 
     def close(self) -> None:
-        """Close the sink. Called when the process ends, so that sessions can share a sink; or call it yourself.
-
-        If the class also has a method ``close_at_exit(error)``, the end of the process calls that instead,
-        with the exception that has ended the process, or ``None``.
-        """
+        """Close the sink. Called when the process ends, so that sessions can share a sink; or call it yourself."""
 
 
 class Client:
@@ -103,3 +111,36 @@ def check_sinks(sinks: object) -> None:
             raise TypeError(
                 f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
             )
+
+
+def why_no_sink(text: str) -> str:
+    """Return why a text names no sink, empty if it names one."""
+    kind, _, place = text.partition(":")
+    forms = ", ".join(FORMS)
+    if kind not in _KINDS:
+        meant = f" {hint}" if (hint := did_you_mean(kind, list(_KINDS))) else ""
+        return f"`{printable(text)}` is no sink;{meant} there are: {forms}"
+    if not place:
+        return f"`{printable(text)}` names no place: there are: {forms}"
+    if find_spec(kind) is None:
+        return f"`{printable(text)}` needs the package {kind}: pip install 'gradsurgeon[{kind}]'"
+    return ""
+
+
+def absolute(text: str) -> str:
+    """Return the text with an absolute directory, as the script may change its working directory."""
+    kind, _, place = text.partition(":")
+    return f"{kind}:{Path(place).absolute()}" if _KINDS[kind][1] == "DIR" else text
+
+
+def at_place(text: str) -> Sink:
+    """Return the sink that a text such as ``tensorboard:runs/today`` names.
+
+    Raises:
+        GradSurgeonError: there is no such sink, or its client is missing.
+    """
+    if reason := why_no_sink(text):
+        raise GradSurgeonError(reason)
+    kind, _, place = text.partition(":")
+    module = import_module(f"{__package__}.{kind}")
+    return cast("Sink", getattr(module, _KINDS[kind][0])(place))

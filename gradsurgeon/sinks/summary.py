@@ -6,27 +6,19 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
-from heapq import nlargest
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from gradsurgeon.statistics import STATISTICS
 from gradsurgeon.store.memory import Key
 
-TOP = 10
 # Up to so many tensors each have a curve: losses, or the layers of a small model.
 _FEW = 10
 # Bins of the histogram of decimal logarithms, in a decade.
 _PER_DECADE = 4
 NORM = "l2"
-
-
-class Summary(NamedTuple):
-    """What a sink gets of one row: scalars by name, edges and counts of a histogram, and the largest norms."""
-
-    scalars: dict[str, float]
-    histogram: tuple[list[float], list[int]] | None = None
-    top: Sequence[tuple[str, float]] = ()
+# What a sink gets of one row: scalars by name, and edges and counts of a histogram.
+Summary = tuple[dict[str, float], tuple[list[float], list[int]] | None]
 
 
 class Measured(NamedTuple):
@@ -72,34 +64,25 @@ def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)
     pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
-    of_gradients = stat in STATISTICS and not STATISTICS[stat].of_update
-    if not of_gradients:
+    if stat not in STATISTICS or STATISTICS[stat].of_update:
         # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
         pairs = [pair for pair in pairs if not math.isnan(pair[1])]
     if not pairs:
         return None
+    of_norms = stat == NORM and len(names) > 1
+    if not of_norms and len(names) <= _FEW:
+        return {f"{rule}/{name}/{stat}": value for name, value in pairs}, None
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
     finite = [value for _, value in pairs if math.isfinite(value)]
-    of_norms, few = stat == NORM and len(names) > 1, len(names) <= _FEW
-    each = few and not of_norms
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if each or name in chosen}
+    found = {"not finite": float(len(pairs) - len(finite))}
     if of_norms:
-        # NaN is equal to nothing, and comes first.
-        top = nlargest(TOP, pairs, key=lambda one: math.inf if math.isnan(one[1]) else one[1])
-        scalars |= {
-            f"{prefix}/total": math.hypot(*(value for _, value in pairs)),
-            f"{prefix}/not finite": float(len(pairs) - len(finite)),
-            **{f"{prefix}/top/{place:02}": value for place, (_, value) in enumerate(top, 1)},
-        }
-        if finite:
-            scalars[f"{prefix}/median"] = median(finite)
-        return Summary(scalars, _histogram(finite), top)
-    if of_gradients and not few:
-        scalars[f"{prefix}/{stat}/not finite"] = float(len(pairs) - len(finite))
-    if finite and (not few if of_gradients else len(names) > 1):
-        if not of_gradients:
-            scalars[f"{prefix}/{stat}/mean"] = fmean(finite)
-        scalars |= {f"{prefix}/{stat}/largest": max(finite), f"{prefix}/{stat}/least": min(finite)}
-    return Summary(scalars)
+        found["total"] = math.hypot(*(value for _, value in pairs))
+    else:
+        prefix = f"{prefix}/{stat}"
+    if finite:
+        found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
+    scalars |= {f"{prefix}/{name}": value for name, value in found.items()}
+    return scalars, _histogram(finite) if of_norms else None
 
 
 def _histogram(norms: Sequence[float]) -> tuple[list[float], list[int]] | None:

@@ -1,7 +1,8 @@
-"""Writing a file as a whole."""
+"""Writing files as a whole, and what all destinations of records have in common."""
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,3 +51,46 @@ def begins(path: Path, *marks: bytes) -> bool:
     """Return whether a file begins with one of some marks."""
     with path.open("rb") as file:
         return file.read(max(map(len, marks))).startswith(marks)
+
+
+class Outlet:
+    """Where records go besides memory. It is due every so many seconds, and reports each problem once.
+
+    Attributes:
+        failed: why nothing is written any more, empty if that is not so.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.failed = ""
+        self._ended = False
+        # The problems so far, and the number of those that `news` has returned.
+        self._problems: list[str] = []
+        self._told = 0
+        self._pid = os.getpid()
+        self._seconds = seconds
+        self._committed = time.monotonic()
+
+    @property
+    def _inherited(self) -> bool:
+        # A forked data loader inherits an outlet. Its file and its thread belong to the parent.
+        return os.getpid() != self._pid
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is written any more: ended, failed, or in a child process."""
+        return self._ended or bool(self.failed) or self._inherited
+
+    def due(self) -> bool:
+        """Return whether it is time for a commit, or for `news`."""
+        is_time = time.monotonic() - self._committed >= self._seconds
+        return is_time and (not self.closed or self._told < len(self._problems))
+
+    def news(self) -> list[str]:
+        """Return the problems since the last call."""
+        news = [] if self._inherited else self._problems[self._told :]
+        self._told = len(self._problems)
+        return news
+
+    def _note(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.append(problem)

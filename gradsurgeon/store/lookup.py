@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NamedTuple, TypeVar
 
-from gradsurgeon.errors import RecordError, shorten_names
+from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import WholeSeries, merged
 
 Answer = TypeVar("Answer")
@@ -107,14 +107,9 @@ class Lookup:
             raise RecordError(
                 f"{stat} of {canonical} is recorded by several rules: pass rule= one of {', '.join(rules)}"
             )
-        logging = {key: one for key, one in self.logged.items() if canonical in one.names}
-        if not rules and not any(
-            stat in logging[key].stats for key in logging if rule in (None, key)
-        ):
-            recorded = "; ".join(f"{key}: {', '.join(one.stats)}" for key, one in logging.items())
-            inside = {one: None for of in self.logged.values() for one in of.names}
-            if near := [one for one in inside if one.startswith(f"{canonical}.")]:
-                recorded = recorded or f"nothing of it, but of {shorten_names(near)}"
+        logging = {key: one.stats for key, one in self.logged.items() if canonical in one.names}
+        if not rules and not any(stat in logging[key] for key in logging if rule in (None, key)):
+            recorded = "; ".join(f"{key}: {', '.join(stats)}" for key, stats in logging.items())
             raise RecordError(
                 f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
                 f"{recorded or NOTHING_RECORDED}"

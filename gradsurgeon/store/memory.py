@@ -9,7 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
@@ -29,25 +29,48 @@ class Key(NamedTuple):
     names: tuple[str, ...]
 
 
-class WholeSeries(Protocol):
+class WholeSeries:
     """One series, in memory or in a file."""
 
-    key: Key
-    columns: dict[str, int]
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.columns = {name: column for column, name in enumerate(key.names)}
 
-    def __len__(self) -> int: ...
-
-    def of(self, name: str) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first."""
-
-    def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last ``(step, value)`` of one tensor, ``None`` if there is none."""
-
-    def ends(self) -> tuple[int, ...]:
-        """Return the steps of the first and of the last row, nothing if there are no rows."""
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         """Yield of each row: step, values as bytes of float32, and bits of the absent columns."""
+        raise NotImplementedError
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the steps of the first and of the last row, nothing if there are no rows."""
+        last = max(0, len(self) - 1)
+        return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
+
+    def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor in some rows."""
+        column = self.columns[name]
+        return [
+            (step, _FLOAT(values, 4 * column)[0])
+            for step, values, absent in self.stored(start, stop)
+            if absent is None or not is_absent(absent, column)
+        ]
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first."""
+        return self.between(name, 0, len(self))
+
+    def last(self, name: str) -> tuple[int, float] | None:
+        """Return the last ``(step, value)`` of one tensor, ``None`` if there is none."""
+        # The last row most often has a value, and callers ask again and again.
+        end, size = len(self), 1
+        while end:
+            start = max(0, end - size)
+            if pairs := self.between(name, start, end):
+                return pairs[-1]
+            end, size = start, 2 * size
+        return None
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
@@ -62,34 +85,17 @@ def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None)
     ]
 
 
-class Series:
+class Series(WholeSeries):
     def __init__(self, key: Key) -> None:
-        self.key = key
-        self.columns = {name: column for column, name in enumerate(key.names)}
+        super().__init__(key)
         self.rows: deque[Stored] = deque()
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def ends(self) -> tuple[int, ...]:
-        return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
-
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         # A copy: another thread may be training.
         return islice(list(self.rows), start, stop)
-
-    def of(self, name: str) -> list[tuple[int, float]]:
-        return [(step, value) for step, value in self.cells(name) if value is not None]
-
-    def last(self, name: str) -> tuple[int, float] | None:
-        cells = self.cells(name, backwards=True)
-        return next(((step, value) for step, value in cells if value is not None), None)
-
-    def cells(self, name: str, *, backwards: bool = False) -> Iterator[tuple[int, float | None]]:
-        column = self.columns[name]
-        for step, values, absent in reversed(self.rows) if backwards else self.rows:
-            has_value = absent is None or not is_absent(absent, column)
-            yield step, _FLOAT(values, 4 * column)[0] if has_value else None
 
 
 class Records:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from gradsurgeon._libraries import library
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.match import Pattern, compile_pattern, select
 from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.memory import matching
-from gradsurgeon.store.rank_file import RankFile, StoredSeries
-from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
+from gradsurgeon.store.rank_file import Chosen, RankFile, StoredSeries
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,9 +28,40 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 _MOST_RANKS = 10**6
-_LISTED = 8
 
 AnyRun = TypeVar("AnyRun", bound="Run")
+
+
+class Selection(NamedTuple):
+    """A rule, a statistic and a pattern of names. ``None`` selects all."""
+
+    name: str | None = None
+    stat: str | None = None
+    rule: str | None = None
+
+    def series(self, every: Iterable[StoredSeries]) -> Chosen:
+        """Return the selected columns of some series. Raises `PatternError` if the pattern is malformed."""
+        pattern = self._pattern()
+        found: list[tuple[StoredSeries, Sequence[int]]] = []
+        for series in every:
+            rule, stat, _, names = series.key
+            if self.rule in (None, rule) and self.stat in (None, stat):
+                columns = range(len(names)) if pattern is None else select([pattern], names)
+                found += [(series, columns)] if columns else []
+        return found
+
+    def events(self, every: Iterable[Event]) -> list[Event]:
+        """Return the events that fit by rule and name. An event has no statistic."""
+        pattern = self._pattern()
+        return [
+            event
+            for event in every
+            if self.rule in (None, event.rule)
+            and (pattern is None or (event.name and pattern.matches(event.name)))
+        ]
+
+    def _pattern(self) -> Pattern | None:
+        return None if self.name is None else compile_pattern(self.name)
 
 
 class Run(RecordQueries):
@@ -214,6 +245,17 @@ class Run(RecordQueries):
                 self._aliases[str(alias)] = name
 
 
+def nothing_fits(every: Iterable[StoredSeries], path: Path) -> RecordError:
+    """Return the error for a selection that fits no record of the run at a path."""
+    stats = sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in every})
+    if not stats:
+        return RecordError(f"{printable(str(path))}: nothing was recorded")
+    listed = ", ".join(stats)
+    return RecordError(
+        f"nothing recorded fits the rule, statistic and name asked for; recorded: {listed}"
+    )
+
+
 def missing_ranks(run: Run) -> list[int]:
     """Return the ranks of the job that have no file in the run."""
     known = set(run.ranks)
@@ -269,31 +311,23 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
 def _read_meta(path: Path) -> dict[str, Any]:
     meta: object = None
     try:
-        text = path.read_bytes()
-        meta = json.loads(text)
+        meta = json.loads(path.read_bytes())
     except OSError as error:
         # Models and processes of one script have runs of their own.
-        inside = sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}"))
+        inside = shorten_names(sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}")))
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
-            f"{'; runs inside: ' * bool(inside)}{printable(', '.join(inside[:_LISTED]))}"
+            f"{'; runs inside: ' * bool(inside)}{inside}"
         ) from None
     except (ValueError, RecursionError):
         pass  # refused below
-    form = meta.get("format") if isinstance(meta, dict) else None
-    if not isinstance(meta, dict) or not isinstance(form, int):
-        begins = f"begins with `{printable(text[:40].decode(errors='replace'))}`"
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
-            f"{begins if text else 'is empty'}; restore it, or record the run again"
+            f"{printable(str(path))}: is damaged, or was not written by this version of gradsurgeon: no JSON "
+            f"with format {FORMAT}; restore it, or record the run again"
         )
-    if form != FORMAT:
-        raise RecordError(
-            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads format {FORMAT} only: use the "
-            "gradsurgeon that has written it"
-        )
-    return dict(meta)
+    return meta
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradsurgeon._libraries import library
 from gradsurgeon.store.layout import Stored, absent_size, clean
-from gradsurgeon.store.selection import COLUMNS, Chosen
+from gradsurgeon.store.rank_file import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,9 +21,6 @@ _TEXTS = ("rule", "point", "stat", "name")
 # In a block each text is a number: its place among all texts of its column.
 _DTYPES = dict.fromkeys(COLUMNS, np.int32) | {"step": np.int64, "value": np.float32}
 Block = Mapping[str, "np.ndarray[Any, Any]"]  # by column
-# The schema of an exported file has this mark: only such a file may be written over by another export.
-_MARK = {"gradsurgeon.export": "1"}
-_MAGIC = b"PAR1"
 
 
 def _places(chosen: Chosen) -> dict[str, dict[str, int]]:
@@ -115,20 +112,15 @@ def parquet_library() -> Any:
 
 
 def write_parquet(file: IO[bytes], chosen: Chosen) -> None:
-    schema = _arrow_schema().with_metadata(_MARK)
-    with parquet_library().ParquetWriter(file, schema) as writer:
+    with parquet_library().ParquetWriter(file, _arrow_schema()) as writer:
         for batch in _arrow_batches(chosen):
             writer.write_batch(batch)
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a file has the mark and exactly the columns of an export: pandas adds its own."""
-    parquet, arrow = parquet_library(), import_module("pyarrow")
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            return False
-        try:
-            found = parquet.read_schema(file)
-        except (OSError, arrow.ArrowException):  # cut off, or damaged
-            return False
-    return bool(found.equals(_arrow_schema().with_metadata(_MARK), check_metadata=True))
+    """Return whether a file has the columns of an export: only such a file may be written over."""
+    try:
+        found = parquet_library().read_schema(path)
+    except (OSError, ValueError):  # no Parquet, cut off, or damaged
+        return False
+    return bool(found.equals(_arrow_schema()))

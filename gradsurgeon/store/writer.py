@@ -20,12 +20,9 @@ from typing import Any
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
-from gradsurgeon.store.claim import Claim, unwritable
-from gradsurgeon.store.database import is_busy
-from gradsurgeon.store.files import replacing
-from gradsurgeon.store.json_text import json_text
+from gradsurgeon.store.database import Claim, is_busy, unwritable
+from gradsurgeon.store.files import Outlet, replacing
 from gradsurgeon.store.memory import Key
-from gradsurgeon.store.outlet import Outlet
 
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
@@ -164,8 +161,8 @@ class RunWriter(Outlet):
                 return
             meta = {
                 "closed": repr(time.time()),
-                "ended": json_text(dict(ended or {})),
-                "pending": json_text(dict(pending or {})),
+                "ended": layout.json_text(dict(ended or {})),
+                "pending": layout.json_text(dict(pending or {})),
             }
             self._batch["meta"].update((row[0], row) for row in meta.items())
             self.commit()

@@ -17,7 +17,7 @@ from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.runtime import registry
-from gradsurgeon.sinks import delivery, open_sinks
+from gradsurgeon.sinks import delivery
 
 
 @pytest.mark.parametrize("method", ["scalars", "histogram", "text", "flush"])
@@ -138,7 +138,7 @@ def test_what_has_been_told_to_fail_is_not_shown_again_at_the_end(
     with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed"):
         train(Kept(flush=fail, close=fail))
     caplog.clear()
-    open_sinks.close_all()
+    delivery.close_all()
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
@@ -152,7 +152,7 @@ def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPa
     model(torch.ones(5, 3)).sum().backward()
     optimizer.step()
     begin = time.monotonic()
-    with pytest.warns(GradSurgeonWarning, match="is left alone with 1 rows"):
+    with pytest.warns(GradSurgeonWarning, match="it is left alone"):
         session.remove()
     assert time.monotonic() - begin < 2.5
     released.set()
