@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon import source
+from gradsurgeon.comparison.order import is_inside
+from gradsurgeon.errors import Place, Problem, RecordError, RuleFileError, did_you_mean, printable
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Ints
 from gradsurgeon.store.layout import section
@@ -29,6 +32,9 @@ _WORDS = {
     "grad": "gradient of {}",
     "value": "weight {} after the update",
 }
+_HINT = (
+    "write one line `old: new` for each name that changed, such as `h.0.attn: blocks.0.attention`"
+)
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -180,6 +186,49 @@ def _dtypes(run: Run, words: Words, rename: Callable[[str], str]) -> dict[int, s
             number = words.names.get(rename(stripped(name)), -1 - len(found))
             found[number] = str(param["dtype"])
     return found
+
+
+def renaming(
+    renamed: str | os.PathLike[str] | Mapping[str, str], old: Collection[str], new: Collection[str]
+) -> Callable[[str], str]:
+    """Return a function that replaces the longest known prefix of a name.
+
+    Args:
+        renamed: the file with the new name of each old name or prefix, or its content.
+        old: the names of the reference.
+        new: the names of the run.
+
+    Raises:
+        RuleFileError: the file is no such mapping, or has names that the runs lack.
+    """
+    names: Any = renamed
+    if isinstance(renamed, Mapping):
+        document = source.parse("", "<names>")
+    else:
+        document = source.read(renamed)
+        names = document.data
+        if document.problems:
+            raise RuleFileError(document.problems)
+    if not isinstance(names, Mapping) or not names:
+        _refuse(document.place(()), "the file has no names", _HINT)
+    for name, value in names.items():
+        if not isinstance(value, str) or not value:
+            _refuse(document.place((name,)), f"the new name of `{name}` is no text", _HINT)
+        for where, known, one in (("reference", old, name), ("run", new, value)):
+            if not any(is_inside(each, one) for each in known):
+                hint = did_you_mean(one, {*known, *(each.rpartition(".")[0] for each in known)})
+                message = f"the {where} has no name that is `{one}`, or begins with `{one}.`"
+                _refuse(document.key_place((name,)), message, hint)
+
+    def rename(name: str) -> str:
+        prefix = max((one for one in names if is_inside(name, one)), key=len, default="")
+        return f"{names[prefix]}{name[len(prefix) :]}" if prefix else name
+
+    return rename
+
+
+def _refuse(place: Place, message: str, hint: str) -> NoReturn:
+    raise RuleFileError([Problem(place, "bad-map", message, hint)])
 
 
 def starts(cells: Any) -> Flags:

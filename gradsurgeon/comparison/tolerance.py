@@ -38,7 +38,6 @@ _REMEDY = (
     "make noise runs by the script of the reference, with its data and seed, and "
     "`gradsurgeon run --perturb EPS --seed N`"
 )
-_SIZES = "`--perturb 4e-3` (2^-8) is what half precision needs"
 
 
 class Tolerance(NamedTuple):
@@ -133,16 +132,14 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
     low = np.quantile(drift, 0.25) if len(drift) else 0.0
     measured = f"times the distance of noise runs, {low:.1g} in the first layers"
     if low >= _GROSS:
-        text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
-        remedy = "only gross faults can be told; compare runs of one precision to find others"
-        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
+        text = f"{_GROSS_TIMES:g} {measured}, as by half precision: only gross faults can be told"
+        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, text)
     kind, text = "noise", f"{_TIMES:g} {measured}"
     if equal >= _MOST:
         kind = "noise" if dtype == "float32" else "rounded-away"
-        share = "all" if equal == 1 else f"{equal:.0%}"
         text = (
-            f"the rounding of {dtype}: the noise runs equal the reference bit for bit in {share} of the inputs "
-            f"and outputs; noise of this size rounds away; {remedy_for(dtype)}; {_SIZES}"
+            f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
+            f"so noise of this size rounds away; {remedy_for(dtype)}"
         )
     elif dtype != "float32":
         text += f", and {_EPS} eps of {dtype}"
@@ -153,41 +150,30 @@ def without_noise(
     run: Mapping[str, Any], reference: Mapping[str, Any], dtype: str = "float32"
 ) -> Tolerance:
     """Return the rule for runs without noise runs, by their descriptions."""
-    names = ("torch", "python", "ranks")
     remedy = remedy_for(dtype)
-    differ = [name for name in names if run.get(name) != reference.get(name)]
+    differ = [name for name in ("torch", "python", "ranks") if run.get(name) != reference.get(name)]
     if section(run, "model").get("origin") != section(reference, "model").get("origin"):
         differ.append("the class of the model")
     if differ:
         least = max(BOUND, _EPS * eps_of(dtype))
         text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {least:g} counts; {remedy}"
         return Tolerance("bound", 0.0, least, text)
-    text = (
-        "bit for bit: there are no noise runs, and torch, Python, ranks and the class of the model are the same; "
-        f"devices and threads are not known: if they differ, {remedy}"
-    )
+    text = f"bit for bit: there are no noise runs; if devices or threads differ, {remedy}"
     return Tolerance("exact", 0.0, 0.0, text)
 
 
-def same(one: Reading, other: Reading) -> bool:
-    """Return whether two runs are one directory."""
-    return os.path.realpath(one.path) == os.path.realpath(other.path)
-
-
 def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
-    """Refuse a directory that is given twice.
+    """Refuse a noise run that is the run, the reference or another noise run.
 
     Raises:
-        RecordError: a noise run is the run, the reference or another noise run.
+        RecordError: there is such a noise run.
     """
-    for place, one in enumerate(noise):
-        for what, other in (
-            ("the reference", reference),
-            ("the run", run),
-            *(("given twice", before) for before in noise[:place]),
-        ):
-            if same(one, other):
-                _refuse(one, f"is {what}", "give each noise run once, none of which is compared")
+    known = {os.path.realpath(one.path) for one in (run, reference)}
+    for one in noise:
+        if (path := os.path.realpath(one.path)) in known:
+            what = "is the run or the reference, or is given twice"
+            _refuse(one, what, "give each noise run once, none of which is compared")
+        known.add(path)
 
 
 def refuse_unlike(
