@@ -110,7 +110,8 @@ def align(
     _need(cells, run, reference, "tensor", _RENAME)
     dtypes = (run.dtypes, reference.dtypes)
     cells["floor"] = tolerance.floors(cells["name"], of_modules, dtypes)
-    families = [kind.family for kind in kinds]
+    # The tensors of one structure, such as a tuple, are one group.
+    families = [(kind.base, kind.point) for kind in kinds]
     groups = (
         cells["step"] * len(kinds) + np.array(list(map(families.index, families)))[cells["kind"]]
     )

@@ -51,11 +51,6 @@ class Kind(NamedTuple):
         return ends[0] + ".grad" * self.tensor.endswith(".grad") if ends else self.tensor
 
     @property
-    def family(self) -> tuple[str, str]:
-        """Return what the kinds of the tensors of one structure have in common."""
-        return self.base, self.point
-
-    @property
     def of_modules(self) -> bool:
         return self.base.startswith(("input", "output"))
 

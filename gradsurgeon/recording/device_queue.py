@@ -14,11 +14,6 @@ from gradsurgeon import _torch
 
 Item = TypeVar("Item")
 
-# The queue does not wait for a device that is steps behind, until the transfers under way take this much
-# host memory. Two transfers are always allowed: one arrives while the next is on its way.
-_MOST_BYTES = 64 * 2**20
-_FEWEST_UNDER_WAY = 2
-
 
 class DeviceQueue(Generic[Item]):
     """Accepts numbers on all devices and delivers them on the host, float32, in the order they came.
@@ -49,8 +44,7 @@ class DeviceQueue(Generic[Item]):
         """Send the waiting numbers to the host, and deliver the numbers that have arrived.
 
         Args:
-            wait: wait for all numbers. Otherwise wait for the oldest transfer alone, and only if the transfers
-                under way exceed the memory limit.
+            wait: wait for all numbers.
         """
         if _torch.is_capturing():
             return
@@ -60,18 +54,13 @@ class DeviceQueue(Generic[Item]):
                     self._streams[device].follow(device)
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
-            while self._under_way and (wait or self._under_way[0].arrived() or self._is_full()):
+            while self._under_way and (wait or self._under_way[0].arrived()):
                 self._take(self._under_way.popleft().read())
-
-    def _is_full(self) -> bool:
-        under_way = self._under_way
-        return len(under_way) > _FEWEST_UNDER_WAY and sum(t.bytes for t in under_way) > _MOST_BYTES
 
 
 class _Transfer(Generic[Item]):
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self._rows = rows
-        self.bytes = sum(values.nbytes for _, values in rows)
         devices: dict[torch.device, list[Tensor]] = {}
         for _, values in rows:
             if not _torch.is_host(values):

@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
 from threading import RLock
 
 import torch
@@ -54,20 +50,6 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
-
-_NOT_THE_SCRIPT = (
-    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
-    weakref.__file__,  # calls us when a model is gone
-    contextlib.__file__,  # calls us when a session is closed
-)
-
-
-def _level_of_the_script() -> int:
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    # A thread of autograd has no frame of the script.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 @dataclass(slots=True)
@@ -105,12 +87,9 @@ class EventLog:
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
         self._listener: Callable[[Event], None] | None = None
-        # The script's own function, which may raise.
         self._on_event = on_event
+        # Errors of checks, until the update.
         self._raised: list[BaseException] = []
-        if on_event is not None:
-            # If the script ends without another step, nothing else would raise them.
-            weakref.finalize(self, _log_raised, self._raised)
         # The events by number, and the numbers of repetitions by whether they are innocent.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
@@ -179,7 +158,7 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        warn(_with_rule(message, rule), _level_of_the_script())
+        warn(_with_rule(message, rule), 2)
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT or (
@@ -201,35 +180,26 @@ class EventLog:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except BaseException as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
-                self._raised.append(error)
+            except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+                _log(logging.ERROR, "on_event raised an error, and training goes on", error)
         if full:
             text = (
                 f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
             )
             self.notice_once("events", text, step=event.step)
 
-    def raised(self) -> BaseException | None:
-        """Return the exception of `on_event` since the last call. Of several the first is returned, and the others are logged."""
-        if not self._raised:
-            return None
-        with self._lock:
-            first = self._raised.pop(0) if self._raised else None
-            _log_raised(self._raised)
-        return first
-
     def raise_later(self, error: BaseException) -> None:
         """Keep an error until the update, where nothing is half done."""
-        with self._lock:
-            self._raised.append(error)
+        self._raised.append(error)
+
+    def raised(self) -> BaseException | None:
+        """Return the first error that was kept since the last call."""
+        errors, self._raised = self._raised, []
+        return errors[0] if errors else None
 
     def raise_raised(self) -> None:
         if (error := self.raised()) is not None:
             raise error
-
-    def log_raised(self) -> None:
-        """Log the exceptions of `on_event` while another exception is being raised."""
-        _log_raised(self._raised)
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -346,11 +316,6 @@ def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
         act(values)
 
 
-def _log_raised(errors: list[BaseException]) -> None:
-    while errors:
-        _log(logging.ERROR, "on_event has raised, too late to stop anything", errors.pop(0))
-
-
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
     """Log. If a handler or a filter of the script raises, print the traceback to stderr, as Python's handlers do.
 
@@ -359,9 +324,8 @@ def _log(level: int, text: str, error: BaseException | None = None) -> None:
     try:
         _LOGGER.log(level, "%s", text, exc_info=error)
     except Exception:  # noqa: BLE001 # whatever a handler raises
-        if logging.raiseExceptions and sys.stderr is not None:
-            with contextlib.suppress(Exception):  # stderr may raise also
-                traceback.print_exc(file=sys.stderr)
+        with contextlib.suppress(Exception):  # stderr may raise also
+            traceback.print_exc()
 
 
 def _with_rule(message: str, rule: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule
-from gradsurgeon.recording.rows import Row
+from gradsurgeon.recording.shared_rows import Row
 from gradsurgeon.statistics import columns_of
 from gradsurgeon.store import Key
 from gradsurgeon.tensors import measure

@@ -23,8 +23,7 @@ from gradsurgeon.recording.captured import CapturedTensors
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
-from gradsurgeon.recording.rows import Row, shares
-from gradsurgeon.recording.shared_rows import SharedRows
+from gradsurgeon.recording.shared_rows import Row, SharedRows, shares
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import captures_name, state_name
 
@@ -253,16 +252,9 @@ class Recorder:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
             what = "the state to resume from could not be written, and training goes on"
-            self._write(what, state_name, lambda: _saved(state()), warn=True)
+            self._write(what, state_name, lambda: _saved(state()))
 
-    def _write(
-        self,
-        what: str,
-        name: Callable[[int], str],
-        content: Callable[[], bytes],
-        *,
-        warn: bool = False,
-    ) -> None:
+    def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
         """Write a file beside the records; a failure becomes a notice."""
         if self.writer is None or self.writer.closed or _torch.is_capturing():
             return
@@ -273,7 +265,7 @@ class Recorder:
             text = f"{what}: {printable(reason)}"
             if text not in self.lost:  # the write may be retried every minute
                 self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self._step(), warn=warn)
+            self._event_log.notice_once(what, text, step=self._step(), warn=True)
 
     def _take(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
         whole = []

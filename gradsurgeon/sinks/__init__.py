@@ -9,22 +9,9 @@ event, and training goes on.
 A sink imports its client when it is made. This package needs neither torch nor a client.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gradsurgeon.sinks.mlflow import MLflow
-    from gradsurgeon.sinks.sink import Sink
-    from gradsurgeon.sinks.tensorboard import TensorBoard
-    from gradsurgeon.sinks.wandb import WandB
+from gradsurgeon.sinks.mlflow import MLflow
+from gradsurgeon.sinks.sink import Sink
+from gradsurgeon.sinks.tensorboard import TensorBoard
+from gradsurgeon.sinks.wandb import WandB
 
 __all__ = ["MLflow", "Sink", "TensorBoard", "WandB"]
-
-
-def __getattr__(name: str) -> object:
-    # `gradsurgeon run` only asks which sinks there are, and has to start fast.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{name.lower()}"), name)

@@ -18,9 +18,9 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.sinks.summary import Measured, Prefixes, summary
+from gradsurgeon.sinks.summary import Prefixes, prefix_of, summary, weight
 from gradsurgeon.store.files import Outlet
-from gradsurgeon.store.memory import Key
+from gradsurgeon.store.memory import Key, Measured
 
 _LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
@@ -40,14 +40,12 @@ class OpenSink:
 
     Attributes:
         lock: held by the session that calls the sink.
-        failed: a session has reported that the sink fails.
         titles: the title of each session in the names of its curves, ``None`` before it begins.
     """
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink  # while it lives, no other object has its number
         self.lock = threading.Lock()
-        self.failed = False
         self.pid = os.getpid()
         self.titles: dict[object, str | None] = {}
 
@@ -83,11 +81,8 @@ def close_all() -> None:
         try:
             one.sink.close()
         except Exception as error:  # noqa: BLE001 # whatever a client raises
-            # An event may have reported it.
-            level = logging.INFO if one.failed else logging.ERROR
-            _LOGGER.log(
-                level, "the sink %s could not be closed: %s", type(one.sink).__name__, error
-            )
+            text = "the sink %s could not be closed: %s"
+            _LOGGER.error(text, type(one.sink).__name__, error)  # noqa: TRY400 # of the client
 
 
 class Delivery(Outlet):
@@ -123,7 +118,7 @@ class Delivery(Outlet):
         # Only the thread uses these.
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._prefixes = Prefixes()
+        self._prefixes: Prefixes = {}
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, Measured] = {}
         self._kinds: Counter[str] = Counter()
@@ -134,21 +129,11 @@ class Delivery(Outlet):
         self._title = self._shared.take_title(self, self._title)
         self._thread.start()
 
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Take one row, as `Records.add` does. A row that may be replaced is sent once its step is over."""
-        if self.closed:
-            return
+    def take(self, row: Measured) -> None:
+        """Take one row. A row that may be replaced is sent once its step is over."""
         with self._lock:
-            self._rows.append(Measured(key, step, values, absent, replace))
-            self._bytes += len(values)
+            self._rows.append(row)
+            self._bytes += len(row.values)
             while self._bytes > _MOST_BYTES and len(self._rows) > 1:
                 self._bytes -= len(self._rows.popleft().values)
                 self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
@@ -185,14 +170,11 @@ class Delivery(Outlet):
 
     def discard(self) -> None:
         """End without a word: the session did not begin. The sink stays open for the next session."""
-        self._texts.clear()
-        self._taken()
+        self._ended = True
         self._shared.titles.pop(self, None)
-        self.end()
 
     def _fail(self, error: BaseException) -> None:
         self._shared.titles.pop(self, None)
-        self._shared.failed = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self.failed = f"{self.name} has failed: {printable(reason)}"
         self._note(f"{self.failed}{_ASIDE}")
@@ -250,7 +232,7 @@ class Delivery(Outlet):
             by_key[row.key].append(row)
         for of_key in by_key.values():
             for start in range(0, len(of_key), many):
-                yield max(of_key[start : start + many], key=Measured.weight)
+                yield max(of_key[start : start + many], key=weight)
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
@@ -262,7 +244,7 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: Measured) -> None:
-        names, prefix = row.key.names, self._prefixes.of(row.key)
+        names, prefix = row.key.names, prefix_of(row.key, self._prefixes)
         if names not in self._chosen:
             columns = select(self._compiled, names)
             self._chosen[names] = frozenset(names[column] for column in columns)

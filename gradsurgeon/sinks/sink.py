@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
-from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.errors import GradSurgeonError, printable
 
 _METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
 # Launchers of several ranks tell each process its rank in these, before there is a process group.
@@ -80,13 +80,6 @@ class Client:
             self._opened = self._open()
         return self._opened
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"the sink {type(self).__name__} cannot be sent to another process, as it has a connection or a file "
-            'open: make it in that process. In Lightning, strategy="ddp" needs none to be sent, where '
-            '"ddp_spawn" does'
-        )
-
 
 def patterns_of(names: Sequence[str]) -> tuple[str, ...]:
     """Return patterns as a tuple. A text is one pattern, and not one for each of its letters."""
@@ -101,27 +94,20 @@ def _is_first_rank() -> bool:
 
 
 def check_sinks(sinks: object) -> None:
-    """Raise a `TypeError` that names the mistake unless it is a list of sinks."""
-    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
-        raise TypeError(
-            f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"
-        )
-    for sink in sinks:
+    """Raise a `TypeError` unless it is a list of sinks."""
+    for sink in sinks if isinstance(sinks, Sequence) else [sinks]:
         if lacking := [name for name in _METHODS if not hasattr(sink, name)]:
             raise TypeError(
-                f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
+                f"sinks= takes a list of sinks, such as [TensorBoard(...)]: {type(sink).__name__} has no "
+                f"{', '.join(lacking)}; see gradsurgeon.sinks.Sink"
             )
 
 
 def why_no_sink(text: str) -> str:
     """Return why a text names no sink, empty if it names one."""
     kind, _, place = text.partition(":")
-    forms = ", ".join(FORMS)
-    if kind not in _KINDS:
-        meant = f" {hint}" if (hint := did_you_mean(kind, list(_KINDS))) else ""
-        return f"`{printable(text)}` is no sink;{meant} there are: {forms}"
-    if not place:
-        return f"`{printable(text)}` names no place: there are: {forms}"
+    if kind not in _KINDS or not place:
+        return f"`{printable(text)}` is no sink: there are {', '.join(FORMS)}"
     if find_spec(kind) is None:
         return f"`{printable(text)}` needs the package {kind}: pip install 'gradsurgeon[{kind}]'"
     return ""

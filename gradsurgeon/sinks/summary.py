@@ -7,10 +7,9 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from gradsurgeon.statistics import STATISTICS
-from gradsurgeon.store.memory import Key
+from gradsurgeon.store.memory import Key, Measured
 
 # Up to so many tensors each have a curve: losses, or the layers of a small model.
 _FEW = 10
@@ -21,36 +20,24 @@ NORM = "l2"
 Summary = tuple[dict[str, float], tuple[list[float], list[int]] | None]
 
 
-class Measured(NamedTuple):
-    """One row as it is stored."""
-
-    key: Key
-    step: int
-    values: bytes
-    absent: frozenset[int]
-    # A later row of the same step may replace it.
-    replace: bool = False
-
-    def weight(self) -> float:
-        """Return the rank of the row among several steps of its series: the worst step, or else the newest, is the largest."""
-        total, stat = math.hypot(*array("f", self.values)), self.key.stat
-        if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
-            return float(self.step)
-        return total if math.isfinite(total) else math.inf
+def weight(row: Measured) -> float:
+    """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
+    total, stat = math.hypot(*array("f", row.values)), row.key.stat
+    if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
+        return float(row.step)
+    return total if math.isfinite(total) else math.inf
 
 
-class Prefixes:
-    """The beginnings of names of numbers over several tensors: each of several optimizers has a series, and its own."""
+Prefixes = dict[tuple[str, str, str], list[Key]]
 
-    def __init__(self) -> None:
-        self._series: dict[tuple[str, str, str], list[Key]] = {}
 
-    def of(self, key: Key) -> str:
-        known = self._series.setdefault(key[:3], [])
-        if key not in known:
-            known.append(key)
-        part = known.index(key) + 1
-        return key.rule if part == 1 else f"{key.rule}/part-{part}"
+def prefix_of(key: Key, known: Prefixes) -> str:
+    """Return the beginning of names of numbers over several tensors: each of several optimizers has its own."""
+    series = known.setdefault(key[:3], [])
+    if key not in series:
+        series.append(key)
+    part = series.index(key) + 1
+    return key.rule if part == 1 else f"{key.rule}/part-{part}"
 
 
 def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:

@@ -19,8 +19,6 @@ _NETWORK = re.compile(
 _MOUNTS = Path("/proc/self/mounts")
 # Without WAL a reader can lock the file for a moment. Training must not wait for it.
 _PATIENCE = 0.05
-# A checkpoint waits for the disk. With pages of 16 kB there are 16 MB of log between two checkpoints.
-_CHECKPOINT = 1000
 
 
 class Claim:
@@ -155,7 +153,6 @@ def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
         if agreed != mode:
             raise sqlite3.OperationalError(f"the file system does not support the journal `{mode}`")
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT}")
         connection.execute("BEGIN")
         connection.execute(f"PRAGMA application_id={layout.APPLICATION}")
         connection.execute(f"PRAGMA user_version={layout.FORMAT}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.store.memory import Key, Measured
 
 
 @contextmanager
@@ -79,6 +80,23 @@ class Outlet:
     def closed(self) -> bool:
         """Whether nothing is written any more: ended, failed, or in a child process."""
         return self._ended or bool(self.failed) or self._inherited
+
+    def take(self, row: Measured) -> None:
+        """Take one row until the next commit."""
+        raise NotImplementedError
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        values: bytes,
+        absent: frozenset[int] = frozenset(),
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Take one row, as `Records.add` does."""
+        if not self.closed:
+            self.take(Measured(key, step, values, absent, replace))
 
     def due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""

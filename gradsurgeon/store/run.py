@@ -5,63 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon._libraries import library
 from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.match import Pattern, compile_pattern, select
+from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
-from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.memory import matching
+from gradsurgeon.store.memory import Lookup, RecordQueries, matching
 from gradsurgeon.store.rank_file import Chosen, RankFile, StoredSeries
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 _MOST_RANKS = 10**6
 
 AnyRun = TypeVar("AnyRun", bound="Run")
-
-
-class Selection(NamedTuple):
-    """A rule, a statistic and a pattern of names. ``None`` selects all."""
-
-    name: str | None = None
-    stat: str | None = None
-    rule: str | None = None
-
-    def series(self, every: Iterable[StoredSeries]) -> Chosen:
-        """Return the selected columns of some series. Raises `PatternError` if the pattern is malformed."""
-        pattern = self._pattern()
-        found: list[tuple[StoredSeries, Sequence[int]]] = []
-        for series in every:
-            rule, stat, _, names = series.key
-            if self.rule in (None, rule) and self.stat in (None, stat):
-                columns = range(len(names)) if pattern is None else select([pattern], names)
-                found += [(series, columns)] if columns else []
-        return found
-
-    def events(self, every: Iterable[Event]) -> list[Event]:
-        """Return the events that fit by rule and name. An event has no statistic."""
-        pattern = self._pattern()
-        return [
-            event
-            for event in every
-            if self.rule in (None, event.rule)
-            and (pattern is None or (event.name and pattern.matches(event.name)))
-        ]
-
-    def _pattern(self) -> Pattern | None:
-        return None if self.name is None else compile_pattern(self.name)
 
 
 class Run(RecordQueries):
@@ -184,38 +150,19 @@ class Run(RecordQueries):
         library("pandas", "pandas", "to_pandas")
         from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
 
-        return tables.data_frame(self._chosen(Selection(name, stat, rule)))
-
-    def to_arrow(
-        self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
-    ) -> pa.Table:
-        """Return the lines of `to_pandas` as a table of Arrow, with 34 bytes a line. Texts are dictionary-encoded.
-
-        Arguments and errors are the same. The library is pyarrow: `pip install 'gradsurgeon[arrow]'`.
-        """
-        library("pyarrow", "arrow", "to_arrow")
-        library("numpy", "arrow", "to_arrow")
-        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
-
-        return tables.arrow_table(self._chosen(Selection(name, stat, rule)))
-
-    def _chosen(self, selection: Selection) -> Chosen:
-        if chosen := selection.series(self):
-            return chosen
-        raise nothing_fits(self, self.path)
+        if found := chosen(self, name, stat, rule):
+            return tables.data_frame(found)
+        raise nothing_fits(self)
 
     def _lookup(self) -> Lookup:
-        found = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
+        logged = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
         for series in self:
-            stats, names = found.setdefault(series.key.rule, (set(), set()))
+            stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
             names.update(series.key.names)
-        logged = {
-            rule: Logged(tuple(sorted(stats)), frozenset(names))
-            for rule, (stats, names) in found.items()
-        }
-        more = {name for one in logged.values() for name in one.names}.difference(self.params)
-        return Lookup((*self.params, *sorted(more)), self._aliases, logged, self.series)
+        more = set[str]().union(*(names for _, names in logged.values())).difference(self.params)
+        sorted_stats = {rule: (sorted(stats), names) for rule, (stats, names) in logged.items()}
+        return Lookup((*self.params, *sorted(more)), self._aliases, sorted_stats, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
@@ -245,15 +192,25 @@ class Run(RecordQueries):
                 self._aliases[str(alias)] = name
 
 
-def nothing_fits(every: Iterable[StoredSeries], path: Path) -> RecordError:
-    """Return the error for a selection that fits no record of the run at a path."""
-    stats = sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in every})
-    if not stats:
-        return RecordError(f"{printable(str(path))}: nothing was recorded")
-    listed = ", ".join(stats)
-    return RecordError(
-        f"nothing recorded fits the rule, statistic and name asked for; recorded: {listed}"
-    )
+def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Chosen:
+    """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
+    pattern = None if name is None else compile_pattern(name)
+    found: list[tuple[StoredSeries, Sequence[int]]] = []
+    for series in run:
+        of_rule, of_stat, _, names = series.key
+        if rule in (None, of_rule) and stat in (None, of_stat):
+            columns = range(len(names)) if pattern is None else select([pattern], names)
+            found += [(series, columns)] if columns else []
+    return found
+
+
+def nothing_fits(run: Run) -> RecordError:
+    """Return the error for a selection that fits no record of a run."""
+    if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
+        return RecordError(
+            f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
+        )
+    return RecordError(f"{printable(str(run.path))}: nothing was recorded")
 
 
 def missing_ranks(run: Run) -> list[int]:

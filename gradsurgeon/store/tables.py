@@ -81,11 +81,6 @@ def data_frame(chosen: Chosen) -> pd.DataFrame:
     return pandas.DataFrame(columns)
 
 
-def arrow_table(chosen: Chosen) -> pa.Table:
-    arrow = import_module("pyarrow")
-    return arrow.Table.from_batches(_arrow_batches(chosen), _arrow_schema())
-
-
 def _arrow_schema() -> pa.Schema:
     arrow = import_module("pyarrow")
     kinds = {"step": arrow.int64(), "rank": arrow.int32(), "value": arrow.float32()}

@@ -22,7 +22,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.database import Claim, is_busy, unwritable
 from gradsurgeon.store.files import Outlet, replacing
-from gradsurgeon.store.memory import Key
+from gradsurgeon.store.memory import Key, Measured
 
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
@@ -69,30 +69,21 @@ class RunWriter(Outlet):
         self._event_ids = count(1)
         self._lock = RLock()
 
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Take one row, as `Records.add` does. The row that it replaces may be in the file already."""
-        if self.closed:
-            return
+    def take(self, row: Measured) -> None:
+        """Take one row. The row that it replaces may be in the file already."""
+        key = row.key
         with self._lock:
             series = self._series.get(key)
             if series is None:
                 series = self._series[key] = _Written(len(self._series) + 1)
                 named = series.id, *key[:3], json.dumps(key.names)
                 self._batch["series"][series.id] = named
-            if not (replace and series.step == step):
+            if not (row.replace and series.step == row.step):
                 series.rows += 1
-                series.step = step
+                series.step = row.step
             row_id = layout.row_id(series.id, series.rows - 1)
-            bits = layout.pack_absent(absent, len(key.names))
-            self._batch["rows"][row_id] = (row_id, step, values, bits)
+            bits = layout.pack_absent(row.absent, len(key.names))
+            self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
 
     def event(self, event: Event) -> None:
         """Write an event, together with the waiting rows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import subprocess
 import sys
@@ -170,14 +169,6 @@ def test_a_rank_that_sends_nothing_opens_nothing(
     tracker.close()
     (run,) = client.search_runs(["0"])
     assert (run.info.status, run.data.metrics) == ("FINISHED", {"a": 1.0})
-
-
-def test_one_that_is_sent_to_another_process_says_what_to_do(tmp_path: Path) -> None:
-    sink = sinks.TensorBoard(tmp_path, names="2.*")
-    assert sink.names == ("2.*",)
-    with pytest.raises(TypeError, match=r"TensorBoard cannot be sent to another process.*ddp"):
-        pickle.dumps(sink)
-    sink.close()
 
 
 def test_mlflow_joins_the_run_that_is_active(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -130,16 +129,6 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     assert len(curve) <= 14
     assert curve[17] == pytest.approx(worst)
     assert math.isnan(curve[29])
-
-
-def test_what_has_been_told_to_fail_is_not_shown_again_at_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed"):
-        train(Kept(flush=fail, close=fail))
-    caplog.clear()
-    delivery.close_all()
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:

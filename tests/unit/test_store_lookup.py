@@ -7,13 +7,13 @@ from array import array
 import pytest
 
 from gradsurgeon import RecordError
-from gradsurgeon.store import Key, Logged, Lookup, Records
+from gradsurgeon.store import Key, Lookup, Records
 
 KNOWN = ("a.weight", "b.weight", "c.weight")
 ALIASES = {"tied.weight": "a.weight"}
 LOGGED = {
-    "norms": Logged(("l2",), frozenset({"a.weight", "b.weight"})),
-    "other": Logged(("l2", "max"), frozenset({"b.weight"})),
+    "norms": (("l2",), {"a.weight", "b.weight"}),
+    "other": (("l2", "max"), {"b.weight"}),
 }
 
 
