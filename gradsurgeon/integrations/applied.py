@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks.delivery import Prefixes, prefix_of, summary
 from gradsurgeon.sinks.sink import patterns_of
-from gradsurgeon.sinks.summary import Prefixes, prefix_of, summary
 from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.memory import Measured, Series
 

@@ -20,9 +20,8 @@ from gradsurgeon.actions import ObserverRule
 from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.recording.captured import CapturedTensors
-from gradsurgeon.recording.device_queue import DeviceQueue
+from gradsurgeon.recording.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.recording.shared_rows import Row, SharedRows, shares
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import captures_name, state_name
@@ -277,13 +276,13 @@ class Recorder:
         self._store(whole)
 
     def _store(self, rows: Iterable[tuple[Row, Tensor]]) -> None:
-        packed = [(row, *row.packed(values)) for row, values in rows]
+        packed = [row.measured(values) for row, values in rows]
         # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):
-            for row, values, absent in packed:
-                store.add(row.key, row.step, values, absent, replace=row.replace)
+            for measured in packed:
+                store.take(measured)
         if packed and self.records.dropped and self.writer is None:
-            self._event_log.notice_once("records", _DROPPED, step=packed[-1][0].step)
+            self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
 
 
 def _saved(state: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store import Key
+from gradsurgeon.store.memory import Measured
 from gradsurgeon.tensors import measure
 
 Answer = TypeVar("Answer")
@@ -105,15 +106,15 @@ class Row(NamedTuple):
     shares: tuple[Share, ...] = ()
     number: int = 0
 
-    def packed(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
-        """Return one float32 per name of the key as bytes, and the columns without a value."""
-        width = len(self.key.names)
-        if len(self.columns) == width:
-            return _numbers.to_bytes(values), frozenset()
-        # Scripts may set another default dtype or default device.
-        whole = torch.zeros(width, dtype=torch.float32, device="cpu")
-        whole[torch.tensor(self.columns, device="cpu")] = values
-        return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
+    def measured(self, values: Tensor) -> Measured:
+        """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
+        width, absent = len(self.key.names), frozenset[int]()
+        if len(self.columns) < width:
+            # Scripts may set another default dtype or default device.
+            whole = torch.zeros(width, dtype=torch.float32, device="cpu")
+            whole[torch.tensor(self.columns, device="cpu")] = values
+            values, absent = whole, frozenset(range(width)) - frozenset(self.columns)
+        return Measured(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
 class SharedRows:

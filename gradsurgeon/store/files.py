@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.store.memory import Key, Measured
+from gradsurgeon.store.memory import Destination
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def begins(path: Path, *marks: bytes) -> bool:
         return file.read(max(map(len, marks))).startswith(marks)
 
 
-class Outlet:
+class Outlet(Destination):
     """Where records go besides memory. It is due every so many seconds, and reports each problem once.
 
     Attributes:
@@ -80,23 +80,6 @@ class Outlet:
     def closed(self) -> bool:
         """Whether nothing is written any more: ended, failed, or in a child process."""
         return self._ended or bool(self.failed) or self._inherited
-
-    def take(self, row: Measured) -> None:
-        """Take one row until the next commit."""
-        raise NotImplementedError
-
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Take one row, as `Records.add` does."""
-        if not self.closed:
-            self.take(Measured(key, step, values, absent, replace))
 
     def due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""

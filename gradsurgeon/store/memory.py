@@ -52,6 +52,25 @@ class Measured(NamedTuple):
     replace: bool = False
 
 
+class Destination:
+    """Where rows go: memory, a file, or a tracker."""
+
+    def take(self, row: Measured) -> None:
+        raise NotImplementedError
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        values: bytes,
+        absent: frozenset[int] = frozenset(),
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
+        self.take(Measured(key, step, values, absent, replace))
+
+
 class WholeSeries:
     """One series, in memory or in a file."""
 
@@ -121,7 +140,7 @@ class Series(WholeSeries):
         return islice(list(self.rows), start, stop)
 
 
-class Records:
+class Records(Destination):
     """All series of one session in bounded memory: the oldest rows make room for new rows."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
@@ -132,24 +151,16 @@ class Records:
         self._bytes = 0
         self.dropped = 0
 
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
+    def take(self, row: Measured) -> None:
+        key, step, values, absent, replace = row
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
-        row = step, values, pack_absent(absent, len(key.names))
+        stored = step, values, pack_absent(absent, len(key.names))
         if replace and series.rows and series.rows[-1][0] == step:
-            series.rows[-1] = row
+            series.rows[-1] = stored
             return
-        series.rows.append(row)
+        series.rows.append(stored)
         self._order.append(series)
         self._bytes += _ROW_BYTES + len(values)
         while self._bytes > self._limit and len(self._order) > 1:

@@ -72,6 +72,8 @@ class RunWriter(Outlet):
     def take(self, row: Measured) -> None:
         """Take one row. The row that it replaces may be in the file already."""
         key = row.key
+        if self.closed:
+            return
         with self._lock:
             series = self._series.get(key)
             if series is None:

@@ -23,7 +23,7 @@ from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import look, screen
 from gradsurgeon.report.sparkline import level_line
 from gradsurgeon.report.web_page import page_data
-from gradsurgeon.sinks.summary import summary
+from gradsurgeon.sinks.delivery import summary
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import unpack_absent
 from gradsurgeon.store.memory import Measured
