@@ -63,10 +63,6 @@ class Pairs:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(distance == 0, 0.0, distance / self.cells["limit"])
 
-    @property
-    def present(self) -> list[Kind]:
-        return [self.kinds[kind] for kind in np.unique(self.cells["kind"])]
-
     def kind(self, at: int) -> Kind:
         return self.kinds[int(self.cells["kind"][at])]
 

@@ -106,7 +106,7 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
     agree = np.flatnonzero(~pairs.cells["undecided"][:border])
     here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
     here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
-    if not any(kind.of_modules for kind in pairs.present):
+    if not any(pairs.kinds[kind].of_modules for kind in np.unique(pairs.cells["kind"])):
         # The gradients all part, whatever module is wrong: those of its own weights part most.
         here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
         here.sort(key=lambda at: -pairs.ratio[at])

@@ -34,8 +34,6 @@ _PAUSE = 0.005
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
-# If this many rows wait, a rank checks whether other ranks have closed.
-_MANY_WAITING = 16
 
 _GIVEN_UP = (
     "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
@@ -247,7 +245,7 @@ class SharedRows:
         if not waiting:
             return
         rank, closed = _dist.rank(), set[int]()
-        if self._ending or len(waiting) > _MANY_WAITING:
+        if self._ending:
             # Checked before the batches are read: a rank closes after it has sent its last batch.
             others = {other for share in waiting[0].shares for other in share.ranks}
             closed = {other for other in others if self._store.check([f"closed/{other}"])}

@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
-
-if sys.byteorder != "little":
-    raise ImportError(
-        "files hold records in little-endian order, and this machine is not little-endian"
-    )
 
 FORMAT = 2
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
