@@ -84,8 +84,7 @@ def align(
 ) -> tuple[Pairs, Tolerance, list[str]]:
     """Return the tensors of both runs with their distances, how tolerances came about, and notes.
 
-    Raises:
-        RecordError: the runs have no kind of tensor, no tensor or no step in common.
+    Raises `RecordError` if the runs have no kind of tensor, no tensor or no step in common.
     """
     tolerance.refuse_repeated(run, reference, noise)
     kinds, names = list(words.kinds), list(words.names)

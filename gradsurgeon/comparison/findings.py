@@ -197,14 +197,10 @@ def largest_of(pairs: Pairs) -> int:
 
 
 def allow_kinks(pairs: Pairs, times: float) -> Iterator[str]:
-    """Raise the limits of all that comes after a kink; yield a note for each kink.
+    """Raise the limits of all that comes after a kink; yield a note for each kink. Noise is allowed `times` times.
 
     A kink is noise of its size, so all after it gets the limit of such noise. Later steps begin with other weights:
     their limits grow by the ratio by which the updates exceed theirs.
-
-    Args:
-        pairs: the tensors of two runs.
-        times: how many times the noise is allowed.
     """
     cells = pairs.cells
     while len(apart := np.flatnonzero(pairs.apart)) and _is_kink(pairs, at := int(apart[0])):

@@ -85,16 +85,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Reading:
-    """The fingerprints of one run.
-
-    Attributes:
-        path: its directory.
-        meta: its description.
-        cells: one for each tensor of each step, sorted by `KEYS`, with their `STATS`.
-        bound: the numbers of the names of each kind.
-        chains: names of modules in the order in which they first ran.
-        dtypes: the dtype of each parameter, by the number of its name, if the run says so.
-    """
+    """The fingerprints of one run: cells sorted by `KEYS`, and numbers of names by kind. Chains are in the order of calls."""
 
     path: str
     meta: Mapping[str, Any]
@@ -118,11 +109,7 @@ def stripped(name: str) -> str:
 
 
 def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
-    """Return the fingerprints of a run, by other names; `words` gets its kinds and names.
-
-    Raises:
-        RecordError: the run has no fingerprints.
-    """
+    """Return the fingerprints of a run, by other names; `words` gets its kinds and names. Raises `RecordError` without any."""
     groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
     for series in run:
         key = series.key
@@ -188,13 +175,7 @@ def renaming(
 ) -> Callable[[str], str]:
     """Return a function that replaces the longest known prefix of a name.
 
-    Args:
-        renamed: the file with the new name of each old name or prefix, or its content.
-        old: the names of the reference.
-        new: the names of the run.
-
-    Raises:
-        RuleFileError: the file is no such mapping, or has names that the runs lack.
+    Raises `RuleFileError` if the file is no mapping of names of the reference to names of the run.
     """
     names: Any = renamed
     if isinstance(renamed, Mapping):

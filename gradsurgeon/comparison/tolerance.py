@@ -41,11 +41,7 @@ _REMEDY = (
 
 
 class Tolerance(NamedTuple):
-    """How tolerances came about: `times` the distance of noise runs, and `least` more.
-
-    A tensor of half precision gets 8 eps of its dtype instead, if that is more. The kind is `noise`, `rounded-away`,
-    `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
-    """
+    """How tolerances came about: `times` the distance of noise runs, and `least` more, or 8 eps of half precision."""
 
     kind: str
     times: float
@@ -87,8 +83,7 @@ def vanishing(norms: Floats, groups: Ints) -> Floats:
 def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
     """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
 
-    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so small
-    elements can change their sign.
+    Adam divides a gradient by its size, so small elements can change their sign.
     """
     found = drift.copy()
     known, of = np.unique(tensors, return_inverse=True)
@@ -163,11 +158,7 @@ def without_noise(
 
 
 def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
-    """Refuse a noise run that is the run, the reference or another noise run.
-
-    Raises:
-        RecordError: there is such a noise run.
-    """
+    """Refuse a noise run that is the run, the reference or another noise run, by `RecordError`."""
     known = {os.path.realpath(one.path) for one in (run, reference)}
     for one in noise:
         if (path := os.path.realpath(one.path)) in known:
@@ -183,17 +174,10 @@ def refuse_unlike(
     forward: Flags,
     told: Callable[[int], str],
 ) -> None:
-    """Refuse what differs from the reference by more than rounding can in the first forward pass.
+    """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
 
-    Args:
-        noise: the noise runs.
-        found: of shape `[noise runs, tensors]`: which tensors each noise run has.
-        values: norms and projections of the reference and of the noise runs, NaN where a run lacks a tensor.
-        forward: which tensors are of the first forward pass; none in later steps, as weights differ there.
-        told: returns what a tensor is called.
-
-    Raises:
-        RecordError: a noise run does not repeat the reference.
+    Values are of the reference and of the noise runs, NaN where a run lacks a tensor. No tensor is of the forward pass
+    if the first step is late, as weights differ there.
     """
     finite = np.asarray(np.isfinite(values[0]).all(axis=1))
     # Where rounding decides, noise runs differ from each other; another script differs alike in all.

@@ -78,10 +78,7 @@ def _size(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _previews(rules: Mapping[str, Rule], of: Callable[[str], Kept]) -> list[dict[str, Any]]:
-    """Return previews of the tensors that rules have kept, for `store.captures`: numbers and small maps.
-
-    No other rank takes part. A tensor that cannot be shown has a note with the reason.
-    """
+    """Return numbers and small maps of the tensors that rules have kept. No other rank takes part."""
     refs = {id_: rule.ref for id_, rule in rules.items() if rule.target != "params"}
     partners = dict(gradient_pairs(refs))
     room = _BYTES // max(1, len(rules))

@@ -30,11 +30,7 @@ _Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 
 
 class DeviceQueue(Generic[Item]):
-    """Accepts numbers on all devices and delivers them on the host, float32, in the order they came.
-
-    The queue moves nothing during the capture of a CUDA graph: tensors on the device have no value then, and
-    asking for an arrival would break the capture.
-    """
+    """Accepts numbers on all devices and delivers them on the host, float32, in the order they came."""
 
     def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
         self._take = take
@@ -55,11 +51,7 @@ class DeviceQueue(Generic[Item]):
             self._waiting[object() if slot is None else slot] = item, copied
 
     def send(self, *, wait: bool = False) -> None:
-        """Send the waiting numbers to the host, and deliver the numbers that have arrived.
-
-        Args:
-            wait: wait for all numbers.
-        """
+        """Send the waiting numbers to the host, and deliver the numbers that have arrived; with ``wait`` all numbers."""
         if _torch.is_capturing():
             return
         with self.lock:
@@ -152,11 +144,7 @@ def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
 
 
 class _Layout:
-    """The names that share the series of a rule: names that first came together, and equally often.
-
-    A name stays in its series, so its values keep the order in which they came. A row of a series has no value for
-    a name that did not come.
-    """
+    """The names that share the series of a rule: names that first came together, and equally often."""
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule, self._point = rule, rule.point

@@ -1,16 +1,4 @@
-"""The event log: the events of a session, and the status of each rule.
-
-The user hears of each event once, in one of three ways:
-
-* as an exception, if a trap stops the training;
-* as a `GradSurgeonWarning`, if the caller should change something: a rule that never fired, a
-  parameter that is gone, a set-up that cannot honour a rule, a trap with ``then: warn``;
-* by the logger ``gradsurgeon``: at WARNING a skipped step, and a trap that lets the training go on. Python
-  prints these to stderr if logging is not configured. All other events are at INFO.
-
-An event that repeats, such as a trap or a step that the scaler skips, is logged in full the first time. Then
-the log counts, and has one line at the 10th, the 100th, the 1,000th time.
-"""
+"""The event log: the events of a session, the status of each rule, and what the user hears of them."""
 
 from __future__ import annotations
 
@@ -130,7 +118,10 @@ class EventLog:
         warn: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
+        """Record an event and report it once: by the warning if the caller should change something, else by the log.
+
+        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO.
+        """
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
         text = self._news((topic, rule), step, message) if topic else message
@@ -141,7 +132,7 @@ class EventLog:
             _log(logging.INFO if quiet else level, lines)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
-        """Return the text to report of an event that may repeat, empty for none."""
+        """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
         with self._lock:
             times, last = self._repeated.get(topic, (0, None))
             if last == step:
@@ -273,10 +264,7 @@ class EventLog:
         self._flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
-        """Report early that a rule does not fire. Only the end shows whether it never did.
-
-        Several optimizers may reach a step of the same number, which counts once.
-        """
+        """Report early that a rule does not fire. Only the end shows whether it never did."""
         tally = self._tallies[rule]
         with self._lock:
             if tally.fired or step <= tally.quiet_step:
@@ -294,10 +282,7 @@ class EventLog:
         return "" if tally.fired else tally.cause
 
     def never_fired(self) -> list[tuple[str, int, str]]:
-        """Return each rule that matched something and never fired, the number of steps in which it was due, and the cause.
-
-        The cause is empty if the rule was due in too few steps to ask for it.
-        """
+        """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
         tallies = self._tallies.items()
         return [
             (rule, tally.quiet, tally.cause)
@@ -317,10 +302,7 @@ def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
-    """Log. If a handler or a filter of the script raises, print the traceback to stderr, as Python's handlers do.
-
-    A log server that is gone must not leave a step half done.
-    """
+    """Log. A handler that raises, such as a log server that is gone, must not leave a step half done."""
     try:
         _LOGGER.log(level, "%s", text, exc_info=error)
     except Exception:  # noqa: BLE001 # whatever a handler raises

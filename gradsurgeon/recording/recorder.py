@@ -45,20 +45,7 @@ _DROPPED = (
 
 
 class Recorder:
-    """Collects rows of measurements and moves them to the host in one transfer per flush.
-
-    The rows stay in memory. A writer, if there is one, stores them after a second at most, together with events
-    and the status of each rule. Sinks get them equally often.
-
-    Args:
-        records: keep the rows in memory.
-        event_log: receives notices on failures, and hands each event on.
-        writer: the writer of the run directory.
-        sinks: receive aggregates.
-        step: returns the step for an event without its own.
-        state: returns the state from which a later session can resume.
-        pending: returns the number of an optimizer's next update, by the names of its parameters.
-    """
+    """Moves rows of measurements to the host in one transfer per flush, to memory, the run directory and sinks."""
 
     def __init__(
         self,
@@ -112,8 +99,7 @@ class Recorder:
             key: the key of the series.
             step: the step of the row.
             columns: the columns that have values, ascending.
-            values: one number per column; for sharded tensors the numbers that merging the statistic needs, shape
-                ``[len(columns), k]``.
+            values: one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
             replace: whether a later row of the same step replaces the row.
             grads: the tensors of the columns, if this rank has measured only shards of some.
         """

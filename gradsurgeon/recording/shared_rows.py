@@ -1,8 +1,4 @@
-"""Rows of measurements on their way. Of tensors that ranks share each rank measures its shards, and the lowest rank merges them.
-
-The numbers travel in the key-value store of the job, in batches, once they are on the host. No rank waits for
-another one while training goes on, and none calls a collective.
-"""
+"""Rows of measurements on their way; of tensors that ranks share, the lowest rank merges the rows of all."""
 
 from __future__ import annotations
 
@@ -72,10 +68,7 @@ def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
 def by_column(
     keys: Sequence[Key], values: Tensor, *, are_parts: bool
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each key of a statistic with its numbers.
-
-    Several keys stand for the columns of ``values``. Numbers that ranks are going to merge keep a second dimension.
-    """
+    """Yield each key of a statistic with its numbers. Numbers that ranks are going to merge keep a second dimension."""
     if len(keys) == 1:
         yield keys[0], values
         return
@@ -84,17 +77,7 @@ def by_column(
 
 
 class Row(NamedTuple):
-    """A row on its way, without its numbers.
-
-    Attributes:
-        key: the key of the series.
-        step: the step of the row.
-        columns: the columns that have values, ascending.
-        replace: whether the row takes the place of the last row of the same step.
-        sources: kept alive until the numbers have arrived, because a device may not have read them yet.
-        shares: the ranks that share the tensors of the columns, if the numbers are of parts of tensors.
-        number: the number of the backward pass, alike on all ranks that share the tensors.
-    """
+    """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
 
     key: Key
     step: int
@@ -116,13 +99,7 @@ class Row(NamedTuple):
 
 
 class SharedRows:
-    """Merges the rows of shared tensors.
-
-    Before `open` and after `close` a row has only the tensors that this rank holds whole.
-
-    Args:
-        tell: called with a topic, a rule and a text to report once.
-    """
+    """Merges the rows of shared tensors by the key-value store of the job. No rank waits for another in training."""
 
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
         self._tell = tell

@@ -1,7 +1,4 @@
-"""One sink of one session: the thread on which it works, and the queue in front of that thread.
-
-Sinks stay open from session to session, until the process ends.
-"""
+"""One sink of one session: the thread on which it works, and the queue in front of that thread."""
 
 from __future__ import annotations
 
@@ -45,12 +42,7 @@ Summary = tuple[dict[str, float], tuple[list[float], list[int]] | None]
 
 
 class OpenSink:
-    """A sink that several sessions may use, each with a title of its own.
-
-    Attributes:
-        lock: held by the session that calls the sink.
-        titles: the title of each session in the names of its curves, ``None`` before it begins.
-    """
+    """A sink that several sessions may use until the process ends, each with a title, ``None`` before it begins."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink  # while it lives, no other object has its number
@@ -95,15 +87,7 @@ def close_all() -> None:
 
 
 class Delivery(Outlet):
-    """Brings rows and events to one sink. The training's thread only puts them into the queue.
-
-    Nothing is sent before `begin`: the session may be refused, or has yet to take over from another session.
-
-    Args:
-        sink: the sink.
-        title: the name of this model in the names of the curves, if there are several models.
-        texts: texts to send at the beginning, by name.
-    """
+    """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
     def __init__(
         self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
@@ -289,13 +273,7 @@ def prefix_of(key: Key, known: Prefixes) -> str:
 
 
 def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:
-    """Return what a sink gets of a row, ``None`` if nothing was measured.
-
-    Args:
-        row: the row.
-        prefix: of the names of numbers over several tensors.
-        chosen: the tensors that have a curve each.
-    """
+    """Return what a sink gets of a row, ``None`` if nothing was measured. Tensors that are chosen have a curve each."""
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)
     pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]

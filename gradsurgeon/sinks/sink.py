@@ -54,13 +54,7 @@ class Sink(Protocol):
 
 
 class Client:
-    """The client of a tracker. The first rank opens it at once, so that a mistake shows early.
-
-    The other ranks open it when they use it. Only the first rank sends, and a run of another rank would be empty.
-
-    Args:
-        names: patterns, as in rule files, of tensors that get a curve each; a text is one pattern.
-    """
+    """The client of a tracker. The first rank opens it at once, so that a mistake shows early; others when they use it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = patterns_of(names)
@@ -120,11 +114,7 @@ def absolute(text: str) -> str:
 
 
 def at_place(text: str) -> Sink:
-    """Return the sink that a text such as ``tensorboard:runs/today`` names.
-
-    Raises:
-        GradSurgeonError: its client is missing.
-    """
+    """Return the sink that a text such as ``tensorboard:runs/today`` names. Raises `GradSurgeonError` without its client."""
     kind, _, place = text.partition(":")
     module = import_module(f"{__package__}.{kind}")
     return cast("Sink", getattr(module, _KINDS[kind][0])(place))

@@ -62,10 +62,7 @@ _FILE = TypeAdapter(list[CapturedByRule])
 
 
 def captures(run: Run) -> tuple[list[CapturedByRule], str]:
-    """Return the captured tensors of the lowest rank that has some, and why they cannot be read.
-
-    Most runs have none. A file that cannot be read does not harm the rest of the run.
-    """
+    """Return the captured tensors of the lowest rank that has some, and why they cannot be read."""
     paths = [run.path / captures_name(rank) for rank in run.ranks]
     for path in [path for path in paths if path.exists()]:
         try:

@@ -22,11 +22,7 @@ _PATIENCE = 0.05
 
 
 class Claim:
-    """The right of this process to write the records of one rank, and the new database for them.
-
-    Raises:
-        RecordError: the directory already holds a run, or cannot be written.
-    """
+    """The right of this process to write the records of one rank, and the new database for them."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self.folder = Path(path)

@@ -14,10 +14,7 @@ from gradsurgeon.store.memory import Destination
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Open a file of text, or of bytes, that replaces another file once it is complete.
-
-    No reader ever sees a part of it. If writing fails, the old file stays.
-    """
+    """Open a file of text, or of bytes, that replaces another once it is complete. If writing fails, the old one stays."""
     # A pipe or a device such as /dev/stdout cannot be replaced. A directory raises by itself.
     at_once = path.exists() and not path.is_file()
     target = Path(os.path.realpath(path))  # through links
@@ -55,11 +52,7 @@ def begins(path: Path, *marks: bytes) -> bool:
 
 
 class Outlet(Destination):
-    """Where records go besides memory. It is due every so many seconds, and reports each problem once.
-
-    Attributes:
-        failed: why nothing is written any more, empty if that is not so.
-    """
+    """Where records go besides memory. It is due every so many seconds, and reports each problem once."""
 
     def __init__(self, seconds: float) -> None:
         self.failed = ""

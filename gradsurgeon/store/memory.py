@@ -181,8 +181,7 @@ class Records(Destination):
 def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
-    A tensor moves to a new series when another optimizer claims it, or when its module is called more often
-    than other modules. If the point of a rule has one record per step, the later series overrides the earlier.
+    A tensor moves to a new series when another optimizer claims it, or its module is called more often than others.
     """
     if len(series) == 1:
         return series[0].of(name)

@@ -1,8 +1,4 @@
-"""Reading the SQLite file of one rank, finished, killed, or still being written.
-
-The reader trusts nothing in a file. Its tables must be ours to the letter, because a view or a trigger could run for
-ever. Every blob must have the size that its series needs, and texts are data.
-"""
+"""Reading the SQLite file of one rank, finished, killed, or still being written. It trusts nothing in the file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Writing a run directory while training goes on.
-
-Rows gather in memory. One short transaction per second writes them, so readers can always read, and a
-killed process loses one second at most. If the file fails later, training goes on: the writer gives up,
-and reports it once.
-"""
+"""Writing a run directory, in one short transaction per second. If that fails, training goes on."""
 
 import json
 import os
@@ -105,11 +100,7 @@ class RunWriter(Outlet):
             self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
     def file(self, name: str, content: bytes) -> None:
-        """Write a file beside the records, in place of an earlier one.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a file beside the records, in place of an earlier one. Raises `OSError`."""
         with self._lock:
             if not self.closed:
                 with replacing(self.path / name, binary=True) as file:
@@ -143,12 +134,7 @@ class RunWriter(Outlet):
     def close(
         self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
     ) -> None:
-        """Write the rest and mark the run as closed. May be called twice.
-
-        Args:
-            ended: the exception that ended the training, nothing of a clean end.
-            pending: by the first name of a series, the update that its last row waits for.
-        """
+        """Write the rest, how the run `ended`, and the updates that last rows wait for. May be called twice."""
         with self._lock:
             if self.closed:
                 return
