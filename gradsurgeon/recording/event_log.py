@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from threading import RLock
 
-import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
@@ -42,12 +41,11 @@ _FLAGS_PER_TRANSFER = 256
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of one rule. ``counters`` hold changes that devices have counted and the host has not read."""
+    """The counts of one rule."""
 
     matched: int
     fired: int = 0
     altered: int = 0
-    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
@@ -213,17 +211,12 @@ class EventLog:
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that changed something. A count on a device is not read."""
+        """Count firings that changed something. A count on a device is read once that takes no wait."""
         tally = self._tallies[rule]
-        if not isinstance(count, Tensor) or _torch.is_host(count):
+        if isinstance(count, Tensor):
+            self.when_read(count, partial(self._add, tally))
+        else:
             self._add(tally, count)
-        elif not _torch.is_capturing():  # every replay would count from zero
-            # A validation may come first, and a counter made in inference mode is no use outside.
-            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-                if (counter := tally.counters.get(count.device)) is None:
-                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
-                    tally.counters[count.device] = counter
-                counter.add_(count)
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
@@ -252,15 +245,7 @@ class EventLog:
             self._flags.send()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
-        if _torch.is_capturing():
-            return  # tensors on the device have no value yet
-        # Counters travel with the flags, and start again at zero.
-        for tally in self._tallies.values():
-            with self._lock:
-                counters, tally.counters = tally.counters, {}
-            for counter in counters.values():
-                self._flags.put(partial(self._add, tally), counter)
+        """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
         self._flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:

@@ -5,17 +5,18 @@ import os
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store import layout
-from gradsurgeon.store.database import Claim, is_busy, unwritable
+from gradsurgeon.store import job, layout
+from gradsurgeon.store.database import created, is_busy, is_live, lock_file, locked, logs
 from gradsurgeon.store.files import Outlet, replacing
 from gradsurgeon.store.memory import Key, Measured
 
@@ -45,18 +46,37 @@ class RunWriter(Outlet):
     ) -> None:
         super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
-        self.rank = rank
-        self._claim = Claim(path, rank)
-        self.path, self._connection = self._claim.folder, self._claim.connection
-        try:
-            # An earlier run may have left it, and its other files be gone.
-            (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
-            if rank == 0:
-                with replacing(self.path / layout.RUN_FILE, binary=True) as file:
-                    file.write(run_json.encode())
-        except OSError as error:
-            self._claim.undo()
-            raise unwritable(self.path, error) from None
+        self.path, self.rank = Path(path), rank
+        self._database = self.path / layout.database_name(rank)
+        with ExitStack() as undo:
+            try:
+                if not self.path.exists():
+                    undo.callback(_remove, self.path.rmdir)
+                self.path.mkdir(parents=True, exist_ok=True)
+                if found := _found(self._database, rank):
+                    raise RecordError(
+                        f"{printable(str(self.path))}: already holds a run ({found}), and records are never written over "
+                        "or mixed up with those of another; pass another directory, or remove this one"
+                    )
+                # The process that makes the file has the rank. This is atomic, even on network file systems, and
+                # cannot go stale.
+                os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                for file in (self._database, *logs(self._database)):
+                    undo.callback(_remove, file.unlink)
+                self._claim = locked(self._database)
+                undo.callback(self._unlock)
+                self._connection = created(self._database)
+                undo.callback(self._connection.close)
+                # An earlier run may have left it, and its other files be gone.
+                (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
+                if rank == 0:
+                    run_file = self.path / layout.RUN_FILE
+                    with replacing(run_file, binary=True) as out:
+                        out.write(run_json.encode())
+                    undo.callback(_remove, run_file.unlink)
+            except (sqlite3.Error, OSError) as error:
+                raise _unwritable(self.path, error) from None
+            self._undo = undo.pop_all()
         self._identity = self._file_identity()
         self._series: dict[Key, _Written] = {}
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
@@ -151,21 +171,28 @@ class RunWriter(Outlet):
                 # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-                self._claim.release()
+                self._release()
 
     def discard(self) -> None:
         """Remove all files again: the session did not begin."""
         with self._lock:
-            if self.closed:
-                return
-            self._ended = True
-            if self.rank == 0:
-                with suppress(OSError):
-                    (self.path / layout.RUN_FILE).unlink()
-            self._claim.undo()
+            if not self.closed:
+                self._ended = True
+                self._undo.close()
+
+    def _release(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            _remove(lock_file(self._database).unlink)
+            self._claim = None
 
     def _file_identity(self) -> tuple[int, int]:
-        stat = self._claim.database.stat()
+        stat = self._database.stat()
         return stat.st_dev, stat.st_ino
 
     def _failed(self, error: Exception) -> None:
@@ -177,9 +204,37 @@ class RunWriter(Outlet):
             return  # tried again in a second
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.failed = (
-            f"records are no longer written to {printable(str(self._claim.database))}: "
+            f"records are no longer written to {printable(str(self._database))}: "
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
         self._note(self.failed)
         self._batch.clear()
-        self._claim.release()
+        self._release()
+
+
+def _remove(remove: Callable[[], None]) -> None:
+    with suppress(OSError):
+        remove()
+
+
+def _unwritable(folder: Path, error: Exception) -> RecordError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RecordError(
+        f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
+        "can be made and written, if need be on another file system"
+    )
+
+
+def _found(database: Path, rank: int) -> str:
+    """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
+    folder = database.parent
+    if database.exists():
+        now = ", which is being recorded right now" if is_live(database) else ""
+        return f"{database.name}{now}"
+    if not (folder / layout.RUN_FILE).exists():
+        return ""
+    # Rank 0 of this very job may have finished: ranks need not wait for each other.
+    ours = bool(job.current()) and not job.is_of_another_start(folder)
+    if rank and (ours or is_live(folder / layout.database_name(0))):
+        return ""
+    return f"{layout.RUN_FILE}, whose rank 0 is not recording"
