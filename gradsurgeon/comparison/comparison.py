@@ -182,10 +182,7 @@ def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
         yield from (_border(answer, answer.first[0]), "")
         for table in _tables(answer):
             yield from (*table.lines(_COLUMNS), "")
-    texts = [
-        f"tolerance: {answer.tolerance.text}",
-        *(f"note: {one}" for one in answer.notes),
-    ]
+    texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {one}" for one in answer.notes)]
     if answer.undecided:
         number = count(len(answer.undecided), "tensor")
         texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
@@ -205,32 +202,30 @@ def _border(answer: Comparison, first: findings.Tensor) -> str:
 
 
 def _tables(answer: Comparison) -> Iterator[Table]:
-    tensors = [(one, "agrees") for one in answer.last]
-    tensors += [(one, "parts") for one in answer.first]
+    parts = [(one, "agrees") for one in answer.last] + [(one, "parts") for one in answer.first]
     rows = [
-        (f"{one.step}", printable(one.text), one.why or f"{one.distance:.2g}", f"{one.tolerance:.2g}", word)
-        for one, word in tensors
-    ]  # fmt: skip
-    head = ("step", "tensor", "distance", "tolerance", "")
+        _cells(one.step, one.text, one.why or one.distance, one.tolerance, word)
+        for one, word in parts
+    ]
+    head: tuple[str, ...] = ("step", "tensor", "distance", "tolerance", "")
     yield Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
     if answer.modules:
-        added = [
-            (printable(one.name), f"{one.came_in:.2g}", f"{one.went_out:.2g}")
-            for one in answer.modules
-        ]
-        heads = ("module", "distance of its input", "of its output")
+        rows = [_cells(*one) for one in answer.modules]
+        head = ("module", "distance of its input", "of its output")
         title = f"modules that add to the difference in step {answer.step}"
-        yield Table(title, heads, added, frozenset({1, 2}))
+        yield Table(title, head, rows, frozenset({1, 2}))
     steps = [one for one in answer.steps if one.step >= (answer.step or 0)]
-    shown = min(_STEPS, len(steps))
-    steps = [steps[place * (len(steps) - 1) // max(1, shown - 1)] for place in range(shown)]
-    numbers = [
-        (f"{one.step}", f"{one.apart:,} of {one.compared:,}", f"{one.median:.2g}", f"{one.largest:.2g}")
-        for one in steps
-    ]  # fmt: skip
+    rows = [
+        _cells(one.step, f"{one.apart:,} of {one.compared:,}", one.median, one.largest)
+        for one in steps[:: -(-len(steps) // _STEPS)]
+    ]
     title = f"how it goes on{answer.growth and f': the difference {answer.growth}'}"
-    columns = ("step", "tensors apart", "their median distance", "largest")
-    yield Table(title, columns, numbers, frozenset(range(4)))
+    head = ("step", "tensors apart", "their median distance", "largest")
+    yield Table(title, head, rows, frozenset(range(4)))
+
+
+def _cells(*values: object) -> tuple[str, ...]:
+    return tuple(f"{one:.2g}" if isinstance(one, float) else printable(str(one)) for one in values)
 
 
 def _drawn(pairs: Pairs, title: str, *, exact: bool) -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -65,27 +65,23 @@ class CapturedTensors:
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
 
+    @torch.no_grad()
     def previews(self) -> bytes:
-        """Return small pictures of the copies for the run directory. Waits for the device."""
-        return json_text(_previews(self.rules, self.of)).encode()
+        """Return numbers and small maps of the copies for the run directory. Waits for the device."""
+        refs = {id_: rule.ref for id_, rule in self.rules.items() if rule.target != "params"}
+        partners = dict(gradient_pairs(refs))
+        room = _BYTES // max(1, len(self.rules))
+        found = [
+            _of_rule(rule, self.of(rule), self.of(partners.get(rule, "")), room)
+            for rule in self.rules
+        ]
+        return json_text(found).encode()
 
 
 def _size(tensor: Tensor) -> int:
     if tensor.is_sparse:
         return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # uncoalesced
     return tensor.numel() * tensor.element_size()
-
-
-@torch.no_grad()
-def _previews(rules: Mapping[str, Rule], of: Callable[[str], Kept]) -> list[dict[str, Any]]:
-    """Return numbers and small maps of the tensors that rules have kept. No other rank takes part."""
-    refs = {id_: rule.ref for id_, rule in rules.items() if rule.target != "params"}
-    partners = dict(gradient_pairs(refs))
-    room = _BYTES // max(1, len(rules))
-    return [
-        _of_rule(rule, of(rule), of(partners[rule]) if rule in partners else {}, room)
-        for rule in rules
-    ]
 
 
 def _of_rule(rule: str, kept: Kept, gradients: Kept, room: int) -> dict[str, Any]:

@@ -40,12 +40,7 @@ class Run(RecordQueries):
         ranks: the ranks that have records.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        meta: Mapping[str, Any],
-        files: Sequence[RankFile],
-    ) -> None:
+    def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
         self.path = path
         self.meta = meta
         self._files = list(files)

@@ -38,11 +38,7 @@ class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rank: int = 0,
-        meta: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], *, rank: int = 0, meta: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
