@@ -27,10 +27,6 @@ _ELEMENTS = 10.0
 _SHARE = 0.1
 # A fault of the code shows in each step: elsewhere a kink is so many times smaller.
 _ONCE = 10.0
-_TOLD = (
-    "step {step}, {text}: the distance {far:.2g} is that of a few of {numel:,} elements at a kink, as of ReLU; "
-    "it agrees in another step, and what comes after it was judged by {times:g} times as much"
-)
 _STATES = {
     MISSING_IN_RUN: "missing in the run",
     MISSING_IN_REFERENCE: "missing in the reference",
@@ -210,13 +206,10 @@ def allow_kinks(pairs: Pairs, times: float) -> Iterator[str]:
         grown = max(1.0, updates.max(initial=1.0))
         cells["limit"][here] = np.maximum(cells["limit"][here], times * cell["distance"])
         cells["limit"][after & ~here] *= grown
-        text = printable(pairs.kind(at).text(pairs.name(at)))
-        yield _TOLD.format(
-            step=cell["step"],
-            text=text,
-            far=cell["distance"],
-            numel=int(cell["numel"]),
-            times=times,
+        yield (
+            f"step {cell['step']}, {printable(words(pairs, at))}: the distance {cell['distance']:.2g} is that of a few of "
+            f"{int(cell['numel']):,} elements at a kink, as of ReLU; it agrees in another step, and what comes after it "
+            f"was judged by {times:g} times as much"
         )
 
 

@@ -22,11 +22,9 @@ from gradsurgeon.tensors.saliency import grad_cam
 CaptureKey = tuple[str, int, int]
 Kept = Mapping[CaptureKey, Tensor]
 
-_TENSORS, _BINS = 24, 60
+_TENSORS, _BINS = 16, 60
 _CHANNELS, _SIDE = 16, 48
 _SAMPLES, _CAM_SIDE = 4, 64
-# All maps of a rank together, at one byte per pixel.
-_BYTES = 400_000
 _TOP, _NONFINITE = 254, 255
 _IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
 # Tensors may have gigabytes: so many elements at most become float64.
@@ -70,10 +68,8 @@ class CapturedTensors:
         """Return numbers and small maps of the copies for the run directory. Waits for the device."""
         refs = {id_: rule.ref for id_, rule in self.rules.items() if rule.target != "params"}
         partners = dict(gradient_pairs(refs))
-        room = _BYTES // max(1, len(self.rules))
         found = [
-            _of_rule(rule, self.of(rule), self.of(partners.get(rule, "")), room)
-            for rule in self.rules
+            _of_rule(rule, self.of(rule), self.of(partners.get(rule, ""))) for rule in self.rules
         ]
         return json_text(found).encode()
 
@@ -84,27 +80,19 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _of_rule(rule: str, kept: Kept, gradients: Kept, room: int) -> dict[str, Any]:
+def _of_rule(rule: str, kept: Kept, gradients: Kept) -> dict[str, Any]:
     newest = {name: (name, step, call) for name, step, call in kept}
     shown = []
     for key in islice(newest.values(), _TENSORS):
         name, step, call = key
         tensor = kept[key]
         entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
-        drawings: dict[str, Any] = {}
         try:
             entry |= _numbers(tensor)
-            drawings = {"maps": _feature_maps(tensor), "cam": _cam(name, kept, gradients)}
+            entry |= {"maps": _feature_maps(tensor), "cam": _cam(name, kept, gradients)}
         except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
             reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
             entry["note"] = f"cannot be shown: {printable(reason)}"
-        for kind, maps in drawings.items():
-            size = 0 if maps is None else math.prod(maps["shape"])
-            if size > room:
-                entry["note"] = "its maps are left out: the maps of other tensors take the room"
-            elif maps is not None:
-                room -= size
-                entry[kind] = maps
         shown.append(entry)
     return {"rule": rule, "more": len(newest) - len(shown), "tensors": shown}
 
@@ -151,23 +139,16 @@ def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
 
 def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:
     """Return the Grad-CAM of the first samples in the newest step in which the module ran once."""
-    steps = {key[1] for key in values if key[0] == name}
-    steps &= {key[1] for key in gradients if key[0] == name}
-    for step in sorted(steps, reverse=True):
-        maps, slopes = (
-            [tensor for key, tensor in kept.items() if key[:2] == (name, step)]
-            for kept in (values, gradients)
-        )
-        if len(maps) == len(slopes) == 1 and maps[0].dim() == _IMAGES:
-            # One sample at a time: `grad_cam` converts all its arguments to float64.
-            samples = zip(
-                *(torch.split(one[:_SAMPLES], 1) for one in (*maps, *slopes)), strict=True
-            )
-            heat = torch.cat([grad_cam(*pair) for pair in samples])
-            # The gradient of the loss is small for a confident sample, so only proportions mean anything.
-            tops = heat.nan_to_num(posinf=0.0).amax(dim=(1, 2), keepdim=True)
-            return {"step": step, **_codes(heat / tops.where(tops > 0, 1.0), _CAM_SIDE)}
-    return None
+    once = [key for key in gradients if key in values and key[0] == name and key[2] == 0]
+    once = [key for key in once if (name, key[1], 1) not in values]
+    if not once or values[once[-1]].dim() != _IMAGES:
+        return None
+    # One sample at a time: `grad_cam` converts all its arguments to float64.
+    samples = (torch.split(kept[once[-1]][:_SAMPLES], 1) for kept in (values, gradients))
+    heat = torch.cat([grad_cam(*pair) for pair in zip(*samples, strict=True)])
+    # The gradient of the loss is small for a confident sample, so only proportions mean anything.
+    tops = heat.nan_to_num(posinf=0.0).amax(dim=(1, 2), keepdim=True)
+    return {"step": once[-1][1], **_codes(heat / tops.where(tops > 0, 1.0), _CAM_SIDE)}
 
 
 def _codes(maps: Tensor, side: int) -> dict[str, Any]:

@@ -36,11 +36,6 @@ _GIVEN_UP = (
     "an update out): those steps have no record of them"
 )
 _FAILED = "the key-value store of the job failed ({reason}): from now on nothing is recorded of parameters that ranks share"
-_ALONE = (
-    "{name} is shared by {ranks}, and {absent} did not ask for this record within {limit:g} s: while a session is on, `latest` "
-    "and `history` of such a parameter are collectives, so all of these ranks must call them"
-)
-_ELSEWHERE = "{name} is shared by {ranks}, and rank {leader} keeps its records: ask there"
 
 
 class Share(NamedTuple):
@@ -182,7 +177,9 @@ class SharedRows:
             return answer()
         leader, named = ranks[0], _dist.named(ranks)
         if self._store is None:
-            raise RecordError(_ELSEWHERE.format(name=name, ranks=named, leader=leader))
+            raise RecordError(
+                f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
+            )
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
         found: Answer | None = None
@@ -193,8 +190,10 @@ class SharedRows:
             wanted = ranks[1:] if leads else ranks[:1]
             here = _dist.present(self._store, key, wanted, LIMIT)
             if absent := [other for other in wanted if other not in here]:
-                texts = {"name": name, "ranks": named, "absent": _dist.named(absent)}
-                error = RecordError(_ALONE.format(**texts, limit=LIMIT))
+                error = RecordError(
+                    f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
+                    "all of these ranks must call `latest` and `history` of it while a session is on"
+                )
             elif leads:
                 found, error = _attempt(answer)
             else:

@@ -28,7 +28,6 @@ _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
 _BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
-_BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
@@ -121,19 +120,13 @@ class RankFile:
 
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the events in the order of writing, each with its time in seconds since 1970."""
-        after = 0
-        while rows := self.query(
-            "SELECT id, time, kind, rule, step, rank, name, message FROM events "
-            "WHERE id > ? ORDER BY id LIMIT ?",
-            after,
-            _BATCH_EVENTS,
-            kinds=(int, float, str, str, int, int, str, str),
+        for time, kind, *rest in self.query(
+            "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id",
+            kinds=(float, str, str, int, int, str, str),
         ):
-            for _, time, kind, *rest in rows:
-                if kind not in _KINDS:
-                    raise self.damaged()
-                yield time, Event(kind, *rest)
-            after = rows[-1][0]
+            if kind not in _KINDS:
+                raise self.damaged()
+            yield time, Event(kind, *rest)
 
     def statuses(self) -> dict[str, RuleStatus]:
         rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid", kinds=(str, str))

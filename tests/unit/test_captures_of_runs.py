@@ -55,7 +55,7 @@ def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> dict[str, Ca
     ):
         model(tensors)
     (found,) = read(path)
-    assert (found.rule, found.more) == ("tags", max(0, len(tensors) - 24))
+    assert (found.rule, found.more) == ("tags", max(0, len(tensors) - 16))
     return {one.name: one for one in found.tensors}
 
 
@@ -100,11 +100,11 @@ def test_maps_are_codes_on_one_scale(tmp_path: Path) -> None:
     assert found["flat"].maps is None
 
 
-def test_large_maps_are_averaged_and_many_are_left_out(tmp_path: Path) -> None:
+def test_large_maps_are_averaged_and_the_first_are_shown(tmp_path: Path) -> None:
     ramp = torch.arange(96.0).expand(1, 20, 192, 96)
     many = {f"x{number:02}": ramp for number in range(30)}
     found = kept(tmp_path / "run", {"huge": torch.ones(1, 1, 3000, 20), **many})
-    assert list(found) == ["huge", *list(many)[:23]]
+    assert list(found) == ["huge", *list(many)[:15]]
     maps = found["x00"].maps
     assert maps is not None
     assert (maps.shape, maps.low, maps.high) == ((16, 48, 24), 1.5, 93.5)
@@ -112,9 +112,6 @@ def test_large_maps_are_averaged_and_many_are_left_out(tmp_path: Path) -> None:
     huge = found["huge"].maps
     assert huge is not None
     assert (huge.shape[1], max(codes(huge))) == (48, 0)
-    # So many find room, and all others say that they do not.
-    assert [one.maps is None for one in found.values()] == [False] * 22 + [True] * 2
-    assert "left out" in found["x22"].note
     assert (tmp_path / "run" / "captures-0.json").stat().st_size < 2**20
 
 
