@@ -140,6 +140,7 @@ def compared(
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
+    steps = tuple(findings.steps_of(pairs))
     return Comparison(
         alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
         run=run.path,
@@ -150,8 +151,8 @@ def compared(
         last=tuple(findings.tensor_of(pairs, at) for at in last),
         first=tuple(findings.tensor_of(pairs, at) for at in first),
         modules=tuple(findings.modules_of(pairs, first[0])) if phase == "forward" else (),
-        steps=tuple(findings.steps_of(pairs)),
-        growth="" if border is None else findings.growth_of(pairs, border),
+        steps=steps,
+        growth=findings.growth_of(steps),
         largest=findings.tensor_of(pairs, largest) if largest >= 0 else None,
         only_run=tuple(only_run),
         only_reference=tuple(only_reference),

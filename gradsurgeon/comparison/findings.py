@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -142,16 +142,18 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
             if times >= _ADDS and (key not in added or times > added[key][2]):
                 added[key] = (came[key], start, times, module)
 
-    def is_of_inside(start: float, outer: Module) -> bool:
-        """Return whether a module inside adds the difference: no more came into it."""
-        return any(
-            outer.name != inner.name
-            and is_inside(inner.name, outer.name)
-            and inner.came_in < _ADDS * start
-            for *_, inner in added.values()
+    every = [*added.values()]
+    # A module inside adds the difference if no more came into it.
+    inner = [
+        one
+        for one in every
+        if not any(
+            is_inside(other[-1].name, one[-1].name)
+            and other[-1].name != one[-1].name
+            and other[-1].came_in < _ADDS * one[1]
+            for other in every
         )
-
-    inner = [one for one in added.values() if not is_of_inside(one[1], one[-1])]
+    ]
     most = sorted(inner, key=lambda one: -one[2])[:_MODULES]
     return [module for *_, module in sorted(most)]
 
@@ -162,27 +164,16 @@ def steps_of(pairs: Pairs) -> Iterator[Step]:
         here = cells["step"] == step
         far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
         compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
-        yield Step(
-            step,
-            compared,
-            number,
-            float(np.median(far)) if len(far) else 0.0,
-            far.max(initial=0.0).item(),
-        )
+        median = float(np.median(far)) if len(far) else 0.0
+        yield Step(step, compared, number, median, far.max(initial=0.0).item())
 
 
-def growth_of(pairs: Pairs, border: int) -> str:
-    """Return whether the distances of the first step that parts `grows`, `stays` or `shrinks`."""
-    cells, apart = pairs.cells, pairs.apart & np.isfinite(pairs.cells["distance"])
-    ends = [
-        cells[apart & (cells["step"] == step)]
-        for step in (cells["step"][border], cells["step"].max())
-    ]
-    keys = [one["place"] * (1 + cells["rank"].max()) + one["rank"] for one in ends]
-    both, first, last = np.intersect1d(*keys, return_indices=True)
-    if not len(both) or ends[0]["step"][0] == ends[1]["step"][0]:
+def growth_of(steps: Sequence[Step]) -> str:
+    """Return whether the median distance of the first step that parts `grows`, `stays` or `shrinks`, if known."""
+    medians = [step.median for step in steps if step.median]
+    if len(medians) < 2:  # noqa: PLR2004 # to compare
         return ""
-    times = np.median(ends[1]["distance"][last] / ends[0]["distance"][first])
+    times = medians[-1] / medians[0]
     return "grows" if times > _GROWS else "shrinks" if times * _GROWS < 1 else "stays"
 
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from threading import RLock
 
 from torch import Tensor
@@ -76,10 +75,9 @@ class EventLog:
         self._on_event = on_event
         # Errors of checks, until the update.
         self._raised: list[BaseException] = []
-        # The events by number, and the numbers of repetitions by whether they are innocent.
+        # The events by identity, and the identities of repetitions by whether they are innocent.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
-        self._numbers = count()
         self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
         # The rules that have not fired yet.
@@ -155,11 +153,10 @@ class EventLog:
         )
         topic, full = (event.kind, event.rule, event.name), False
         with self._lock:
-            number = next(self._numbers)
-            self._events[number] = event
+            self._events[id(event)] = event
             if topic in self._known:
                 later = self._later[innocent]
-                later.append(number)
+                later.append(id(event))
                 full = len(later) > _MOST_EVENTS
                 if full:
                     del self._events[later.popleft()]
