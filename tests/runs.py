@@ -71,9 +71,12 @@ def write(
 def refuse_wal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write without shared memory between processes: as some file systems do, that refuses WAL."""
     connect = database.connect
-    monkeypatch.setattr(
-        database, "connect", lambda path, patience: connect(path, patience, "?vfs=unix-none")
-    )
+
+    def without_memory(path: pathlib.Path, patience: float, options: str = "") -> Any:
+        of_records = path.suffix == ".db" and not options
+        return connect(path, patience, "?vfs=unix-none" if of_records else options)
+
+    monkeypatch.setattr(database, "connect", without_memory)
 
 
 @contextlib.contextmanager

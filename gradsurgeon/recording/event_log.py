@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 
+import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
@@ -45,6 +46,8 @@ class Tally:
     matched: int
     fired: int = 0
     altered: int = 0
+    # Changes that devices have counted and the host has not read.
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
@@ -208,12 +211,17 @@ class EventLog:
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that changed something. A count on a device is read once that takes no wait."""
+        """Count firings that changed something. A count on a device is not read."""
         tally = self._tallies[rule]
-        if isinstance(count, Tensor):
-            self.when_read(count, partial(self._add, tally))
-        else:
+        if not isinstance(count, Tensor) or _torch.is_host(count):
             self._add(tally, count)
+        elif not _torch.is_capturing():  # every replay would count from zero
+            # A validation may come first, and a counter made in inference mode is no use outside.
+            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+                if (counter := tally.counters.get(count.device)) is None:
+                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    tally.counters[count.device] = counter
+                counter.add_(count)
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
@@ -242,7 +250,15 @@ class EventLog:
             self._flags.send()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
+        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
+        if _torch.is_capturing():
+            return  # tensors on the device have no value yet
+        # Counters travel with the flags, and start again at zero.
+        for tally in self._tallies.values():
+            with self._lock:
+                counters, tally.counters = tally.counters, {}
+            for counter in counters.values():
+                self._flags.put(partial(self._add, tally), counter)
         self._flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
