@@ -25,7 +25,6 @@ class Kept:
         self.names = tuple(names)
         self._does = does
         self.curves: dict[str, list[tuple[int, float]]] = {}
-        self.histograms: dict[int, tuple[list[float], list[int]]] = {}
         self.texts: list[tuple[int, str, str]] = []
         self.threads: set[int] = set()
         self.flushed = self.closed = 0
@@ -39,13 +38,6 @@ class Kept:
         self._do("scalars")
         for name, value in values.items():
             self.curves.setdefault(name, []).append((step, value))
-
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        self._do("histogram")
-        assert name.endswith("/log10 of the norms")
-        self.histograms[step] = list(edges), list(counts)
 
     def text(self, step: int, name: str, text: str) -> None:
         self._do("text")

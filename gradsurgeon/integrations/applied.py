@@ -104,8 +104,7 @@ class AppliedRules:
             chosen = [
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
-            if item := summary(row, prefix_of(row.key, self._prefixes), chosen):
-                found |= item[0]
+            found |= summary(row, prefix_of(row.key, self._prefixes), chosen)
         if not found and self._counts == self._told:
             return {}
         self._told = self._counts.copy()

@@ -1,8 +1,8 @@
 """Trackers that get the aggregates of a run while it goes on: `gradsurgeon.apply(model, rules, sinks=[...])`.
 
 A sink gets few numbers, however large the model is: hundreds of curves help nobody, and cost more than the
-training. Per step and rule it gets the norm of all tensors together, the largest, median and least norm, the number of
-non-finite norms, and a histogram. Single tensors have curves if the sink names them. Events are texts, and the text
+training. Per step and rule it gets the norm of all tensors together, the largest, median and least norm, and the number
+of non-finite norms. Single tensors have curves if the sink names them. Events are texts, and the text
 of a trap has the diagnosis. Each sink works on a thread of its own. If it fails, blocks or cannot keep up, that is an
 event, and training goes on.
 

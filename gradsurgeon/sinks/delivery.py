@@ -34,11 +34,7 @@ _MOST_BYTES = 64 * 2**20
 _PATIENCE = 10.0
 # Up to so many tensors each have a curve: losses, or the layers of a small model.
 _FEW = 10
-# Bins of the histogram of decimal logarithms, in a decade.
-_PER_DECADE = 4
 NORM = "l2"
-# What a sink gets of one row: scalars by name, and edges and counts of a histogram.
-Summary = tuple[dict[str, float], tuple[list[float], list[int]] | None]
 
 
 class OpenSink:
@@ -243,13 +239,8 @@ class Delivery(Outlet):
         if names not in self._chosen:
             columns = select(self._compiled, names)
             self._chosen[names] = frozenset(names[column] for column in columns)
-        if (item := summary(row, prefix, self._chosen[names])) is None:
-            return
-        scalars, histogram = item
-        self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
-        if histogram is not None:
-            logarithms = self._named(f"{prefix}/log10 of the norms")
-            self._sink.histogram(row.step, logarithms, *histogram)
+        if scalars := summary(row, prefix, self._chosen[names]):
+            self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
 
 
 def weight(row: Measured) -> float:
@@ -272,8 +263,8 @@ def prefix_of(key: Key, known: Prefixes) -> str:
     return key.rule if part == 1 else f"{key.rule}/part-{part}"
 
 
-def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:
-    """Return what a sink gets of a row, ``None`` if nothing was measured. Tensors that are chosen have a curve each."""
+def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
+    """Return the scalars that a sink gets of a row, by name. Tensors that are chosen have a curve each."""
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)
     pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
@@ -281,10 +272,10 @@ def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary
         # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
         pairs = [pair for pair in pairs if not math.isnan(pair[1])]
     if not pairs:
-        return None
+        return {}
     of_norms = stat == NORM and len(names) > 1
     if not of_norms and len(names) <= _FEW:
-        return {f"{rule}/{name}/{stat}": value for name, value in pairs}, None
+        return {f"{rule}/{name}/{stat}": value for name, value in pairs}
     scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
     finite = [value for _, value in pairs if math.isfinite(value)]
     found = {"not finite": float(len(pairs) - len(finite))}
@@ -294,14 +285,4 @@ def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary
         prefix = f"{prefix}/{stat}"
     if finite:
         found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
-    scalars |= {f"{prefix}/{name}": value for name, value in found.items()}
-    return scalars, _histogram(finite) if of_norms else None
-
-
-def _histogram(norms: Sequence[float]) -> tuple[list[float], list[int]] | None:
-    bins = Counter(math.floor(math.log10(norm) * _PER_DECADE) for norm in norms if norm > 0)
-    if not bins:
-        return None
-    places = range(min(bins), max(bins) + 1)
-    edges = [place / _PER_DECADE for place in (*places, places.stop)]
-    return edges, [bins[place] for place in places]
+    return scalars | {f"{prefix}/{name}": value for name, value in found.items()}

@@ -20,7 +20,7 @@ _OTHERS = re.compile(r"[^\w\-. /]")
 class MLflow(Client):
     """Logs metrics and texts to a run of MLflow: the active run, or else a new run.
 
-    MLflow has no histograms. Texts are artifacts of the run.
+    Texts are artifacts of the run.
 
     Args:
         tracking_uri: the server or the database, as for ``mlflow.set_tracking_uri``; by default the current one.
@@ -68,11 +68,6 @@ class MLflow(Client):
             self._mlflow.entities.Metric(_name(name), value, now, step)
             for name, value in values.items()
         ]
-
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        """Do nothing: MLflow has no histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
         path = f"{_name(name)}/step-{step}"

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from gradsurgeon.errors import printable
 
-_METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
+_METHODS = ("names", "scalars", "text", "flush", "close")
 # Launchers of several ranks tell each process its rank in these, before there is a process group.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 # The class of each kind, and the kind of its place.
@@ -37,11 +37,6 @@ class Sink(Protocol):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take numbers of one update, NaN and infinity included, by name: ``gradsurgeon/norms/total``."""
-
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        """Take the number of values between each edge and the next. There is one more edge than counts."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Take a text of several lines: the rules, an event, the diagnosis of a trap."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from gradsurgeon._libraries import library
@@ -37,15 +36,6 @@ class TensorBoard(Client):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._client.add_scalar(name, value, step)
-
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        import numpy as np  # noqa: PLC0415 # TensorBoard needs it too
-
-        middles = [(low + high) / 2 for low, high in pairwise(edges)]
-        values = np.repeat(middles, counts)
-        self._client.add_histogram(name, values, step, bins=np.array(edges))
 
     def text(self, step: int, name: str, text: str) -> None:
         # TensorBoard renders Markdown. Four spaces keep lines and columns.

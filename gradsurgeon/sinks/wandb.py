@@ -55,12 +55,6 @@ class WandB(Client):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._client.log({_STEP: step, **values})
 
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        drawn = self._wandb.Histogram(np_histogram=(list(counts), list(edges)))
-        self._client.log({_STEP: step, name: drawn})
-
     def text(self, step: int, name: str, text: str) -> None:
         escaped = text.replace("&", "&amp;").replace("<", "&lt;")
         page = self._wandb.Html(f"<pre>{escaped}</pre>", inject=False)

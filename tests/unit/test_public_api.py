@@ -145,7 +145,6 @@ def test_names_of_sinks_and_callbacks() -> None:
     assert [name for name in dir(sinks.Sink) if not name.startswith("_")] == [
         "close",
         "flush",
-        "histogram",
         "names",
         "scalars",
         "text",

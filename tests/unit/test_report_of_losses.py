@@ -411,7 +411,7 @@ def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
         found = summary(Measured(key, 3, values(*row), frozenset()), "tasks")
-        return None if found is None else found[0]
+        return found or None
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
         "tasks/seg/depth/cosine": -0.5,
