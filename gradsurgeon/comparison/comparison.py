@@ -242,20 +242,14 @@ def _drawn(pairs: Pairs, title: str, *, exact: bool) -> Figure:
     values = np.full((len(first), len(steps)), np.nan)
     with np.errstate(divide="ignore"):
         logs = np.log10(cells["distance"] if exact else pairs.ratio)
-    ends = (-8.0, 1.0) if exact else (-3.0, 3.0)
-    values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, *ends))
+    low, high, colors = (-8.0, 1.0, "viridis") if exact else (-3.0, 3.0, "RdBu_r")
+    values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, low, high))
     names = [plain(findings.tensor_of(pairs, at).text) for at in first.tolist()]
     height = max(3.6, min(12.0, 1.4 + 0.18 * len(names)))
     figure = Picture(9 + 0.06 * max(map(len, names)), height)
     axes = figure.subplots()
-    image = axes.imshow(
-        values,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="viridis" if exact else "RdBu_r",
-        vmin=ends[0],
-        vmax=ends[1],
-    )
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": colors}
+    image = axes.imshow(values, vmin=low, vmax=high, **look)
     axes.set_facecolor(ZERO)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
     bar.set_label(f"log10 of the distance{'' if exact else ' / tolerance'}", fontsize=9)

@@ -34,10 +34,6 @@ _JUMP, _FAR = 100.0, 0.01
 _ALIKE = 10.0
 # In later steps the weights of a noise run differ by more than rounding.
 EARLY = 10
-_REMEDY = (
-    "make noise runs by the script of the reference, with its data and seed, and "
-    "`gradsurgeon run --perturb EPS --seed N`"
-)
 
 
 class Tolerance(NamedTuple):
@@ -197,7 +193,7 @@ def refuse_unlike(
             at = strange[0]
             moved = f"differs from the reference by {far[at]:.2g} at the {told(known[at])}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
-            _refuse(one, f"{moved}, {rounding}", _REMEDY)
+            _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
 
 
 def _refuse(one: Reading, what: str, do: str) -> None:
