@@ -96,11 +96,10 @@ def align(
     cells["state"][other & (cells["state"] == BOTH)] = RESIZED
     same = run.meta.get("ranks") == reference.meta.get("ranks")
     lost, notes = _not_alignable(cells, found, of_modules, names, is_same_world=same)
-    everywhere = {kind for one in (run, reference, *noise) for kind in one.bound}
-    if left := ", ".join(
-        " at ".join(kinds[kind]) for kind in sorted(everywhere - {*cells["kind"]})
-    ):
-        notes.append(f"not in all runs, so not compared: {left}")
+    bounds = [{*one.bound} for one in (run, reference, *noise)]
+    if left := set.union(*bounds) - set.intersection(*bounds):
+        told = ", ".join(" at ".join(kinds[kind]) for kind in sorted(left))
+        notes.append(f"not in all runs, so not compared: {told}")
     cells, values, of_modules = cells[~lost], values[:, ~lost], of_modules[~lost]
     _need(cells, run, reference, "tensor", _RENAME)
     dtypes = (run.dtypes, reference.dtypes)
