@@ -97,7 +97,7 @@ def align(
     same = run.meta.get("ranks") == reference.meta.get("ranks")
     lost, notes = _not_alignable(cells, found, of_modules, names, is_same_world=same)
     bounds = [{*one.bound} for one in (run, reference, *noise)]
-    if left := set.union(*bounds) - set.intersection(*bounds):
+    if left := bounds[0].union(*bounds) - bounds[0].intersection(*bounds):
         told = ", ".join(" at ".join(kinds[kind]) for kind in sorted(left))
         notes.append(f"not in all runs, so not compared: {told}")
     cells, values, of_modules = cells[~lost], values[:, ~lost], of_modules[~lost]
