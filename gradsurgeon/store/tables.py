@@ -26,6 +26,8 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
         key, wanted = series.key, np.array(columns)
         # Arrow and Parquet refuse lone surrogates, which odd file names contain.
         names = [clean(key.names[number]) for number in columns]
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        codes = np.array([places[name] for name in names], np.int32)
         for rows in series.batches():
             steps, values, present = arrays(rows, len(key.names))
             lines, found = np.nonzero(present[:, wanted])
@@ -36,7 +38,7 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
                 "rule": (same, [clean(key.rule)]),
                 "point": (same, [clean(key.point)]),
                 "stat": (same, [clean(key.stat)]),
-                "name": (found.astype(np.int32), names),
+                "name": (codes[found], list(places)),
                 "value": values[lines, wanted[found]],
             }
 
