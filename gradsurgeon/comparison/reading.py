@@ -145,7 +145,10 @@ def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
                 parts.append(_cells(group, there, part, rank))
     cells = np.concatenate(parts)
     if not len(cells):
-        raise RecordError(_nothing(run))
+        raise RecordError(
+            f"{printable(str(run.path))}: has no fingerprints to compare, which are `l2` and `projection` of one rule; "
+            "record it with the rules `gradsurgeon:fingerprint@1`"
+        )
     cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
     here, begins = np.arange(len(cells)), starts(cells)
     cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
@@ -238,11 +241,3 @@ def _cells(group: Mapping[str, StoredSeries], names: Ints, kind: int, rank: int)
         there = stat in read and len(read[stat][0]) == rows
         cells["values"][:, place] = read[stat][1][lines, columns] if there else np.nan
     return cells
-
-
-def _nothing(run: Run) -> str:
-    stats = ", ".join(sorted({printable(series.key.stat) for series in run}))
-    return (
-        f"{printable(str(run.path))}: has no fingerprints to compare, which are `l2` and `projection` of one rule; "
-        f"it recorded {stats or 'nothing'}; record it with the rules `gradsurgeon:fingerprint@1`"
-    )

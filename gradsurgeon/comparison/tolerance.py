@@ -132,8 +132,6 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
             f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
             f"so noise of this size rounds away; {remedy_for(dtype)}"
         )
-    elif dtype != "float32":
-        text += f", and {_EPS} eps of {dtype}"
     return Tolerance(kind, _TIMES, _FLOOR, text)
 
 

@@ -375,9 +375,7 @@ class TestRefused:
         model = nn.Linear(2, 1)
         with gradsurgeon.apply(model, rules, record=tmp_path / "plain"):
             model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(
-            RecordError, match=r"has no fingerprints .* it recorded l2; record it with"
-        ):
+        with pytest.raises(RecordError, match=r"has no fingerprints .*; record it with"):
             gradsurgeon.compare(tmp_path / "plain", reference)
 
     def test_other_kinds_of_tensors(self, reference: Any, tmp_path: Any) -> None:
