@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import models
 import pytest
@@ -318,7 +318,7 @@ class TestRefused:
                 action: Literal["zero"] = "zero"
 
     def test_a_class_of_no_kind(self) -> None:
-        with pytest.raises(TypeError, match="derive it from EditRule, ObserverRule"):
+        with pytest.raises(TypeError, match="derive it from a kind of rule"):
 
             class Other(actions.Rule):
                 action: Literal["other"] = "other"
@@ -344,16 +344,6 @@ class TestRefused:
 
                 def compile(self) -> Any:
                     raise NotImplementedError
-
-    @pytest.mark.usefixtures("own")
-    def test_a_statistic_that_is_not_there(self) -> None:
-        class Other(gradsurgeon.ObserverRule):
-            stats: ClassVar = ("nothing",)
-            action: Literal["other"] = "other"
-
-        rule = Other.model_validate({"id": "it", "params": "*"})
-        with pytest.raises(ValueError, match="there is no statistic 'nothing': known: l1"):
-            rule.compile()
 
     def test_a_statistic_of_a_name_that_is_taken(self) -> None:
         mine = gradsurgeon.Statistic(lambda grad, _: grad.sum(), merge="sum")
