@@ -72,11 +72,7 @@ def _quiet() -> "warnings.catch_warnings[None]":
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern, a glob or a regular expression after ``re:``; case counts, and the whole name must match.
-
-    Raises:
-        PatternError: the pattern is malformed, too long, or could take very long to match.
-    """
+    """Compile a glob, or a regular expression after ``re:``, or raise `PatternError` if it is malformed or slow."""
     if len(text) > _MAX_TEXT:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
@@ -272,10 +268,7 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 
 
 def _join(pieces: Iterable[str | None]) -> str:
-    """Join pieces into an expression without backtracking.
-
-    Of the text between two stars the first fit is as good as any, and an atomic group keeps it.
-    """
+    """Join pieces into an expression without backtracking: between two stars the first fit is as good as any."""
     chunks = [""]
     for piece in pieces:
         if piece is not None:

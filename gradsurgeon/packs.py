@@ -57,12 +57,19 @@ def published() -> dict[str, Included]:
 
 def rule_file(spec: str) -> Included:
     """Return the file of a pack, named as in `include`, or raise `IncludeError`."""
-    return _pack(spec[len(PREFIX) :])
+    known, name = published(), spec[len(PREFIX) :]
+    if name in known:
+        return known[name]
+    raise IncludeError(
+        f"there is no pack `{name[:60]}`; packs are named with their version, NAME@N, because an update "
+        "of gradsurgeon must not change what a reviewed file means",
+        did_you_mean(name, known) or f"known: {', '.join(f'{PREFIX}{one}' for one in known)}",
+    )
 
 
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
     if entry.casefold().startswith(PREFIX):
-        return _pack(entry[len(PREFIX) :])
+        return rule_file(entry)
     if base is None:
         raise IncludeError(
             f"`{entry[:80]}` would be relative to the including file, and there is none: these rules "
@@ -70,17 +77,6 @@ def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included])
             f"load them from a file, or include packs, such as {PREFIX}nan-trap@1",
         )
     return find(entry, base)
-
-
-def _pack(spec: str) -> Included:
-    known = published()
-    if spec in known:
-        return known[spec]
-    raise IncludeError(
-        f"there is no pack `{spec[:60]}`; packs are named with their version, NAME@N, because an update "
-        "of gradsurgeon must not change what a reviewed file means",
-        did_you_mean(spec, known) or f"known: {', '.join(f'{PREFIX}{one}' for one in known)}",
-    )
 
 
 def file_on_disk(entry: str, base: Path) -> Included:
@@ -95,7 +91,7 @@ def file_on_disk(entry: str, base: Path) -> Included:
         hint = "name a file in the folder of the including file"
         raise IncludeError(f"`{entry[:80]}` cannot be looked up", hint) from None
     if not inside:
-        raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
+        raise leads_out(entry)
     # Actions of a job write tokens there, and a message would quote them.
     if ".git" in path.relative_to(root).parts:
         raise IncludeError(f"`{entry[:80]}` is in `.git`", "put the file beside the including file")
@@ -105,9 +101,9 @@ def file_on_disk(entry: str, base: Path) -> Included:
     return Included(str(named), path, named.parent)
 
 
-def leads_out(entry: str, how: str = "") -> IncludeError:
+def leads_out(entry: str) -> IncludeError:
     return IncludeError(
-        f"`{entry[:80]}` leads out of the folder of the including file{how}",
+        f"`{entry[:80]}` leads out of the folder of the including file, by `..` or by a link",
         "a rule file reads inside its own folder only: put the file there",
     )
 

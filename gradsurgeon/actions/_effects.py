@@ -149,11 +149,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How the gradients of several losses, or of several modules with one input tensor, are combined.
-
-    ``weigh`` maps the inner products of n gradients, float64 of shape ``[n, n]`` on the host and finite, to the
-    weights of their sum, float64 of shape ``[n]``.
-    """
+    """How gradients are combined: `weigh` maps inner products, float64 ``[n, n]`` on the host, to weights ``[n]``."""
 
     weigh: Callable[[Tensor], Tensor]
 

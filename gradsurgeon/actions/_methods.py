@@ -153,11 +153,7 @@ class Weigher:
             library(solver, EXTRA, what)
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Return the weights of n gradients by their inner products, float64 of shape ``[n, n]``, on the host and finite.
-
-        Raises:
-            ValueError: there are too few gradients for the method, or its solver failed.
-        """
+        """Return the weights of n gradients by their inner products, float64 ``[n, n]``, or raise ValueError."""
         weights = products.new_ones(len(products))
         counts = weights if self._method.keeps_zeros else products.diagonal()
         rows = (counts > 0).nonzero().flatten()

@@ -19,10 +19,7 @@ NO_MATCH = "matches nothing in this model"
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Return the plan of rules on one model, or raise `BindError` with all problems at once.
-
-    With ``alone=False`` another model may have the names that this one lacks: `shortfalls` looks at all of them.
-    """
+    """Return the plan of rules, or raise `BindError`; without ``alone`` another model may have missing names."""
     matcher = Matcher(manifest)
     matched = MatchedRules(rules, matcher)
     complaints = [

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ from gradsurgeon.actions import described
 from gradsurgeon.errors import ManifestError, Place, Problem
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
 from gradsurgeon.schema import Built
-from gradsurgeon.store.files import check_replaceable, replacing
+from gradsurgeon.store.files import begins, check_replaceable, replacing
 
 VERSION = 1
 # A model of 100,000 tensors needs 40 MB.
@@ -95,17 +95,9 @@ def dumps(manifest: Manifest) -> str:
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
     """Write a manifest, but never over a file of another kind."""
     place = Path(path)
-    check_replaceable(place, _is_manifest, "params.json")
+    check_replaceable(place, lambda there: begins(there, b'{\n "version"'), "params.json")
     with replacing(place) as file:
         file.write(dumps(manifest))
-
-
-def _is_manifest(path: Path) -> bool:
-    try:
-        data = _read_json(os.fspath(path))
-    except ManifestError:
-        return False
-    return isinstance(data, dict) and data.keys() >= {field.name for field in fields(_File)}
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
@@ -113,8 +105,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return _from_weights(file)
-    data = _read_json(file)
-    return from_dict(data, file)
+    return from_dict(_read_json(file), file)
 
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:

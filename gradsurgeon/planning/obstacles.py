@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import (
     Match,
@@ -68,9 +68,8 @@ class MatchedRules:
                 shared = [name for name in self.matches[rule.id].names if name in taken]
                 if not shared or not _meet(other, rule):
                     continue
-                more = f" and {count(len(shared) - 1, 'other')}" if len(shared) > 1 else ""
                 found[rule.id].append(
-                    f"{other.id} combines the gradients of {printable(shared[0])}{more} already, and they can be "
+                    f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
                     "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
                 )
         return found

@@ -1,8 +1,4 @@
-"""Read rules and names for a review from files, commits, manifests, weights and models.
-
-The configuration of a stranger's repository can make git run commands. So this module asks git for objects only,
-and forbids it to fetch those that are missing.
-"""
+"""Read rules and names for a review; git is asked for objects only, as its configuration may run commands."""
 
 import os
 import pathlib
@@ -63,10 +59,7 @@ def rules_at(spec: str) -> RuleSet:
 
 
 def split(spec: str) -> tuple[str | None, str]:
-    """Return the commit and the path in a text; the commit is ``None`` for a file on disk.
-
-    A colon always means a commit, or a branch could add a file of that name. ``./a:b.yaml`` is a file.
-    """
+    """Return commit, ``None`` for a file on disk, and path: a colon means a commit, unless a dot or slash is first."""
     if spec.startswith((".", "/", "\\")) or _DRIVE.match(spec):
         return None, spec
     ref, colon, path = spec.partition(":")

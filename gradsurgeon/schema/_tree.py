@@ -79,10 +79,7 @@ class RuleSet:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text. With included files it is the hash of the hashes of all texts, one per line.
-
-        Rules from Python have no text: their hash comes from the rules themselves.
-        """
+        """Hash of the text, of the hashes of all texts if files are included, or of rules from Python."""
         if not self.text:
             return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
         hashes = [_sha256(text) for _, text in self.files] or [_sha256(self.text)]

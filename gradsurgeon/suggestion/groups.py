@@ -26,10 +26,7 @@ def _template_of(name: str) -> str:
 
 
 def groups_of(behaviours: Mapping[str, Behaviour], most: int) -> list[list[str]]:
-    """Return groups of names, in the order of the first of each: names that behave alike.
-
-    Names that differ in numbers only come first. If more than ``most`` groups remain, a group may span more.
-    """
+    """Return groups of names that behave alike, at most ``most``: first of those that differ in numbers only."""
     templates: dict[str, list[list[str]]] = {}
     for name in behaviours:
         templates.setdefault(_template_of(name), []).append([name])

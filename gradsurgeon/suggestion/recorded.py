@@ -37,10 +37,7 @@ class GroupNorms(NamedTuple):
 
 
 def sources(run: Run) -> dict[StoredSeries, list[str]]:
-    """Return the series to use, each with the parameters to use it for: parameters of one series share an optimizer.
-
-    Norms at `step` are preferred to norms at `accumulated`, then longer series to shorter ones.
-    """
+    """Return the series to use, first those at `step`, then the longest, each with its parameters."""
     best: dict[str, tuple[tuple[int, int], StoredSeries]] = {}
     for series, repeated in of_lowest_ranks(run):
         if series.key.stat == "l2" and series.key.point in _POINTS:

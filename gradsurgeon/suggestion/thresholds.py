@@ -131,10 +131,7 @@ def _rounded(value: float, bites: Callable[[float], int]) -> tuple[float, int]:
 def let_through(
     norms: Iterable[float], sigmas: float, *, beta: float = BETA, warmup: int = WARMUP
 ) -> Iterator[float]:
-    """Yield how much of each norm ZClip (arXiv 2504.02507) lets through: all of it, or less of a spike.
-
-    A norm that is 0 or not finite is let through and never enters the statistic.
-    """
+    """Yield how much of each norm ZClip (arXiv 2504.02507) lets through: all of it, or less of a spike."""
     first: list[float] = []
     mean = variance = 0.0
     for norm in norms:

@@ -144,8 +144,8 @@ class TestWithoutAFile:
 
 
 LEADING_OUT = [
-    ("link.yaml", "through a symbolic link"),
-    ("folder/outside.yaml", "through a symbolic link"),
+    ("link.yaml", "or by a link"),
+    ("folder/outside.yaml", "or by a link"),
     ("folder/../outside.yaml", "leads out of the folder"),
     ("inner/../../outside.yaml", "leads out of the folder"),
 ]
