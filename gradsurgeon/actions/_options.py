@@ -125,9 +125,10 @@ def _flaws_of(
 
 
 def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
-    kind, value = error["type"], error["input"]
-    words = error["msg"].removeprefix("Input should be ").replace("'", "`")
-    wanted = _TYPES.get(kind, words)
+    kind, value, text = error["type"], error["input"], error["msg"]
+    wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
+    if wanted == text:  # of a validator of an action of the user
+        return Flaw(path, f"`{key or 'the rule'}`: {text}")
     hint = ""
     if field.examples:
         hint = f"such as {field.examples[0]}".replace("'", "")

@@ -7,12 +7,13 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import models
 import pytest
 import torch
 from commands import WITHOUT_TORCH, call
+from pydantic import field_validator, model_validator
 
 import gradsurgeon
 from gradsurgeon import actions, planning, statistics
@@ -306,6 +307,36 @@ def test_what_is_wrong_inside_an_option_of_any_type_is_told() -> None:
     places = {str(one.place) for one in caught.value.problems}
     assert "<dict> rules[0].names[0]" in places
     assert len(places) > 1
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("number", "place"), [(6, "<dict> rules[0].number"), (4, "<dict> rules[0]")]
+)
+def test_what_a_validator_of_the_user_says_has_a_place(number: int, place: str) -> None:
+    class Picky(gradsurgeon.FreezeRule):
+        action: Literal["picky"] = "picky"
+        number: int
+
+        @field_validator("number")
+        @classmethod
+        def small(cls, number: int) -> int:
+            if number > 5:
+                raise ValueError("not that number")
+            return number
+
+        @model_validator(mode="after")
+        def odd(self) -> Self:
+            if self.number == 4:
+                raise ValueError("not that number")
+            return self
+
+    rule = {"id": "it", "action": "picky", "params": "*", "number": number}
+    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+        gradsurgeon.load({"version": 1, "rules": [rule]})
+    (problem,) = caught.value.problems
+    assert str(problem.place) == place
+    assert "not that number" in problem.message
 
 
 class TestRefused:
