@@ -110,7 +110,7 @@ class TestCommits:
         assert ids("HEAD:rules/r.yaml") == ids("HEAD:./r.yaml") == ids("HEAD:../rules/r.yaml")
         assert "leads out of the repository" in problem("HEAD:../../r.yaml")[1]
         _, message, hint = problem("HEAD:r.yaml")
-        assert "path 'rules/r.yaml' exists, but not 'r.yaml'" in message
+        assert "path 'r.yaml' does not exist in 'HEAD'" in message
         assert "with a path from the top of the repository, or with `./` from here" in hint
 
     def test_a_file_in_the_top_folder_is_the_one_that_its_includes_name(
