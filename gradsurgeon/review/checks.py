@@ -143,8 +143,7 @@ def number_prefix(context: LintContext) -> Iterator[Finding]:
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
-                ended = text.replace(number[0], f"{number[1]}.*", 1)
-                hint = f'end the number with a dot: "{ended[:80]}"'
+                hint = f"end the number with a dot: `{digits}.*`"
                 yield Finding(rule, (key, index), message, hint)
 
 
@@ -211,8 +210,7 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
         if later:
             message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
             hint = "put them in the order in which they act, or choose another `at`"
-            key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), message, hint, later)
+            yield Finding(rule, ("action",), message, hint, later)
 
 
 @_check(
