@@ -17,7 +17,7 @@ from gradsurgeon import packs
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.settings import Settings, is_off
-from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
+from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import RUN_FILE, state_name
 
