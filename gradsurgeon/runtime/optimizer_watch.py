@@ -31,9 +31,10 @@ from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 
 _LBFGS = (
-    "LBFGS moves all parameters together, so `freeze` cannot hide one parameter from it; make requires_grad "
-    "false in the script, or use `zero`"
+    "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "
+    "step; make requires_grad false in the script, or use `then: raise`"
 )
+_MOVED = "the optimizer evaluates its closure after it has moved weights: they are not as before the step"
 _INSIDE = (
     "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
     "update can still be held back; step the optimizer after backward, or leave the rule out"
@@ -100,7 +101,7 @@ class OptimizerWatch:
             if any(set(tensors) <= set(outer.counter.tensors) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
-                self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
+                self._refuse(tensors, _LBFGS, _hides)
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(tensors))
@@ -205,23 +206,23 @@ class OptimizerWatch:
         if closure is None:
             self._act(optimizer, update)
             return None
-        if not optimizers.evaluates_before_moving(optimizer):
-            update.memory = optimizers.Memory(optimizer, whole=True)
+        before = _versions(optimizer)
 
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
                 return update.loss
             update.give_back()
-            loss = closure()
-            self._act(optimizer, update)
-            return update.settled(loss)
+            has_moved = update.judged or before != _versions(optimizer)
+            update.loss = closure()
+            self._act(optimizer, update, has_moved=has_moved)
+            return update.loss
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _act(self, optimizer: Optimizer, update: Update) -> None:
+    def _act(self, optimizer: Optimizer, update: Update, *, has_moved: bool = False) -> None:
         self._context.refuse_graph_capture()
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
@@ -246,8 +247,11 @@ class OptimizerWatch:
             # Scripts catch a trap's error by its type; the context shows the other error also.
             decision.error.__context__ = raised
         error = decision.error or raised
+        if decision.skip and has_moved and decision.cause is not None:
+            error = decision.cause.error(update.counter.step)
         if error is not None:
-            update.undo()
+            if has_moved:
+                error.add_note(_MOVED)
             self._end(update, took_place=decision.error is not None)
             raise error
         if decision.skip:
@@ -261,8 +265,6 @@ class OptimizerWatch:
         update = self._running.get((threading.get_ident(), id(optimizer)))
         if update is None or update.frame is not sys._getframe(1):  # noqa: SLF001 # as above
             return
-        if update.skipped:
-            update.undo()
         self._end(update)
         self._context.event_log.raise_raised()
 
@@ -278,3 +280,11 @@ class OptimizerWatch:
 def _needs_whole_step(rule: Rule) -> bool:
     stops = isinstance(rule, TrapRule) and not rule.edits
     return stops or isinstance(rule, FreezeRule) or getattr(rule, "per", "") == "rule"
+
+
+def _hides(rule: Rule) -> bool:
+    return isinstance(rule, FreezeRule) or getattr(rule, "then", "") == "skip-step"
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [param._version for param in optimizers.params_of(optimizer)]  # noqa: SLF001 # documented

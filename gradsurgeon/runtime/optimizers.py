@@ -1,22 +1,19 @@
-"""Optimizers: what they own, what they keep, and one call of `step` under way."""
+"""Optimizers: what they own, and one call of `step` under way."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gradsurgeon import _live, _torch
-from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.training_events import Step
 
@@ -45,13 +42,6 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def evaluates_before_moving(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer is known to call its closure once, before it moves weights."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
-        optimizer, LBFGS
-    )
-
-
 def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
     module = "torch.distributed.checkpoint.state_dict"
@@ -72,65 +62,6 @@ def _callers() -> list[FrameType]:
     return frames
 
 
-class Memory:
-    """An optimizer before a step: the numbers that it counts for itself, and its weights and state if asked for.
-
-    A step without gradients leaves weights and their state alone. Optimizers still count steps, weights and learning
-    rates per group, under their own names in the state, or on themselves.
-
-    Args:
-        optimizer: the optimizer.
-        whole: whether to keep weights and state also.
-    """
-
-    def __init__(self, optimizer: Optimizer, *, whole: bool) -> None:
-        params = params_of(optimizer) if whole else []
-        self._weights = [(param, param.detach().clone()) for param in params]
-        self._state = _copied(dict(optimizer.state), optimizer) if whole else None
-        self._numbers = [
-            copy.deepcopy({key: it for key, it in part.items() if _is_number(key, it)})
-            for part in _tables(optimizer)
-        ]
-
-    def put_back(self, optimizer: Optimizer) -> None:
-        with torch.no_grad():
-            for param, value in self._weights:
-                param.copy_(value)
-        if self._state is not None:
-            optimizer.state.clear()
-            optimizer.state.update(_copied(self._state, optimizer))
-        for part, values in zip(_tables(optimizer), self._numbers, strict=False):
-            for key in [key for key, it in part.items() if _is_number(key, it)]:
-                if key not in values:
-                    del part[key]
-            for key, value in values.items():
-                now = part.get(key)
-                if (
-                    isinstance(now, Tensor)
-                    and isinstance(value, Tensor)
-                    and now.shape == value.shape
-                ):
-                    # Captured graphs and schedulers hold the tensor itself, so its content is restored in place.
-                    with torch.no_grad():
-                        now.copy_(value)
-                else:
-                    part[key] = value
-
-
-def _copied(state: dict[Any, Any], optimizer: Optimizer) -> dict[Any, Any]:
-    # The parameters themselves are the keys of the state, and must not be copied.
-    return copy.deepcopy(state, {id(param): param for param in params_of(optimizer)})
-
-
-def _tables(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    return [optimizer.state, vars(optimizer), *optimizer.param_groups]
-
-
-def _is_number(key: object, value: object) -> bool:
-    """Tell whether a value is a number of the optimizer itself, and no parameter, state or table."""
-    return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
-
-
 class Update(Step):
     """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly."""
 
@@ -140,11 +71,10 @@ class Update(Step):
         self.key = threading.get_ident(), id(optimizer)
         # The frame that calls the hooks, torch's wrapper around `step`: torch calls no hook after a step that raises.
         self.frame: FrameType | None = frame
-        # Present if the optimizer may have moved, or if the step is skipped.
-        self.memory: Memory | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._clearing: Patch | None = None
-        # Whether traps have judged the gradients, and the last loss that a closure returned before the skip.
+        # The numbers that the optimizer keeps on itself and in its groups, if the step is skipped.
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        # Whether traps have judged the gradients, and the last loss that a closure returned.
         self.judged = False
         self.loss: Any = None
         # The scale under which the gradients overflowed, so the scaler skips the update.
@@ -155,49 +85,30 @@ class Update(Step):
         """Tell, in the thread of the step, whether the step still runs."""
         return self.frame in _callers()
 
-    def settled(self, loss: Any) -> Any:
-        if not self.skipped or self.loss is None:
-            self.loss = loss
-        return self.loss
-
-    def undo(self) -> None:
-        """Restore all optimizer changes that the missing gradients did not prevent."""
-        optimizer = self.optimizer()
-        if optimizer is not None and self.memory is not None:
-            self.memory.put_back(optimizer)
-
     def skip(self, optimizer: Optimizer) -> None:
         """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
         self.skipped = True
-        self.undo()
-        self.memory = self.memory or Memory(optimizer, whole=False)
+        tables: list[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups]
+        self._numbers = [
+            (table, {key: it for key, it in table.items() if isinstance(it, int | float)})
+            for table in tables
+        ]
         self.hide(params_of(optimizer))
 
-    def end(self) -> None:
-        self.frame = None
-        self.give_back()
-
     def hide(self, params: Iterable[Tensor | None]) -> None:
-        optimizer = self.optimizer()
-        if optimizer is not None and self._clearing is None:
-            self._clearing = Patch(optimizer, "zero_grad", self._clear)
         for param in params:
             if param is not None and param.grad is not None:
                 self._hidden.append((param, param.grad))
                 param.grad = None
 
-    def _clear(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Clear hidden gradients also: a script may clear in the step, or after a step that raised."""
-        original(*args, **kwargs)
-        if kwargs.get("set_to_none", args[0] if args else True):
-            self._hidden.clear()
-        for _, grad in self._hidden:
-            grad.detach_().zero_()
+    def end(self) -> None:
+        self.frame = None
+        # Some optimizers count their steps even if no parameter has a gradient.
+        for table, numbers in self._numbers:
+            table.update(numbers)
+        self.give_back()
 
     def give_back(self) -> None:
-        if self._clearing is not None:
-            self._clearing.undo()
-            self._clearing = None
         hidden, self._hidden = self._hidden, []
         for param, grad in hidden:
             if param.grad is None:
