@@ -51,10 +51,9 @@ class Session(RecordQueries):
     def pause(self) -> None:
         """Stop all rules until `resume()`. Steps are still counted.
 
-        On several ranks, pause all of them. Under DDP a paused rank leaves its gradients unedited while the others edit
-        theirs, so the weights drift apart. For sharded parameters all ranks leave gradients unedited if one rank is paused. The
-        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that update. Sharded
-        parameters have no records of passes in which one rank is paused.
+        On several ranks, pause all of them at the same place. Under DDP a paused rank leaves its gradients unedited while the
+        others edit theirs, so the weights drift apart. Rules on sharded parameters, and spike traps, raise if some ranks are
+        paused. Sharded parameters have no records of passes in which one rank is paused.
         """
         self._attachment.context.paused = True
 

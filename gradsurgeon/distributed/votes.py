@@ -135,7 +135,6 @@ class Objection(NamedTuple):
         name: the parameter or module with the problem.
         text: the report.
         guilty: whether the rank contributed NaN or Inf to an average.
-        counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in the rank's part.
     """
 
     rank: int
@@ -146,7 +145,6 @@ class Objection(NamedTuple):
     name: str
     text: str
     guilty: bool = False
-    counts: dict[str, tuple[str, int]] = {}  # noqa: RUF012 # a tuple has no factories; never written
 
 
 class Decision(NamedTuple):

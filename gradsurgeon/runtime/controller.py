@@ -30,7 +30,7 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -194,16 +194,10 @@ class Controller:
         if alone and not due.bound_rules and heard.severity <= FINE:
             self.checks.before_edits(step, None)
             return GOES_ON
-        if (rests := self._agreement.rests(heard)) == context.paused:
-            return self._act(step, due, heard, rests=rests)
-        with context.resting(rests=rests):
-            return self._act(step, due, heard, rests=rests)
-
-    def _act(self, step: Step, due: DueRules, heard: Heard, *, rests: bool) -> StepDecision:
-        context, counter = self.context, step.counter
-        if rests and not step.inside:
+        self._agreement.refuse_pause(heard)
+        if context.paused and not step.inside:
             return self.traps.rest(counter, heard)
-        due = NOTHING_DUE if rests else due
+        due = NOTHING_DUE if context.paused else due
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         if step.inside or not (counter.passes or self.manual.active):

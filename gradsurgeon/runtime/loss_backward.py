@@ -20,10 +20,12 @@ from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import RunningPass, taking
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_effects import DueLossRule
-from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
+from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.inner_products import Contributions
 
+# The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
+REST = ""
 _NAMES = 'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
 _COMPILED = (
     "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
@@ -46,7 +48,7 @@ _TWO = (
 def before_plain_pass(
     sessions: Collection[LossRules], graph: BackwardGraph, inputs: Sequence[Tensor]
 ) -> None:
-    """Meet the other ranks before a pass without named losses, if ranks average it: all ranks use the plain sum.
+    """Meet the other ranks before a pass without named losses, if ranks average it: all must pass none.
 
     Args:
         sessions: the sessions that have rules on losses.
@@ -86,7 +88,7 @@ def backward(
             leaves = list(graph.leaves())
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
         named = NamedPass(due)
-        if parts := _parts(due, scaled, total):
+        if parts := _parts(due, scaled):
             grads, tasks = _gradients(due, parts, total, list(modules))
             with torch.no_grad():
                 named.take(grads, _weights(due, grads, tasks))
@@ -109,24 +111,15 @@ def _check(losses: object) -> None:
             )
 
 
-def _parts(
-    due: Sequence[DueLossRule], losses: Mapping[str, Tensor], total: Tensor
-) -> dict[str, Tensor]:
+def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the losses that need a pass of their own, in an order that all ranks share.
 
-    A model may meet other ranks in its backward pass (`SyncBatchNorm`), so all ranks run equally many passes. A loss
-    that only another rank has is zero here.
+    A model may meet other ranks in its backward pass (`SyncBatchNorm`), so all ranks run equally many passes.
     """
     names = dict.fromkeys(name for one in due for name in one.senders)
-    elsewhere = {name for one in due if one.groups for name in one.losses}
     parts = {name: losses[name] for name in names if name in losses}
-    others = [loss for name, loss in losses.items() if name not in names]
-    if others and (parts or elsewhere):
-        parts[REST] = reduce(operator.add, others)
-    # A loss that only rules of other sessions name also belongs to `REST`.
-    lacking = {name if name in names else REST for name in elsewhere} - parts.keys()
-    parts |= dict.fromkeys(lacking, total * 0.0)
-    return {name: parts[name] for name in (*names, REST) if name in parts}
+    others = [losses[name] for name in sorted(losses) if name not in names]
+    return {**parts, REST: reduce(operator.add, others)} if parts and others else parts
 
 
 def _weights(

@@ -39,7 +39,6 @@ class DueLossRule:
         params: the tensors that get these gradients, parameters by their numbers.
         groups: the ranks that average the pass; empty if this rank acts alone.
         averaged: the ids of the parameters that these ranks average.
-        losses: the losses that some of these ranks have.
     """
 
     effects: LossEffects
@@ -49,7 +48,6 @@ class DueLossRule:
     params: Mapping[int, Tensor]
     groups: _dist.Groups = ()
     averaged: frozenset[int] = frozenset()
-    losses: frozenset[str] = frozenset()
 
     def name(self, number: int) -> str:
         return printable(self.effects.context.program.names[number])

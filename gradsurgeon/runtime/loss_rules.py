@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,17 +21,13 @@ from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.tensors.inner_products import weighted_sum
 
-# The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
-REST = ""
-
-# Two reasons of one rank that make all ranks use the plain sum: the rank is paused, or its pass is plain.
-RESTS = (
-    "rank {rank} is paused: all ranks use the plain sum of the losses",
-    "rank {rank} runs a plain `.backward()` while this rank passes named losses: all ranks use the plain sum",
-)
 _ALONE = (
     "DistributedDataParallel does not average this pass (`no_sync`, or a pass of the model inside the wrapper): each rank "
     "uses its own losses alone"
+)
+_UNLIKE = (
+    "rule {rule}: ranks whose gradients are averaged must pass the same losses, in this pass they did not: call "
+    "gradsurgeon.backward with the same names on all ranks (a zero for a missing loss), and pause all ranks or none"
 )
 _UNKNOWN = (
     "a backward pass reached {name} without the losses being known: call "
@@ -188,8 +185,6 @@ class LossRules:
         self.order = (*rules, *context.program.names)
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
-        # Ids of the rules that rested in the last pass, because some rank was paused or ran a plain pass.
-        self._resting: set[str] = set()
 
     def due(self, leaves: Sequence[Tensor], given: Collection[str] | None) -> list[DueLossRule]:
         """Return the rules that act in a pass. Runs a collective if ranks average the pass.
@@ -201,41 +196,32 @@ class LossRules:
             given: the names of its losses; ``None`` for a plain pass, in which no rule acts.
 
         Raises:
-            GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
+            GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules, or passes other losses.
         """
-        context, losses = self.context, set(given or ())
+        context = self.context
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
-        # A paused session does this too: other ranks may wait for it.
-        scheduled = [
-            (rule, matched, tensors)
-            for rule, matched in self._stages
-            if (tensors := [t for t in matched if rule.steps.due(context.counters[t].step)])
-        ]
-        names = [*dict.fromkeys(name for rule, _, _ in scheduled for name in rule.losses or ())]
-        # Whether this rank has each named loss, and whether it has others.
-        here = [*(name in losses for name in names), not losses.issubset(names)]
         acting: list[DueLossRule] = []
-        for rule, matched, tensors in scheduled:
+        # A paused session does this too: other ranks may wait for it.
+        for rule, matched in self._stages:
+            tensors = [t for t in matched if rule.steps.due(context.counters[t].step)]
+            if not tensors:
+                continue
             groups, averaged = context.ranks.averaging(matched, keys)
             reaches, step = not reached.isdisjoint(tensors), context.counters[tensors[0]].step
-            is_alone = reaches and not groups and not losses.isdisjoint(rule.losses or ())
-            if is_alone and context.ranks.wrappers_of(matched):
+            if reaches and given and not groups and context.ranks.wrappers_of(matched):
                 context.event_log.notice_once("alone", _ALONE, rule=rule.id, step=step)
-            facts = [reaches, context.paused, given is None, *here]
-            reaches, paused, is_plain, *there = self._on_any(rule, step, groups, facts)
-            (self._resting.add if paused or is_plain else self._resting.discard)(rule.id)
+            if groups:
+                self._agreement.roll(groups)
+                _refuse_unlike(rule, groups, (reaches, context.paused, sorted(given or ())))
             # Ranks that average know no better which parameters the others reach.
             params = self._params(tensors, None if groups else reached)
-            if not reaches or paused or is_plain or not params:
-                continue
-            step = context.counters[next(iter(params))].step
-            on_ranks = zip((*names, REST), there, strict=True)
-            some = frozenset(name for name, is_there in on_ranks if is_there)
-            senders = rule.losses or ()
-            acting.append(
-                DueLossRule(self.effects, rule, step, senders, params, groups, averaged, some)
-            )
-            self._note_given(rule, step, list(given or ()))
+            if reaches and params and given is not None and not context.paused:
+                step = context.counters[next(iter(params))].step
+                senders = rule.losses or ()
+                acting.append(
+                    DueLossRule(self.effects, rule, step, senders, params, groups, averaged)
+                )
+                self._note_given(rule, step, list(given))
         return acting
 
     def _params(self, tensors: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
@@ -249,21 +235,6 @@ class LossRules:
             # A sharded parameter is refused once the pass reached it: the leaves of the graph do not show it.
             if not _dist.is_divided(param)
         }
-
-    def _on_any(
-        self, rule: LossRule, step: int, groups: _dist.Groups, facts: Sequence[bool]
-    ) -> Sequence[bool]:
-        """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
-        if not groups:
-            return facts
-        self._agreement.roll(groups)
-        mine = torch.tensor([(_dist.rank() + 1) * fact for fact in facts], device="cpu")
-        largest = _dist.reduce(mine, groups, "max").tolist()
-        for other, fact, why in zip(largest[1:3], facts[1:3], RESTS, strict=True):
-            if other and not fact and not self.context.paused:
-                log, text = self.context.event_log, why.format(rank=other - 1)
-                log.notice_once(why, text, rule=rule.id, step=step, warn=True)
-        return list(map(bool, largest))
 
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
         """Warn once if a rule names a loss that no call passes, and calls pass other losses instead."""
@@ -299,10 +270,19 @@ class LossRules:
                 text = _UNKNOWN.format(name=printable(context.program.names[due[0]]))
                 step = context.counters[due[0]].step
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
-            elif named is not None and rule.id not in self._resting:
+            elif named is not None:
                 named.reached(self.effects, rule, due)
 
 
 def in_order(sessions: Collection[LossRules]) -> list[LossRules]:
     """Return sessions in the order that all ranks share."""
     return sorted(sessions, key=lambda one: one.order)
+
+
+def _refuse_unlike(rule: LossRule, groups: _dist.Groups, facts: object) -> None:
+    """Raise on all ranks if the facts differ between them: they would wait for each other. A collective."""
+    digest = zlib.crc32(repr(facts).encode())
+    both = torch.tensor([digest, -digest], device="cpu")
+    high, low = _dist.reduce(both, groups, "max").tolist()
+    if high != -low:
+        raise GradSurgeonError(_UNLIKE.format(rule=rule.id))

@@ -31,6 +31,7 @@ _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
     "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
 )
+_PAUSED = "{ranks} paused the session, and the rules need all ranks for this update: pause all ranks or none"
 _ALONE = (
     "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
     "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
@@ -191,25 +192,15 @@ class RankAgreement:
         severity = max((one.severity for one in objections), default=FINE)
         return Heard(last.voter, objections, unanimous, severity, told is not None)
 
-    def rests(self, heard: Heard) -> bool:
-        """Tell whether the rules rest in an update.
-
-        A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients: half a clip is no
-        clip. It is one also for rules that stop or skip by a norm at the update.
-        """
-        context = self._context
-        if heard.voter is None:
-            return context.paused
+    def refuse_pause(self, heard: Heard) -> None:
+        """Refuse the pause of some ranks only, if rules need all ranks: half a clip is no clip."""
+        context, paused = self._context, {o.rank for o in heard.objections if o.severity == PAUSED}
+        if context.paused or heard.voter is None or not 0 < len(paused) < len(heard.voter.ranks):
+            return
         everything = range(len(context.program.names))
         meets = self._edits or self._measures
-        if not (self._judges or (meets and context.ranks.shard_groups(everything))):
-            return context.paused
-        paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
-        if paused and not context.paused:
-            text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
-            step = context.counters.latest
-            context.event_log.notice_once("paused", text, step=step, warn=True)
-        return bool(paused)
+        if self._judges or (meets and context.ranks.shard_groups(everything)):
+            raise GradSurgeonError(_PAUSED.format(ranks=_dist.named(sorted(paused))))
 
     def close(self) -> None:
         self._voted.clear()

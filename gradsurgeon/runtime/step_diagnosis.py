@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,21 +83,11 @@ class StepDiagnosis:
         """
         if not self.pending or _dist.world() > 1:
             return None
-        with suppress(Exception), self._paused():  # a skip needs no diagnosis
+        with suppress(Exception), self._context.resting():  # a skip needs no diagnosis
             found = diagnose(self._failed(step, scale, [report]))
             fault = "" if found.cause is None else found.cause.fault
             return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
         return None
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        context = self._context
-        paused, context.paused = context.paused, True
-        try:
-            with context.parameters.lock:
-                yield
-        finally:
-            context.paused = paused
 
     def _failed(
         self, step: int, scale: Tensor | None, reports: Collection[TrapReport]
@@ -152,7 +142,7 @@ class StepDiagnosis:
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
         try:
-            with self._paused(), around:
+            with self._context.resting(), around:
                 diagnosis = diagnose(failed)
                 folder = self._folder(rules)
                 return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
@@ -184,12 +174,4 @@ def _most_telling(
 ) -> Diagnosis | None:
     """Return the diagnosis of this rank if it blames an operation or tensor, else the first other one that does."""
     told = [other for _, other in sorted(others.items()) if other is not None]
-    if blaming := [one for one in (own, *told) if one is not None and one.where]:
-        return blaming[0]
-    if own is None:
-        return None
-    reasons = dict.fromkeys(own.reasons)
-    for other in told:
-        new = [reason for reason in other.reasons if reason not in reasons]
-        reasons |= dict.fromkeys(f"{reason} (rank {other.rank})" for reason in new)
-    return replace(own, reasons=tuple(reasons))
+    return next((one for one in (own, *told) if one is not None and one.where), own)

@@ -25,7 +25,6 @@ _EDITED = (
     "all of them were finite after backward: look at how the script changes gradients afterwards (a clip, a hook, an "
     "edit of `.grad`)"
 )
-_PARTS = "each rank keeps its part of the sum: any rank may have added the NaN or Inf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,6 @@ class GradientEvidence:
     now: dict[int, NonfiniteCount]
     # The norms at the update of the parts of this rank, if they were taken.
     norms: Norms = ()
-    # The tensors with non-finite parts on other ranks, right after the last pass.
-    elsewhere: frozenset[int] = frozenset()
     # The tensors of which this rank holds a part.
     divided: frozenset[int] = frozenset()
 
@@ -86,7 +83,7 @@ class GradientEvidence:
             for tensor in found - self.now.keys()
             if math.isinf(self._after[tensor]) and not math.isfinite(norms.get(tensor, math.inf))
         }
-        return self.elsewhere.union(found - overflowed) if self.snapshots else frozenset()
+        return frozenset(found - overflowed)
 
     @cached_property
     def repaired(self) -> frozenset[int]:
@@ -132,14 +129,11 @@ class GradientEvidence:
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         # The counts at the update hold for the pass only if the script has not clipped since.
         known = self.now if _finite(self._after) == _finite(as_dict(self.norms)) else {}
-        found = {
+        return {
             tensor: known.get(tensor, uncounted(norm))
             for tensor, norm in as_dict(snapshot.norms).items()
             if not math.isfinite(norm) and tensor in self.before
         }
-        if snapshot is self.snapshots[-1]:
-            found |= {t: self.now[t] for t in self.elsewhere if t in self.now}
-        return found
 
 
 def uncounted(norm: float) -> NonfiniteCount:
@@ -189,19 +183,14 @@ def gradient_report(
             f"every gradient is non-finite, starting with {labels[first]}, the first one that backward reached: check the "
             "inputs of the model, its weights and the loss"
         )
-    if ranks := bad[order[first]].ranks:
-        lines.append(_PARTS)
     head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
-    return TrapReport(names[order[first]], head, lines, ranks)
+    return TrapReport(names[order[first]], head, lines)
 
 
 def _note(bad: NonfiniteCount | None, norm: float | None) -> str:
     if bad is None:
         return "" if norm is None else f"norm {norm:.3g}"
-    if not bad.number:
-        return ""
-    part = f", in the part of {_dist.named(bad.ranks)}" if bad.ranks else ""
-    return f"{bad.number:,} element{'s' if bad.number > 1 else ''}{part}"
+    return count(bad.number, "element") if bad.number else ""
 
 
 def threshold_report(

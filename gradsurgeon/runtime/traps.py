@@ -19,7 +19,6 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, Rows, StepContext, Trip
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import (
@@ -36,7 +35,7 @@ from gradsurgeon.runtime.trap_report import (
     uncounted,
 )
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.measure import NonfiniteCount, Norms
+from gradsurgeon.tensors.measure import Norms
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
@@ -103,7 +102,6 @@ class Traps:
                 found.append(Objection(rank, "", OVERFLOWED, "skipped-step", concerns, "", text))
                 continue
             bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
-            parts = {self._names[t]: (one.kind, one.number) for t, one in bad.items() if one.ranks}
             evidence = GradientEvidence(snapshots, (), bad, norms)
             flagged = self._judge_activations(counter, final=False)
             for rule, report in [*self._findings(deciding, evidence), *flagged]:
@@ -113,7 +111,7 @@ class Traps:
                 trip = Trip(rule, decision, self.rows.of(counter, rule) + 1, report)
                 text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
                 where = rule, trip.severity, "trap", concerns, report.name
-                found.append(Objection(rank, *where, text, report.guilty, parts))
+                found.append(Objection(rank, *where, text, report.guilty))
         return found
 
     def decide(self, update: StepContext) -> StepDecision:
@@ -190,17 +188,13 @@ class Traps:
         fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
         for bound in fired:
             event_log.count_fired(bound.rule.id, update.step)
-        objections = update.heard.objections
-        elsewhere = self._counted_elsewhere(gradients, update.heard) if objections else {}
-        if not (before or doubtful or elsewhere):
+        if not (before or doubtful):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        for tensor, others in elsewhere.items():
-            bad[tensor] = measure.merged([*([bad[tensor]] if tensor in bad else ()), *others])
         snapshots = self._snapshots[update.counter]
         divided = frozenset(t for t in tensors if _dist.is_sharded(gradients[t]))
-        evidence = GradientEvidence(snapshots, tensors, bad, norms, frozenset(elsewhere), divided)
-        objecting = {one.rule for one in objections}
+        evidence = GradientEvidence(snapshots, tensors, bad, norms, divided)
+        objecting = {one.rule for one in update.heard.objections}
         for bound in fired:
             rule = bound.rule.id
             names = [self._names[tensor] for tensor in bound.tensors if tensor in evidence.repaired]
@@ -208,24 +202,6 @@ class Traps:
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
                 event_log.emit("notice", text, rule=rule, step=update.step, name=names[0])
         return self._findings(fired, evidence)
-
-    def _counted_elsewhere(
-        self, gradients: Gradients, heard: Heard
-    ) -> dict[int, list[NonfiniteCount]]:
-        """Return the counts of other ranks in their parts of gradients, by tensor."""
-        told = [one for one in heard.objections if one.counts and one.rank != _dist.rank()]
-        tensors = {name: tensor for tensor, name in enumerate(self._names)} if told else {}
-        found: dict[int, list[NonfiniteCount]] = {}
-        for one in told:
-            for name, (kind, number) in one.counts.items():
-                tensor = tensors.get(name, -1)
-                # Replicas hold the same part.
-                if tensor in gradients and one.rank in _dist.sharing(gradients[tensor]):
-                    part = NonfiniteCount(kind, number, (one.rank,))
-                    # Rules that share parameters report the same counts.
-                    if part not in found.setdefault(tensor, []):
-                        found[tensor].append(part)
-        return found
 
     def _look_at_statistics(self, update: StepContext) -> Iterator[Look]:
         for bound in update.due.thresholds:

@@ -260,6 +260,8 @@ def paused(
         if rank() == 1:
             run.session.pause() if 1 <= number <= 3 else run.session.resume()
         run.step(number, None if spoilt is None else spoiled(net, spoilt))
+        if number == 1 and BOUND in rules:  # refused: the other rank would wait
+            break
     norms = run.error or run.session.history("first.weight", rule="norms")
     return {**run.told(), "norms": norms}
 

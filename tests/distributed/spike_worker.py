@@ -200,7 +200,11 @@ def same() -> dict[str, Any]:
 
 
 def outcome(
-    model: Any, called: Any, rule: dict[str, Any], step_backward: Callable[[int, Any], None]
+    model: Any,
+    called: Any,
+    rule: dict[str, Any],
+    step_backward: Callable[[int, Any], None],
+    until: int | None = None,
 ) -> dict[str, Any]:
     """Train until a rule raises; return what it raised, the weights after each step, and the rest.
 
@@ -208,13 +212,17 @@ def outcome(
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
-    weights, error = [], None
-    for step in range(len(FACTORS)):
+    weights: list[Any] = []
+    error: dict[str, Any] | None = None
+    for step in range(until or len(FACTORS)):
         optimizer.zero_grad()
         step_backward(step, session)
         try:
             optimizer.step()
-        except gradsurgeon.GradientSpikeError as caught:
+        except gradsurgeon.GradSurgeonError as caught:
+            if not isinstance(caught, gradsurgeon.GradientSpikeError):
+                error = {"text": str(caught)}
+                break
             error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
             error["text"] = str(caught)
             break
@@ -273,7 +281,7 @@ def paused(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
             (session.pause if step == PAUSE[0] else session.resume)()
         backward(kind, called, step, 1, None)
 
-    return outcome(model, called, rule, step_backward)
+    return outcome(model, called, rule, step_backward, until=PAUSE[0] + 1)
 
 
 def all_at_once(kind: str, rule: dict[str, Any]) -> dict[str, Any]:

@@ -188,16 +188,13 @@ def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
         assert [step for _, step, _ in kinds(run)] == found
 
 
-def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, Any]]) -> None:
-    for number, rank in enumerate(ranks):
-        run = rank["paused edits"]
-        assert run["clock"] == STEPS
-        assert run["weights"] == ranks[0]["paused edits"]["weights"]
-        assert kinds(run) == ([("notice", 1, ""), ("notice", STEPS, "")] if number == 0 else [])
-    assert ranks[0]["paused edits"]["said"] == [
-        "rank 1 is paused and has a part in what the rules would do: the rules rest on this rank also"
-    ]
-    assert ranks[0]["paused edits"]["events"][1][3] == UNRECORDED
+def test_a_pause_on_one_part_of_an_edit_is_refused_on_the_others(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert ranks[0]["paused edits"]["error"] == (
+        "rank 1 paused the session, and the rules need all ranks for this update: pause all ranks or none"
+    )
+    assert ranks[1]["paused edits"]["error"] is None
 
 
 def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(

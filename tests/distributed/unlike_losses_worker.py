@@ -16,14 +16,7 @@ import gradsurgeon
 
 WRAPPED = ("before", "after a pass", "anew")
 NOTHING = ("a constant", "a head's zero")
-MET = (
-    "same",
-    *NOTHING,
-    "other order",
-    "one lacks a loss",
-    "one has a loss more",
-    "one has another loss alone",
-)
+MET = ("same", *NOTHING, "other order")
 
 
 def part(number: int) -> Tensor:
@@ -228,24 +221,13 @@ def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
     model.trunk.norm.__class__ = Synchronized
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     both = two(called, part(0))
-    every = {**both, "aux": 0.1 * both["seg"] + both["depth"]}
-    names = {
-        "same": ["seg", "depth"],
-        "other order": ["depth", "seg"],
-        "one lacks a loss": ["seg"],
-        "one has a loss more": ["aux", "seg", "depth"],
-        "one has another loss alone": ["aux"],
-    }.get(kind, ["seg"])
-    mine = names if dist.get_rank() == 1 else ["seg", "depth"]
-    if kind in NOTHING and not alike and dist.get_rank() == 1:
+    if kind in NOTHING and dist.get_rank() == 1:
         # What a script writes where a batch has nothing for a head.
         zero = 0.0 * sum(param.sum() for param in model.depth.parameters())
-        every["depth"] = torch.zeros(()) if kind == "a constant" else zero
-        mine = ["seg", "depth"]
-    if alike:
-        gradsurgeon.backward({n: loss * (n in mine) for n, loss in every.items()})
-    else:
-        gradsurgeon.backward({name: every[name] for name in mine})
+        no_loss = torch.zeros(()) if kind == "a constant" else zero
+        both["depth"] = 0.0 * both["depth"] if alike else no_loss
+    names = ["depth", "seg"] if kind == "other order" and dist.get_rank() == 1 else ["seg", "depth"]
+    gradsurgeon.backward({name: both[name] for name in (["seg", "depth"] if alike else names)})
     grads = flat_grads(trunk_of(model))
     return {"grads": grads.tolist(), "weight": session.latest("seg", "weight")}
 
