@@ -56,7 +56,6 @@ class NamedPass:
     """A backward pass of the sum of named losses: parameters get combined gradients, and these are checked."""
 
     def __init__(self, due: Sequence[DueLossRule]) -> None:
-        self._expected = {(one.effects, one.rule.id): set(one.params) for one in due}
         self._params = {id(param): param for one in due for param in one.params.values()}
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
         self._asked = [one for one in due if one.rule.id not in one.effects.verified]
@@ -133,17 +132,15 @@ class NamedPass:
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
 
-    def reached(self, effects: LossEffects, rule: LossRule, tensors: Sequence[int]) -> None:
-        """Compare the parameters that got gradients with the parameters that a rule expected."""
-        expected, context = self._expected.get((effects, rule.id), ()), effects.context
-        for tensor in tensors if not self._problem else ():
-            param = context.parameters.param(tensor)
+    def reached(self, context: Context, rule: LossRule, tensors: Sequence[int]) -> None:
+        """Compare the parameters that got gradients with the parameters that the rules expected."""
+        for tensor, param in zip(tensors, context.parameters.params(tensors), strict=True):
             is_divided = _dist.is_divided(param)
-            if is_divided or tensor not in expected or id(param) in self._astray:
+            if is_divided or id(param) not in self._params or id(param) in self._astray:
                 name = printable(context.program.names[tensor])
-                text = _DIVIDED if is_divided else _ASTRAY
-                self._problem = text.format(rule=rule.id, name=name)
-                return
+                self._problem = (_DIVIDED if is_divided else _ASTRAY).format(
+                    rule=rule.id, name=name
+                )
 
     def _check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
@@ -237,22 +234,15 @@ class LossRules:
         }
 
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
-        """Warn once if a rule names a loss that no call passes, and calls pass other losses instead."""
+        """Warn once if a rule names a loss that no call has passed, and this call passes one with a similar name."""
         given = self._given.setdefault(rule.id, set())
-        unnamed = [name for name in losses if name not in (rule.losses or ())]
-        # Losses of another model, such as a generator, may pass through this model first.
-        again = not given.isdisjoint(unnamed)
         given.update(losses)
-        for lacking in rule.losses or () if unnamed else ():
-            hint = did_you_mean(lacking, unnamed)
-            if lacking not in given and (hint or again):
-                text = (
-                    f"no loss is called {printable(lacking)}; gradsurgeon.backward got "
-                    f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
-                )
+        others = [name for name in losses if name not in (rule.losses or ())]
+        for lacking in set(rule.losses or ()) - given:
+            if hint := did_you_mean(lacking, others):
+                text = f"no loss is called {printable(lacking)}: {hint}"
                 log = self.context.event_log
                 log.notice_once(f"unknown {lacking}", text, rule=rule.id, step=step, warn=True)
-                return
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
         """Yield each rule that was due, with each loss that it names and that no call passed."""
@@ -271,7 +261,7 @@ class LossRules:
                 step = context.counters[due[0]].step
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
             elif named is not None:
-                named.reached(self.effects, rule, due)
+                named.reached(context, rule, due)
 
 
 def in_order(sessions: Collection[LossRules]) -> list[LossRules]:

@@ -82,25 +82,14 @@ class JudgedNorms:
 
     def to_be_read(self) -> Tensor:
         """Return the numbers that `read` needs, in one tensor."""
-        parts = [self.norms, self.passed, self.before.flatten()]
-        if self.spikes.over_rule and not _torch.is_host(self.norms):
-            # Now the maximum is one more small reduction. Later it would be a wait.
-            parts += self.each.max(0, keepdim=True)
-        return torch.cat(parts)
+        return torch.cat([self.norms, self.passed, self.before.flatten()])
 
     def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
         """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
         count, rows = len(self.norms), self.spikes.bound.rows
-        table = numbers[: (2 + rows) * count].reshape(-1, count)
+        table = numbers.reshape(2 + rows, count)
         norms, passed = table[:2].tolist()
         return norms, passed, table[2:]
-
-    def largest(self, numbers: Tensor) -> tuple[float, int]:
-        """Return the largest norm of a single gradient and its place, under a rule with one norm over all."""
-        if _torch.is_host(self.each):
-            norm, place = self.each.max(0)
-            return float(norm), int(place)
-        return float(numbers[-2]), int(numbers[-1])
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
         """Return the factors of gradients, float32: one for all, or one for each."""
@@ -160,32 +149,19 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
 _ABOVE_0 = 2
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    # The checks below need plain memory.
-    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
-    if not (is_plain and tensor.is_floating_point()):
-        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        raise _flaw(f"is of {kind}, and should hold floating point numbers")
-    if bad := int((~tensor.isfinite()).sum()):
-        count = tensor.numel()
-        raise _flaw(f"{bad} of {count} numbers are NaN or infinite, which a rule never learns")
-    if bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
-        raise _flaw("has numbers below 0, but no count or norm is negative")
-    return tensor.detach()
-
-
-def _sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
+def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     for number, part in enumerate(rule.statistics):
-        count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
-        if len(set(part.params)) < count:
-            raise _flaw(f"statistic {number} names a parameter twice")
+        count, kept, usual = len(part.params), part.kept, part.usual
         # The bound of a rule that is gone has an unknown number of rows.
-        rows = (info.context or {}).get(rule.bound, kept[0] if kept else 0)
-        columns = 1 if rule.per == "rule" else count
-        for what, size, wanted in (("kept", kept, (rows, columns)), ("usual", usual, (count,))):
-            if size != wanted:
-                should = f"for {count} parameters, should be of {wanted}"
-                raise _flaw(f"in statistic {number} {what!r} is of size {size} and, {should}")
+        rows = (info.context or {}).get(rule.bound, len(kept) if kept.dim() else 0)
+        wanted = (rows, 1 if rule.per == "rule" else count), (count,)
+        if (kept.shape, usual.shape) != wanted or len(set(part.params)) < count:
+            sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {wanted[0]} and {wanted[1]}"
+            raise _flaw(f"statistic {number} of {count} parameters has numbers of sizes {sizes}")
+        for tensor, least in ((kept[:_ABOVE_0], 0.0), (usual, 0.0), (kept, -math.inf)):
+            plain = tensor.layout == torch.strided and tensor.is_floating_point()
+            if not (plain and tensor.isfinite().all() and tensor.ge(least).all()):
+                raise _flaw(f"statistic {number} has numbers that a rule never learns")
     return rule
 
 
@@ -193,16 +169,13 @@ def _flaw(text: str) -> PydanticCustomError:
     return PydanticCustomError("state", "{text}", {"text": text})
 
 
-_Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
-
-
 @dataclass(frozen=True, slots=True)
 class Learnt:
     """The learnt state of a rule for parameters with a common optimizer: see `RunningStatistic`."""
 
     params: list[str]
-    kept: _Numbers
-    usual: _Numbers
+    kept: InstanceOf[Tensor]
+    usual: InstanceOf[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +188,4 @@ class LearntByRule:
     statistics: list[Learnt]
 
 
-CheckedLearntByRule = Annotated[LearntByRule, AfterValidator(_sizes)]
+CheckedLearntByRule = Annotated[LearntByRule, AfterValidator(_sound)]

@@ -32,8 +32,6 @@ class Scaling:
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self._named = None if scaler is None else weakref.ref(scaler)
-        # The script may only read the scale of a named scaler, and multiply the loss by hand.
-        self._by_hand = scaler is not None
         self._losses_scaled = False
         # Backward passes that began at a scaled loss, by graph task.
         self._passes: dict[int, Tensor] = {}
@@ -47,7 +45,7 @@ class Scaling:
         """Mark losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
-        self._by_hand, self._losses_scaled = False, True
+        self._losses_scaled = True
         scaling_ref, scaler_ref = weakref.ref(self), weakref.ref(scaler)
 
         @uncompiled
@@ -78,17 +76,12 @@ class Scaling:
 
     def of(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
-        if self._by_hand:
-            return self.scale
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
         return scales[0] if scales else None
 
     @property
     def scale(self) -> Tensor | None:
         """The scale on the gradients of the running backward pass, as a 0-dim tensor, without waiting."""
-        if self._by_hand:
-            scaler = self._named() if self._named is not None else None
-            return None if scaler is None or not scaler.is_enabled() else scaler._scale  # noqa: SLF001
         return self._passes.get(_torch.graph_task()) if self._passes else None
 
     @contextmanager
@@ -138,8 +131,7 @@ def watched(
 ) -> Iterator[None]:
     """Intercept every GradScaler call: torch has no hook for it.
 
-    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does. A class
-    defined later than this call is intercepted from its first object on.
+    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does.
     """
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -154,22 +146,9 @@ def watched(
         with around_step(scaler, optimizer):
             return original(scaler, *args, **kwargs)
 
-    def construct(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        watch(type(args[0]))
-        original(*args, **kwargs)
-
-    watching: set[type] = set()
-
-    def watch(kind: type[Any]) -> None:
-        for base in kind.__mro__:
-            if issubclass(base, GradScaler) and base not in watching:
-                watching.add(base)
-                for name, around in (("scale", scale), ("step", step)):
-                    if name in vars(base):
-                        patches.callback(Patch(base, name, around).undo)
-
     with ExitStack() as patches:
         for kind in _live.derived(GradScaler):
-            watch(kind)
-        patches.callback(Patch(GradScaler, "__init__", construct).undo)
+            for name, around in (("scale", scale), ("step", step)):
+                if name in vars(kind):
+                    patches.callback(Patch(kind, name, around).undo)
         yield

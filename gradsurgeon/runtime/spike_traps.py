@@ -35,9 +35,6 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. The tensors of one rule that share a counter share a statistic.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # The counter and number of the update that entered last, and the states before it.
-        self._entered: tuple[StepCounter, int] | None = None
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
@@ -138,17 +135,13 @@ class SpikeTraps:
 
     def state(self) -> dict[str, Any]:
         """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
-        # SIGTERM can end a script in the middle of an update, whose number a resumed run will repeat.
-        entered = self._entered
-        earlier = self._before if entered and entered[0].step == entered[1] else {}
         names, found = self._context.program.names, {}
         for rule, spikes in self._context.spikes.items():
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
             parts = []
             for one in {id(one): one for one in of_rule}.values():
-                kept, usual = earlier.get(id(one), (one.kept, one.usual))
                 params = [names[tensor] for tensor in one.tensors]
-                parts.append({"params": params, "kept": kept.cpu(), "usual": usual.cpu()})
+                parts.append({"params": params, "kept": one.kept.cpu(), "usual": one.usual.cpu()})
             per = "rule" if spikes.over_rule else "parameter"
             params = self._params(rule)
             learnt = {"bound": spikes.bound.name, "per": per, "params": params}
@@ -171,7 +164,6 @@ class SpikeTraps:
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()
-        self._before.clear()
         for rule in [rule for rule in rules if rule not in self._context.spikes]:
             told = "which learns nothing here or is gone: ignored"
             yield "", f"the state knows a rule {printable(rule)}, {told}"
@@ -216,11 +208,6 @@ class SpikeTraps:
     def end(self, counter: StepCounter, *, took_place: bool) -> None:
         """Learn from the update that was judged last if it has taken place, else discard it."""
         judged_by_rule = self._judged.pop(counter, {})
-        if not took_place:
-            return
-        self._before, self._entered = {}, (counter, counter.step)
-        for judged in judged_by_rule.values():
-            statistic = judged.statistic
-            self._before[id(statistic)] = statistic.kept, statistic.usual
-            with torch.no_grad():
+        with torch.no_grad():
+            for judged in judged_by_rule.values() if took_place else ():
                 judged.learn()

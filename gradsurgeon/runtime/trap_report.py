@@ -172,16 +172,11 @@ def gradient_report(
             f"the border lies between {labels[first - 1]} (still finite) and {labels[first]} "
             "(first that is not)"
         )
-    elif len(bad) < len(order):
-        lines.append(
-            f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, and at the "
-            "operations after this layer in the forward pass"
-        )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.
         lines.append(
-            f"every gradient is non-finite, starting with {labels[first]}, the first one that backward reached: check the "
-            "inputs of the model, its weights and the loss"
+            f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, at the "
+            "operations after this layer in the forward pass, and at inputs and weights"
         )
     head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
     return TrapReport(names[order[first]], head, lines)
@@ -253,47 +248,36 @@ def spike_report(
             of one node share a group; -1 stands for a tensor that is no parameter of the model.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
-    if judged.spikes.over_rule:
-        above = _above(judged.spikes, norms[0], before[:, 0])
-        head = f"spike: over {count(len(judged.tensors), 'gradient')} {above}"
-        title, (rows, more) = "each parameter's share of the squared norm:", _by_share(judged)
+    total, spikes = count(len(judged.tensors), "gradient"), judged.spikes
+    if spikes.over_rule:
+        head = f"spike: over {total} {_above(spikes, norms[0], before[:, 0])}"
+        title, rows = "each parameter's share of the squared norm:", _by_share(judged)
     else:
-        spikes = [
-            p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)
-        ]
-        spikes.sort(key=lambda place: -_excess(norms[place], passed[place]))
-        bounds = "is above the bound" if len(spikes) == 1 else "are above the bounds"
-        total = count(len(norms), "gradient")
-        head = f"spike: {len(spikes)} of {total} {bounds} of {'its' if len(spikes) == 1 else 'their'} own past"
-        title, shown = "the largest first:", spikes[:_SPIKES_SHOWN]
-        rows = [(judged.tensors[p], _above(judged.spikes, norms[p], before[:, p])) for p in shown]
-        more = (
-            [f"    ... {len(spikes) - _SPIKES_SHOWN} more"] if len(spikes) > _SPIKES_SHOWN else []
-        )
-    labels = [printable(names[tensor]) for tensor, _ in rows]
-    width = max(map(len, labels))
-    table = [f"    {label:{width}}  {text}" for label, (_, text) in zip(labels, rows, strict=True)]
-    begins = []
-    if judged.spikes.over_rule or judged.spikes.bound.keeps_mean:
-        begins = list(_beginning(names, judged, arrived))
-    lines = [title, *table, *more, *begins]
+        places = [p for p, norm in enumerate(norms) if not passed[p] >= norm or norm == math.inf]
+        places.sort(key=lambda place: -_excess(norms[place], passed[place]))
+        head = f"spike: {len(places)} of {total} above the bound of its own past"
+        title = "the largest first:"
+        rows = [(judged.tensors[p], _above(spikes, norms[p], before[:, p])) for p in places]
+    shown = [(printable(names[tensor]), text) for tensor, text in rows[:_SPIKES_SHOWN]]
+    width = max(len(label) for label, _ in shown)
+    lines = [title, *(f"    {label:{width}}  {text}" for label, text in shown)]
+    if len(rows) > _SPIKES_SHOWN:
+        lines.append(f"    ... {len(rows) - _SPIKES_SHOWN} more")
+    if spikes.over_rule or spikes.bound.keeps_mean:
+        lines += _beginning(names, judged, arrived)
     return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
-    """Return a line on gradients that `clip` has cut, and the parameter that was cut most or carries most of the norm."""
+    """Return a line on the norm that `clip` has cut most, and its parameter; no name for a norm over all."""
     norms, passed, before = judged.read(numbers)
     cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
-        largest, carrier = judged.largest(numbers)
-        name = names[judged.tensors[carrier]]
-        share = f"{printable(name)} carries {(largest / norms[place]) ** 2:.0%} of its square"
-        return f"over {count(len(judged.tensors), 'gradient')} {told}; {share}", name
+        return f"over {count(len(judged.tensors), 'gradient')} {told}", ""
     name = names[judged.tensors[place]]
-    several = f" ({len(cut)} gradients were cut in this step)" if len(cut) > 1 else ""
-    return f"of {printable(name)} {told}{several}", name
+    return f"of {printable(name)} {told}", name
 
 
 def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
@@ -309,21 +293,17 @@ def _excess(norm: float, passed: float) -> float:
     return norm / passed if passed > 0 and math.isfinite(norm) else math.inf
 
 
-def _by_share(judged: JudgedNorms) -> tuple[list[tuple[int, str]], list[str]]:
-    """Return the parameters that carry most of a norm, with a text, and a line on the others."""
+def _by_share(judged: JudgedNorms) -> list[tuple[int, str]]:
+    """Return the parameters that carry a norm, the largest first, with a text."""
     each = zip(judged.tensors, judged.each.tolist(), judged.usual.tolist(), strict=True)
     rows = sorted(each, key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
-    total = sum(norm * norm for _, norm, _ in rows)
-    known, shown = math.isfinite(total) and total > 0, []
-    for tensor, norm, mean in rows[:_SPIKES_SHOWN]:
+    total, found = sum(norm * norm for _, norm, _ in rows), []
+    known = math.isfinite(total) and total > 0
+    for tensor, norm, mean in rows:
         share = f"{norm * norm / total:4.0%}  " if known else ""
         times = f", {norm / mean:.3g} times its running mean {mean:.3g}" if mean else ""
-        shown.append((tensor, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
-    rest = sum(norm * norm for _, norm, _ in rows[_SPIKES_SHOWN:])
-    share = f"  {rest / total:.0%}" if known else ""
-    return shown, [f"    ... {len(rows) - _SPIKES_SHOWN} more{share}"] if len(
-        rows
-    ) > _SPIKES_SHOWN else []
+        found.append((tensor, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
+    return found
 
 
 def _beginning(

@@ -46,7 +46,6 @@ _REPAIRED = (
     "between, no trap"
 )
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
-_LOSS_IS_NAN = ". The loss was NaN, which is no overflow"
 _NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
@@ -57,8 +56,6 @@ class Traps:
         self._spikes = spikes
         self.rows = Rows()
         self._conclusions = Conclusions(context, kept, self.rows)
-        # Whether a pass of the current step began at a scaled loss that is NaN.
-        self._lost: dict[StepCounter, Tensor] = {}
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
         # The number of all skips that were no trap.
@@ -77,14 +74,9 @@ class Traps:
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
             snapshots.append(snapshot)
-            done = snapshot.done
-            if done.scale is not None and done.graph is not None and done.graph.loss is not None:
-                lost = done.graph.loss.isnan()
-                self._lost[counter] = self._lost.get(counter, lost) | lost
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
-        self._lost.pop(counter, None)
         if self.rows.current:
             self.rows.done(counter)
 
@@ -229,9 +221,7 @@ class Traps:
         context, event_log, step = self._context, self._context.event_log, counter.step
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
-        lost = bool(self._lost.get(counter, False))
-        text = SCALER_SKIP.format(step=step) + (_LOSS_IS_NAN if lost else "")
-        event_log.emit("scaler-skip", text, step=step)
+        event_log.emit("scaler-skip", SCALER_SKIP.format(step=step), step=step)
         evidence = self._evidence_of_skip(counter)
         # A skip caused by other tensors says nothing about a trap: its row goes on.
         due = [bound for bound in context.due_rules(counter).traps if evidence.concerns(bound)]

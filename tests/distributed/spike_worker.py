@@ -219,13 +219,12 @@ def outcome(
         step_backward(step, session)
         try:
             optimizer.step()
-        except gradsurgeon.GradSurgeonError as caught:
-            if not isinstance(caught, gradsurgeon.GradientSpikeError):
-                error = {"text": str(caught)}
-                break
+        except gradsurgeon.GradientSpikeError as caught:
             error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
             error["text"] = str(caught)
             break
+        except gradsurgeon.GradSurgeonError as caught:
+            error = {"text": str(caught)}
         alike = [p for name, p in model.named_parameters() if not name.startswith("own")]
         weights.append([whole(param) for param in alike])
     found = {
