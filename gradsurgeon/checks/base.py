@@ -1,9 +1,13 @@
-"""The facts that a check receives, and the findings that it returns."""
+"""The facts that a check receives, with messages of other ranks, and the findings that it returns."""
 
 from __future__ import annotations
 
+import json
 import weakref
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.mail import Mail
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
+# The sessions of this process so far, by their parameters: ranks apply theirs in one order.
+_sessions: Counter[str] = Counter()
+# Numbers by the count of passes.
+Rows = Mapping[int, Sequence[float]]
 # Modules that compute something else in evaluation mode.
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
@@ -75,6 +82,57 @@ class Model:
         return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
 
 
+class Mail:
+    """Exchanges rows of numbers with the ranks that hold replicas of the parameters.
+
+    Args:
+        names: the parameters of the session; sessions with the same parameters share a prefix of keys.
+        averaged: returns the parameters whose gradients `DistributedDataParallel` averages; none without a wrapper.
+        is_local: tells whether the gradients of this update are meant for this rank alone, as in `no_sync`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        averaged: Callable[[], Collection[int]],
+        is_local: Callable[[], bool],
+    ) -> None:
+        number = zlib.crc32("\n".join(names).encode())
+        prefix = f"{_dist.attempt()}/replicas/{number}"
+        _sessions[prefix] += 1
+        self._prefix = f"{prefix}/{_sessions[prefix]}"
+        self.averaged, self.is_local = averaged, is_local
+
+    @property
+    def rank(self) -> int:
+        return _dist.rank()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(_dist.world())
+
+    @cached_property
+    def _store(self) -> Any:
+        return _dist.own_store(self._prefix)
+
+    def post(self, key: str, rows: Rows) -> None:
+        """Send rows to the first of the ranks."""
+        if self.rank:
+            with suppress(RuntimeError):
+                self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
+
+    def take(self, key: str) -> Sequence[Rows] | None:
+        """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
+        keys = [f"{key}/{rank}" for rank in self.ranks[1:]]
+        with suppress(RuntimeError):
+            if keys and self._store.check(keys):
+                found = [dict(json.loads(self._store.get(one))) for one in keys]
+                for one in keys:
+                    self._store.delete_key(one)
+                return found
+        return None
+
+
 class _Looked(Mapping[int, Tensor]):
     """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
 
@@ -133,13 +191,11 @@ class Pass(Moment):
         reached: the parameters of the session that it reached; none before it.
         graph: its graph, if it is known.
         strangers: returns the trained leaves that it reached, and that are no parameters of the model.
-        is_homeless: returns whether a leaf belongs to no module and no optimizer, in a tenth of a second.
     """
 
     reached: Collection[int]
     graph: BackwardGraph | None
     strangers: Callable[[], Sequence[Tensor]]
-    is_homeless: Callable[[Tensor], bool]
 
     @property
     def tensors(self) -> Sequence[int]:

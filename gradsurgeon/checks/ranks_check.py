@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.mail import Mail, Rows
+from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Rows, Update
 from gradsurgeon.tensors.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.

@@ -18,8 +18,8 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapError
 
-# The severity for a step: all ranks follow the worst. A paused rank reports its pause.
-PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
+# The severity for a step: all ranks follow the worst.
+FINE, OVERFLOWED, SKIP, RAISE = range(4)
 
 
 @dataclass(frozen=True, slots=True)

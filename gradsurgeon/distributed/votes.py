@@ -37,11 +37,6 @@ LINGER = 10.0
 _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
-_WAITS = (
-    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the pass before "
-    "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
-)
-
 _LEFT = (
     "{having} no session any more: this update takes place, and later traps raise on their own rank"
 )
@@ -192,7 +187,7 @@ class Voter:
         self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
-        self._rank, self._prefix = _dist.rank(), prefix
+        self._rank = _dist.rank()
         self._passes = 0
         # By pass: the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
@@ -203,8 +198,6 @@ class Voter:
         # Whether some rank has stopped voting, so no vote can be complete.
         self._is_left = False
         self.is_over = False
-        with suppress(RuntimeError):
-            self._store.set(f"here/{self._rank}", "")
         _open.add(self)
 
     @contextmanager
@@ -242,14 +235,6 @@ class Voter:
                 self.close()
         return self._decisions.get(number)
 
-    def begins(self, topic: str) -> bool:
-        """Tell whether the ranks meet over a topic for the first time, alike on all ranks that come to it."""
-        begun = b""
-        if not self.is_over:
-            with self._asking():
-                begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
-        return begun == str(self._passes).encode()
-
     def meet(self, value: object, limit: float) -> dict[int, Any]:
         """Return the values of the ranks that come here in time, the same on all of them.
 
@@ -285,15 +270,6 @@ class Voter:
             _left.append((self._store, len(self.ranks), self.serves))
         _open.discard(self)
 
-    def is_of_an_earlier_job(self) -> bool:
-        """Tell whether the script has since destroyed and remade the process groups, with another store."""
-        if not self.is_over:
-            return False
-        try:
-            return not _dist.own_store(self._prefix).check([f"here/{self._rank}"])
-        except (RuntimeError, ValueError):
-            return False
-
     def _object(self, objection: Objection) -> None:
         kind = f"{self._passes}/{'guilty' if objection.guilty else 'other'}"
         number = self._store.add(kind, 1)
@@ -319,15 +295,10 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         """Return the votes on a pass, once all ranks have voted or this rank has waited long enough."""
-        began, is_told, is_complete = time.monotonic(), False, self._counter.is_complete
+        began, is_complete = time.monotonic(), self._counter.is_complete
         while not is_complete(value) and not is_complete(value := self._counter.look(key)):
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
-            if waited > LINGER and not is_told:
-                is_told = True
-                self._tell(
-                    _WAITS.format(number=len(self.ranks), waited=waited, most=self._patience)
-                )
             if gone or waited > self._patience:
                 value = int(self._store.add(key, LATE))
                 if not is_complete(value):

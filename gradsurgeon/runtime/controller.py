@@ -194,7 +194,6 @@ class Controller:
         if alone and not due.bound_rules and heard.severity <= FINE:
             self.checks.before_edits(step, None)
             return GOES_ON
-        self._agreement.refuse_pause(heard)
         if context.paused and not step.inside:
             return self.traps.rest(counter, heard)
         due = NOTHING_DUE if context.paused else due

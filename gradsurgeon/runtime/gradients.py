@@ -15,8 +15,8 @@ from gradsurgeon.actions import ByNorm, Edit, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
 # Up to this many elements, one range of all gradients is faster than one for each large gradient.
@@ -32,8 +32,6 @@ class Gradients:
 
     def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
-        # Whether no parameter of the session is left out.
-        self._is_whole = len(tensors) == len(context.program.names)
         self._tensors, grads = context.parameters.grads(tensors)
         self._now = dict(zip(self._tensors, grads, strict=True))
         self.scale = scale
@@ -174,13 +172,9 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            own = self._tensors, self.of(self._tensors)
-            everything, grads = own if self._is_whole else self._context.parameters.grads()
-            self._twice = set()
-            if len(set(map(id, grads))) < len(grads):
-                holders = Counter(map(id, grads))
-                several = zip(everything, grads, strict=True)
-                self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
+            holders = Counter(map(id, self._now.values()))
+            several = self._now.items() if len(holders) < len(self._now) else ()
+            self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
 
     def edit(

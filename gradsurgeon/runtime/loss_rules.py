@@ -21,10 +21,6 @@ from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.tensors.inner_products import weighted_sum
 
-_ALONE = (
-    "DistributedDataParallel does not average this pass (`no_sync`, or a pass of the model inside the wrapper): each rank "
-    "uses its own losses alone"
-)
 _UNLIKE = (
     "rule {rule}: ranks whose gradients are averaged must pass the same losses, in this pass they did not: call "
     "gradsurgeon.backward with the same names on all ranks (a zero for a missing loss), and pause all ranks or none"
@@ -205,8 +201,6 @@ class LossRules:
                 continue
             groups, averaged = context.ranks.averaging(matched, keys)
             reaches, step = not reached.isdisjoint(tensors), context.counters[tensors[0]].step
-            if reaches and given and not groups and context.ranks.wrappers_of(matched):
-                context.event_log.notice_once("alone", _ALONE, rule=rule.id, step=step)
             if groups:
                 self._agreement.roll(groups)
                 _refuse_unlike(rule, groups, (reaches, context.paused, sorted(given or ())))

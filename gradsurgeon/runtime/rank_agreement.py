@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
-from gradsurgeon.distributed.ranks import FINE, PAUSED, largest
+from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
 from gradsurgeon.errors import GradSurgeonError, shorten_names
@@ -31,7 +31,6 @@ _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
     "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
 )
-_PAUSED = "{ranks} paused the session, and the rules need all ranks for this update: pause all ranks or none"
 _ALONE = (
     "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
     "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
@@ -120,10 +119,6 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together."""
-        if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
-            self._voters.clear()
-            self._rolls.clear()
-            self._voted.clear()
         if self._measures or self._records:
             roll = self.roll(self._context.ranks.shard_groups(done.tensors))
             if roll is not None and self._records:
@@ -133,12 +128,7 @@ class RankAgreement:
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
-        ranks = self._context.ranks
-        if not ranks.are_several:
-            return False
-        if self._votes or self._judges:
-            return bool(self._groups(done))
-        return (self._edits or self._measures) and bool(ranks.shard_groups(done.tensors))
+        return self._votes and self._context.ranks.are_several and bool(self._groups(done))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Cast this rank's objections to the update after a pass, without waiting."""
@@ -158,9 +148,6 @@ class RankAgreement:
             limit = _dist.patience(self._groups(done))
             voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
             self._voters[roll.prefix] = voter
-        if self._context.paused:
-            name = self._context.program.names[done.tensors[0]]
-            objections = [Objection(_dist.rank(), "", PAUSED, "notice", name, name, "")]
         self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
     def heard(self, counter: StepCounter) -> Heard:
@@ -191,16 +178,6 @@ class RankAgreement:
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
         severity = max((one.severity for one in objections), default=FINE)
         return Heard(last.voter, objections, unanimous, severity, told is not None)
-
-    def refuse_pause(self, heard: Heard) -> None:
-        """Refuse the pause of some ranks only, if rules need all ranks: half a clip is no clip."""
-        context, paused = self._context, {o.rank for o in heard.objections if o.severity == PAUSED}
-        if context.paused or heard.voter is None or not 0 < len(paused) < len(heard.voter.ranks):
-            return
-        everything = range(len(context.program.names))
-        meets = self._edits or self._measures
-        if self._judges or (meets and context.ranks.shard_groups(everything)):
-            raise GradSurgeonError(_PAUSED.format(ranks=_dist.named(sorted(paused))))
 
     def close(self) -> None:
         self._voted.clear()
@@ -271,10 +248,7 @@ class RankAgreement:
                 f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
                 f"would drift apart if a step is skipped or a final gradient edited; {remedy}"
             )
-        if self._decides:
-            text = f"{lacking}: this rank decides alone, and if it stops, the others wait for it; {remedy}"
-        else:
-            text = f"{lacking}: nothing is recorded of parameters that ranks share; {remedy}"
+        text = f"{lacking}: this rank decides alone, and records nothing of parameters that ranks share; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 

@@ -158,10 +158,11 @@ def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
         if (kept.shape, usual.shape) != wanted or len(set(part.params)) < count:
             sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {wanted[0]} and {wanted[1]}"
             raise _flaw(f"statistic {number} of {count} parameters has numbers of sizes {sizes}")
-        for tensor, least in ((kept[:_ABOVE_0], 0.0), (usual, 0.0), (kept, -math.inf)):
-            plain = tensor.layout == torch.strided and tensor.is_floating_point()
-            if not (plain and tensor.isfinite().all() and tensor.ge(least).all()):
-                raise _flaw(f"statistic {number} has numbers that a rule never learns")
+        plain = all(t.layout == torch.strided and t.is_floating_point() for t in (kept, usual))
+        if not (plain and kept.isfinite().all() and usual.isfinite().all()) or any(
+            bool(t.lt(0).any()) for t in (kept[:_ABOVE_0], usual)
+        ):
+            raise _flaw(f"statistic {number} has numbers that a rule never learns")
     return rule
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass."""
+"""Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass, and arithmetic with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _live, _torch
+from gradsurgeon import _live, _numbers, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
@@ -111,6 +111,31 @@ def _scale_of(scaler: GradScaler) -> Tensor:
     scale: Tensor | None = scaler._scale  # noqa: SLF001 # `get_scale` waits for the device
     # The scaler makes its scale when it scales the first loss.
     return torch.ones((), device="cpu") if scale is None else scale
+
+
+def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a gradient in true units. Half precision becomes float32, which holds small values."""
+    if scale is None:
+        return grad
+    return _numbers.in_float32(grad) / scale.to(grad.device)
+
+
+def in_true_units(
+    edit: Callable[[Tensor], Tensor], scale: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Return an edit that treats scaled gradients as ``edit`` treats true ones.
+
+    Non-finite elements pass unchanged: the scaler must see its overflow, or it would never back off. The
+    scale is a power of two, so dividing by it loses nothing.
+    """
+    if scale is None:
+        return edit
+
+    def scaled(grad: Tensor) -> Tensor:
+        out = edit(unscaled(grad, scale)) * scale.to(grad.device)
+        return torch.where(grad.isfinite(), out.to(grad.dtype), grad)
+
+    return scaled
 
 
 def refuse_scaling(program: Program) -> None:

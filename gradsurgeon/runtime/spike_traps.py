@@ -171,17 +171,23 @@ class SpikeTraps:
             if (learnt := rules.get(rule)) is None:
                 yield rule, "the state does not have this rule: the rule restarts"
                 continue
-            kind = spikes.bound.name, "rule" if spikes.over_rule else "parameter"
-            unlike = list(self._unlike(rule, learnt, reshaped))
-            if (learnt.bound, learnt.per) != kind:
+            params, per = set(self._params(rule)), "rule" if spikes.over_rule else "parameter"
+            odd = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
+            if (learnt.bound, learnt.per) != (spikes.bound.name, per):
                 old, new = (
-                    f"`{bound}`, per: {per}" for bound, per in ((learnt.bound, learnt.per), kind)
+                    f"`{learnt.bound}`, per: {learnt.per}",
+                    f"`{spikes.bound.name}`, per: {per}",
                 )
                 yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
-            elif unlike and spikes.over_rule:
-                yield rule, f"{unlike[0]}, so its norm is a different quantity: the rule restarts"
-            else:
-                yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
+                continue
+            if odd:
+                names = shorten_names(sorted(odd))
+                what = "" if spikes.over_rule else " with those"
+                yield (
+                    rule,
+                    f"{names}: not in the rule and in the state alike, or of another shape: the rule restarts{what}",
+                )
+            if not (odd and spikes.over_rule):
                 self._resume(rule, learnt, index)
 
     def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:
@@ -191,14 +197,6 @@ class SpikeTraps:
             tensors = tuple(index[part.params[column]] for column in columns)
             kept = part.kept.clone() if learnt.per == "rule" else part.kept[:, columns]
             self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
-
-    def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
-        """Yield the differences between the parameters of a rule and the parameters of its learnt state."""
-        params = set(self._params(rule))
-        if odd := params.intersection(learnt.params, reshaped):
-            yield f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
-        if changed := params.symmetric_difference(learnt.params):
-            yield f"acts on other parameters than in the state ({shorten_names(sorted(changed))})"
 
     def _params(self, rule: str) -> list[str]:
         program = self._context.program

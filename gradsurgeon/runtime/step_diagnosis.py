@@ -22,12 +22,9 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
-_NO_MEMORY = (
-    "{ranks} has no memory for the whole parameters of the model and their gradients, which all ranks need to run the "
-    "step again together"
-)
-_ABSENT = (
-    "{ranks} did not come to this update, and all ranks must run a divided model again together"
+_LACKING = (
+    "all ranks must run a divided model again together, and {ranks} did not come, or have no memory for the whole parameters "
+    "and their gradients"
 )
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
@@ -61,10 +58,6 @@ class StepDiagnosis:
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
             self.pending -= asked
-            # The ranks met for some rules before, at an update that this rank left out: no rank meets for those rules again.
-            asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
-            if not asked:
-                return {}
             failed = self._failed(step, scale, reports.values())
             diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
@@ -108,23 +101,18 @@ class StepDiagnosis:
     ) -> Diagnosis | None:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
-        unable = Diagnosis("not reproduced", (), failed.step, failed.rank)
         own: Diagnosis | None = None
         if (divided := self._divided()) is not None:
             # All ranks run the step again together, with whole parameters.
             told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
-            if absent := [rank for rank in heard.voter.ranks if rank not in told]:
-                return replace(unable, reasons=(_ABSENT.format(ranks=_dist.named(absent)),))
-            if full := [rank for rank, fits in told.items() if not fits]:
-                return replace(unable, reasons=(_NO_MEMORY.format(ranks=_dist.named(full)),))
+            if lacking := [rank for rank in heard.voter.ranks if not told.get(rank)]:
+                why = _LACKING.format(ranks=_dist.named(lacking))
+                return Diagnosis("not reproduced", (why,), failed.step, failed.rank)
             for call in failed.kept.calls:
                 if (module := call.module()) is not None:
                     call.casts = fully_shard.casts(module)
             around = fully_shard.unsharded(divided)
             own = self._run(replace(failed, together=True), rules, around)
-        elif reports and heard.guilty and failed.rank not in heard.guilty and _all_reduced(reports):
-            why = f"{_dist.named(heard.guilty)} contributed NaN or Inf, and this rank did not"
-            own = replace(unable, reasons=(why,))
         elif reports:
             own = self._run(failed, rules)
         return _most_telling(own, heard.voter.meet(own, LIMIT))
@@ -163,10 +151,6 @@ class StepDiagnosis:
         decisions = (self._context.decisions[rule] for rule in rules)
         wanted = any(isinstance(one, Decision) and one.bundle for one in decisions)
         return Path("gradsurgeon-traps") if wanted else None
-
-
-def _all_reduced(reports: Iterable[TrapReport]) -> bool:
-    return all(report.reduced for report in reports)
 
 
 def _most_telling(

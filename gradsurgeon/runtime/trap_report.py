@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
+from gradsurgeon.planning.table import count, grid
 from gradsurgeon.runtime.context import Flag
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.running_norms import JudgedNorms
@@ -161,7 +161,7 @@ def gradient_report(
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)
-    kinds = [f"{bad[tensor].kind if tensor in bad else 'finite':6}" for tensor in order]
+    kinds = [bad[tensor].kind if tensor in bad else "finite" for tensor in order]
     notes = [_note(bad.get(tensor), norms.get(tensor)) for tensor in order]
     marked = [tensor in bad for tensor in order]
     lines = _table("in the order in which backward produced them:", marked, kinds, labels, notes)
@@ -219,16 +219,13 @@ def _table(
     notes: Sequence[str],
 ) -> list[str]:
     """Return a title and aligned rows around the first marked one, with counts of the rows that are left out."""
-    start = max(0, min(marked.index(True) - _SHOWN // 2, len(labels) - _SHOWN))
-    shown = range(start, min(start + _SHOWN, len(labels)))
-    first, second = (max(len(texts[place]) for place in shown) for texts in (words, labels))
-    rows = [
-        f"  {'>' if marked[place] else ' '} {words[place]:{first}}  {labels[place]:{second}}  {notes[place]}"
-        for place in shown
-    ]
+    marks = [">" if mark else " " for mark in marked]
+    rows = list(zip(map(" ".join, zip(marks, words, strict=True)), labels, notes, strict=True))
+    start = max(0, min(marked.index(True) - _SHOWN // 2, len(rows) - _SHOWN))
     above = [f"    ... {start} more before"] if start else []
-    below = [f"    ... {len(labels) - shown.stop} more after"] if shown.stop < len(labels) else []
-    return [title, *above, *map(str.rstrip, rows), *below]
+    after = len(rows) - start - _SHOWN
+    below = [f"    ... {after} more after"] if after > 0 else []
+    return [title, *above, *grid(rows[start : start + _SHOWN]), *below]
 
 
 _SPIKES_SHOWN = 8
@@ -259,8 +256,7 @@ def spike_report(
         title = "the largest first:"
         rows = [(judged.tensors[p], _above(spikes, norms[p], before[:, p])) for p in places]
     shown = [(printable(names[tensor]), text) for tensor, text in rows[:_SPIKES_SHOWN]]
-    width = max(len(label) for label, _ in shown)
-    lines = [title, *(f"    {label:{width}}  {text}" for label, text in shown)]
+    lines = [title, *grid(shown)]
     if len(rows) > _SPIKES_SHOWN:
         lines.append(f"    ... {len(rows) - _SPIKES_SHOWN} more")
     if spikes.over_rule or spikes.bound.keeps_mean:

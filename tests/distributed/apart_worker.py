@@ -260,8 +260,6 @@ def paused(
         if rank() == 1:
             run.session.pause() if 1 <= number <= 3 else run.session.resume()
         run.step(number, None if spoilt is None else spoiled(net, spoilt))
-        if number == 1 and BOUND in rules:  # refused: the other rank would wait
-            break
     norms = run.error or run.session.history("first.weight", rule="norms")
     return {**run.told(), "norms": norms}
 
@@ -408,7 +406,6 @@ def main() -> dict[str, Any]:
         found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
         found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)
     late = {**NORMS, "id": "late", "at": "step"}
-    found["paused edits"] = paused(BOUND, late, sharded=True)
     found["paused records"] = paused(late, sharded=True)
     found["alone"] = alone()
     found["order"] = in_another_order()

@@ -41,7 +41,6 @@ KINDS = ("DDP", "FSDP2", "tensor parallel")
 VARIANTS = ("plain", "accumulation", "scaler")
 # Where one rank differs from the other: in this step.
 FAULT = 5
-PAUSE = (4, 7)
 ALONE = ("nan", "large", "none")
 
 
@@ -204,7 +203,6 @@ def outcome(
     called: Any,
     rule: dict[str, Any],
     step_backward: Callable[[int, Any], None],
-    until: int | None = None,
 ) -> dict[str, Any]:
     """Train until a rule raises; return what it raised, the weights after each step, and the rest.
 
@@ -214,7 +212,7 @@ def outcome(
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
     weights: list[Any] = []
     error: dict[str, Any] | None = None
-    for step in range(until or len(FACTORS)):
+    for step in range(len(FACTORS)):
         optimizer.zero_grad()
         step_backward(step, session)
         try:
@@ -223,8 +221,6 @@ def outcome(
             error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
             error["text"] = str(caught)
             break
-        except gradsurgeon.GradSurgeonError as caught:
-            error = {"text": str(caught)}
         alike = [p for name, p in model.named_parameters() if not name.startswith("own")]
         weights.append([whole(param) for param in alike])
     found = {
@@ -270,19 +266,6 @@ def refused(rule: dict[str, Any]) -> str:
     return ""
 
 
-def paused(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
-    """Pause rank 1 for some steps, in which there is a spike on all ranks."""
-    model = make()
-    called = wrapped(kind, model)
-
-    def step_backward(step: int, session: Any) -> None:
-        if dist.get_rank() == 1 and step in PAUSE:
-            (session.pause if step == PAUSE[0] else session.resume)()
-        backward(kind, called, step, 1, None)
-
-    return outcome(model, called, rule, step_backward, until=PAUSE[0] + 1)
-
-
 def all_at_once(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
     """Let all ranks see the same."""
     model = make()
@@ -302,10 +285,6 @@ def apart() -> dict[str, Any]:
                 found[f"refused, {per}, {then}"] = refused(spike_trap(HIGH, per, then))
             shared = {**spike_trap(HIGH, "parameter", then), "exclude": "own.*"}
             found[f"shared, {then}"] = alone("none", shared)
-        for kind in ("DDP", "FSDP2"):
-            found[f"paused, {kind}, {then}"] = paused(
-                kind, spike_trap(ABOVE["sigmas"], "rule", then)
-            )
     over_all = spike_trap(HIGH, "rule", "clip")
     found["over all"] = alone("large", over_all)
     found["over all, of clip-norm"] = alone("large", CLIP)

@@ -154,14 +154,3 @@ def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(
     assert len(own["weights"]) == STEPS
     assert own["learnt"][0][0] == [STEPS] * 4 + [STEPS // 2]
     assert other["learnt"][0][0] == [STEPS] * 5
-
-
-@pytest.mark.parametrize(
-    "what", ["FSDP2, clip", "FSDP2, skip-step", "FSDP2, raise", "DDP, skip-step", "DDP, raise"]
-)
-def test_a_pause_of_some_ranks_is_refused_where_rules_need_all(
-    ranks: list[dict[str, Any]], what: str
-) -> None:
-    one, paused = (rank["apart"][f"paused, {what}"] for rank in ranks)
-    assert one["error"]["text"].startswith("rank 1 paused the session, and the rules need all")
-    assert paused["error"] is None
