@@ -75,7 +75,7 @@ class RanksCheck(Check):
         self._passes += 1
         return ()
 
-    def before_edits(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
         if mail is None:
             return ()
@@ -127,7 +127,8 @@ def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> T
     norms: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for some in by_device(having, update.grads):
-        norms.update(zip(some, update.norms(some).unbind(), strict=True))
+        measured = _numbers.norms([update.grads[t] for t in some])
+        norms.update(zip(some, measured.unbind(), strict=True))
     for some in by_device(tensors if has_weights else (), update.params):
         samples = _numbers.norms([sample(update.params[t]) for t in some])
         weights.update(zip(some, samples.unbind(), strict=True))

@@ -183,8 +183,6 @@ class Voter:
         # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
-        # Whether this process hosts numbers that other ranks read, besides the store of the job.
-        self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
         self._rank = _dist.rank()
@@ -267,7 +265,7 @@ class Voter:
                 self._store.set(f"gone/{self._rank}", "")
                 self._store.add("gone", 1)
             _left[:] = [one for one in _left if not _is_over(*one[:2])]
-            _left.append((self._store, len(self.ranks), self.serves))
+            _left.append((self._store, len(self.ranks), self._counter.serves))
         _open.discard(self)
 
     def _object(self, objection: Objection) -> None:

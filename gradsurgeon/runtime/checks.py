@@ -21,7 +21,6 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
-from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import BackwardPass, Step
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -102,10 +101,6 @@ class Checks:
         for running, counter in self._due("", step.counter):
             self._context.event_log.count_fired(running.stage.rule.id, counter.step)
         self._look("before_update", step.counter, step.optimizer())
-
-    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
-        facts = {} if gradients is None else {"known_norms": gradients.known_norms}
-        self._look("before_edits", step.counter, step.optimizer(), **facts)
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context

@@ -16,7 +16,7 @@ from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import RunningPass, taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
-from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current, in_order
+from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.inner_products import Contributions
 
@@ -53,7 +53,7 @@ def before_plain_pass(
     """
     if sessions and current.get() is None:
         leaves = list(inputs or graph.leaves())
-        for rules in in_order(sessions):
+        for rules in sessions:
             rules.due(leaves, None)
 
 
@@ -82,7 +82,7 @@ def backward(
             # The hooks on the leaves are replaced meanwhile.
             stack.enter_context(RunningPass(graph, is_alone=True))
             leaves = list(graph.leaves())
-            due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
+            due += [one for rules in sessions for one in rules.due(leaves, losses)]
         named = NamedPass(due)
         if parts := _parts(due, scaled):
             grads, tasks = _gradients(due, parts, total, list(modules))

@@ -165,7 +165,6 @@ class LossRules:
 
     Attributes:
         effects: the effects of these rules.
-        order: the key by which ranks sort their sessions; equal on all ranks, in whatever order they were applied.
     """
 
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
@@ -174,8 +173,6 @@ class LossRules:
         self._stages = [
             (cast("LossRule", stage.rule), stage.tensors) for stage in context.program.of_losses
         ]
-        rules = [rule.model_dump_json() for rule, _ in self._stages]
-        self.order = (*rules, *context.program.names)
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
 
@@ -256,11 +253,6 @@ class LossRules:
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
             elif named is not None:
                 named.reached(context, rule, due)
-
-
-def in_order(sessions: Collection[LossRules]) -> list[LossRules]:
-    """Return sessions in the order that all ranks share."""
-    return sorted(sessions, key=lambda one: one.order)
 
 
 def _refuse_unlike(rule: LossRule, groups: _dist.Groups, facts: object) -> None:

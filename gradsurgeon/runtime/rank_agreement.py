@@ -45,15 +45,18 @@ class Heard:
         voter: the voter that read the votes; ``None`` if this rank decides alone.
         objections: the objections that concern the update.
         unanimous: whether all ranks have objected.
-        severity: the worst severity of the objections.
         known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
-    severity: int = FINE
     known: bool = True
+
+    @property
+    def severity(self) -> int:
+        """The worst severity of the objections."""
+        return max((one.severity for one in self.objections), default=FINE)
 
     @property
     def worst(self) -> Objection:
@@ -170,14 +173,14 @@ class RankAgreement:
         told = last.voter.decision(last.number)
         decision = told or Decision()
         names = context.program.names
-        own, others = {names[tensor] for tensor in tensors}, set[str]()
-        if decision.objections:
-            others = {name for name in names if name not in own}
         # A rank can have parameters that this rank lacks.
-        objections = tuple(one for one in decision.objections if one.concerns not in others)
+        objections = tuple(
+            one
+            for one in decision.objections
+            if one.concerns not in names or names.index(one.concerns) in tensors
+        )
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
-        severity = max((one.severity for one in objections), default=FINE)
-        return Heard(last.voter, objections, unanimous, severity, told is not None)
+        return Heard(last.voter, objections, unanimous, told is not None)
 
     def close(self) -> None:
         self._voted.clear()

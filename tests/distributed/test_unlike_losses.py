@@ -59,10 +59,6 @@ def test_what_ddp_leaves_alone_has_no_part_in_the_weights(
         assert "the loss weights are computed from the other parameters alone" in said
 
 
-def test_ranks_may_apply_rules_to_several_models_in_any_order(ranks: list[dict[str, Any]]) -> None:
-    assert max(rank["order"] for rank in ranks) < 1e-12
-
-
 @pytest.mark.parametrize("kind", MET)
 def test_passes_that_meet_other_ranks_are_as_many_on_all(
     ranks: list[dict[str, Any]], kind: str

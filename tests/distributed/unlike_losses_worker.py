@@ -99,26 +99,6 @@ def wrapped(when: str) -> float:
     return largest
 
 
-def applied_in_another_order() -> float:
-    """Apply rules to two models on each rank in another order, and run passes that reach both."""
-    first, second = make(), make()
-    given: list[tuple[Any, str]] = [(first, "mgda"), (second, "mean")]
-    for model, method in given[:: -1 if dist.get_rank() else 1]:
-        gradsurgeon.apply(model, rules({"action": "combine", "method": method}))
-    called = [DistributedDataParallel(model) for model in (first, second)]
-    wanted, found = by_hand(first, part(0)), 0.0
-    for kind in ("named", "plain", "named"):
-        first.zero_grad()
-        losses = [two(model, part(0)) for model in called]
-        both = {name: losses[0][name] + losses[1][name] for name in losses[0]}
-        if kind == "named":
-            gradsurgeon.backward(both)
-            found = max(found, off(first, wanted))
-        else:
-            sum(both.values()).backward()  # type: ignore[union-attr]
-    return found
-
-
 BETWEEN = ("nothing", "evaluation", "evaluation on one rank", "no_sync", "inputs")
 
 
@@ -240,7 +220,6 @@ def main() -> dict[str, Any]:
         "wrapped": {when: wrapped(when) for when in WRAPPED},
         "between": {what: passes_between(what) for what in BETWEEN},
         "own": {how: with_parts_of_their_own(how) for how in ("other widths", "ignored")},
-        "order": applied_in_another_order(),
         "met": {k: [met_in_the_pass(k, alike=alike) for alike in (False, True)] for k in MET},
     }
 
