@@ -51,19 +51,18 @@ def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | Non
 
 def fits(model: nn.Module) -> bool:
     """Tell whether the device has room for whole parameters and gradients. Host memory is not checked."""
-    sizes: dict[int, int] = {}
-    device: Any = None
-    for module in _managed(model):
-        dtype = _policy(module).param_dtype
-        for param in filter(_dist.is_sharded, module.parameters()):
-            # The innermost module comes last, and its policy counts.
-            sizes[id(param)] = param.numel() * (dtype or param.dtype).itemsize
-            mesh: Any = param
-            device = torch.get_device_module(mesh.device_mesh.device_type)
+    params: dict[int, Any] = {
+        id(param): param
+        for module in _managed(model)
+        for param in filter(_dist.is_sharded, module.parameters())
+    }
+    kinds = {param.device_mesh.device_type for param in params.values()}
+    device: Any = torch.get_device_module(kinds.pop()) if kinds else None
     if not hasattr(device, "mem_get_info"):
         return True
     unused = device.memory_reserved() - device.memory_allocated()
-    return bool(2 * sum(sizes.values()) < device.mem_get_info()[0] + unused)
+    size = sum(param.numel() * param.element_size() for param in params.values())
+    return bool(2 * size < device.mem_get_info()[0] + unused)
 
 
 @contextmanager
@@ -72,21 +71,15 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
     Whole parameters have the dtype of the mixed precision policy.
     """
-    divided = []
     with ExitStack() as stack:
-        try:
-            for module in _managed(model):
-                before = list(map(id, module.parameters()))
-                module.unshard()
-                if before != list(map(id, module.parameters())):
-                    divided.append(module)
-            for module, cast in _casts(model):
-                _quieten(module, cast, stack)
-            yield
-        finally:
-            stack.close()
-            for module in divided:
-                module.reshard()
+        for module in _managed(model):
+            before = list(map(id, module.parameters()))
+            module.unshard()
+            if before != list(map(id, module.parameters())):
+                stack.callback(module.reshard)
+        for module, cast in _casts(model):
+            _quieten(module, cast, stack)
+        yield
 
 
 def _quieten(module: Any, cast: Cast, stack: ExitStack) -> None:

@@ -125,7 +125,6 @@ class Objection(NamedTuple):
         rank: the rank that objects.
         rule: the id of its rule; empty if a scaler or a pause is the reason.
         severity: how bad it is.
-        kind: the kind of the event.
         concerns: the name of a parameter that the update moves.
         name: the parameter or module with the problem.
         text: the report.
@@ -135,7 +134,6 @@ class Objection(NamedTuple):
     rank: int
     rule: str
     severity: int
-    kind: str
     concerns: str
     name: str
     text: str

@@ -23,14 +23,6 @@ from gradsurgeon.tensors.inner_products import Contributions
 # The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
 REST = ""
 _NAMES = 'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
-_COMPILED = (
-    "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
-    "after its use. Set torch._functorch.config.donated_buffer = False before the first call of the model"
-)
-_REENTRANT = (
-    "the gradients of the loss {name} cannot be taken alone: its graph has a checkpoint with use_reentrant=True; use "
-    "use_reentrant=False"
-)
 _SPARSE = (
     "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
     "its layer with sparse=False"
@@ -181,17 +173,9 @@ def _gradients_of(
 ) -> Sequence[tuple[Tensor, Tensor]]:
     if not loss.requires_grad:
         return []
-    try:
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            loss, params, retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as error:
-        if "donated buffer" in str(error):
-            raise GradSurgeonError(_COMPILED) from error
-        # The wording differs between releases of torch.
-        if "use_reentrant=False" in str(error) and ".grad()" in str(error):
-            raise GradSurgeonError(_REENTRANT.format(name=printable(name))) from error
-        raise
+    grads: Sequence[Tensor | None] = torch.autograd.grad(
+        loss, params, retain_graph=True, allow_unused=True
+    )
     pairs = zip(params, grads, strict=True)
     reached = [(param, grad) for param, grad in pairs if grad is not None]
     if any(grad.layout != torch.strided for _, grad in reached):

@@ -52,21 +52,19 @@ class DueLossRule:
     def name(self, number: int) -> str:
         return printable(self.effects.context.program.names[number])
 
-    def products(
-        self, given: Contributions, params: Iterable[Tensor], *, compare: bool = False
-    ) -> Tensor:
+    def products(self, given: Contributions, params: Iterable[Tensor]) -> Tensor:
         """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
         params = list(params)
         # If ranks average some parameters, the others are left out: their gradients differ between ranks.
         averaged = [param for param in params if id(param) in self.averaged]
         if not averaged:
-            return given.products(self.senders, params, compare=compare)
+            return given.products(self.senders, params)
         groups, number = self.groups[:1], len(_dist.members(self.groups[0]))
 
         def average(block: Tensor) -> Tensor:
             return _dist.reduce(block, groups) / number
 
-        return given.products(self.senders, averaged, average, compare=compare)
+        return given.products(self.senders, averaged, average)
 
 
 class LossEffects:
@@ -101,16 +99,16 @@ class LossEffects:
         return weights if self.acts(due.rule.id) else {}
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        """Record cosine, norm ratio and opposed share of each pair."""
+        """Record cosine and norm ratio of each pair."""
         parts: dict[str, list[Tensor]] = {}
         for number, param in due.params.items():
             name = "" if per == "rule" else self.context.program.names[number]
             part = name.rpartition(".")[0] if per == "module" else name
             parts.setdefault(part, []).append(param)
-        compared: dict[str, tuple[float, float, float]] = {}
+        compared: dict[str, tuple[float, float]] = {}
         for part, params in parts.items():
             prefix = f"{part}:" if part else ""
-            for pair, numbers in pairs(due.senders, due.products(given, params, compare=True)):
+            for pair, numbers in pairs(due.senders, due.products(given, params)):
                 compared[prefix + pair] = numbers
         for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
             self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
@@ -125,7 +123,7 @@ class LossEffects:
         if own:
             event_log.notice_once("own", _OWN.format(name=due.name(own[0])), rule=rule, step=step)
         # Other rules may have compared the same gradients.
-        products = due.products(given, due.params.values())[0]
+        products = due.products(given, due.params.values())
         event_log.count_fired(rule, step)
         finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
         if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):

@@ -91,7 +91,7 @@ class Traps:
             (doubtful,) = measure.nonfinite(norms)
             if doubtful and done.scale is not None:
                 text = _OVERFLOW.format(step=counter.step, rank=rank)
-                found.append(Objection(rank, "", OVERFLOWED, "skipped-step", concerns, "", text))
+                found.append(Objection(rank, "", OVERFLOWED, concerns, "", text))
                 continue
             bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
             evidence = GradientEvidence(snapshots, (), bad, norms)
@@ -102,7 +102,7 @@ class Traps:
                     continue
                 trip = Trip(rule, decision, self.rows.of(counter, rule) + 1, report)
                 text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
-                where = rule, trip.severity, "trap", concerns, report.name
+                where = rule, trip.severity, concerns, report.name
                 found.append(Objection(rank, *where, text, report.guilty))
         return found
 

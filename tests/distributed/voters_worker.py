@@ -23,7 +23,7 @@ OBJECTED = {10: (3,), 20: (0, 1, 2, 3), 30: (1, 2)}
 
 def objection(rank: int, number: int) -> Objection:
     """Return what a rank has against a pass."""
-    return Objection(rank, "trap", SKIP, "trap", "w", "w", f"pass {number}", guilty=rank == 1)
+    return Objection(rank, "trap", SKIP, "w", "w", f"pass {number}", guilty=rank == 1)
 
 
 def told(decision: Decision | None) -> Any:
