@@ -46,15 +46,7 @@ class Finding:
 
 
 class Model:
-    """A model, reached weakly.
-
-    Args:
-        root: the model.
-        holders: by parameter, the module that holds it.
-
-    Attributes:
-        kinds: by parameter, the class name of the module that holds it.
-    """
+    """A model, reached weakly; ``holders`` has the module that holds each parameter."""
 
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
         self._root = weakref.ref(root)

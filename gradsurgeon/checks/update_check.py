@@ -273,10 +273,7 @@ def _usual_gradient(update: Update) -> float:
 class MovedCheck(Check):
     """Compares weights right after updates with those before the first one.
 
-    Args:
-        least: the share of elements of each weight that have to differ once.
-        within: the number of performed updates in which that has to happen.
-        unmoved: whether all elements have to stay; then the other two mean nothing.
+    A share of ``least`` elements must differ once ``within`` performed updates, or all elements are to stay ``unmoved``.
     """
 
     def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:

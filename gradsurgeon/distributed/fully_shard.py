@@ -20,10 +20,7 @@ _OF_TORCH = "torch.distributed.fsdp"
 class Cast(NamedTuple):
     """The actions of `fully_shard` around the forward pass of a module, besides gathering parameters.
 
-    Attributes:
-        inputs: the dtype for floating point tensors among the arguments, if any.
-        outputs: the dtype for floating point tensors in the output, if any.
-        moves: whether tensors among the arguments move to the device of the parameters.
+    Floating point arguments and outputs get a dtype, if any; ``moves`` tells whether arguments move to the parameters.
     """
 
     inputs: torch.dtype | None
@@ -67,10 +64,7 @@ def fits(model: nn.Module) -> bool:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather whole parameters for a while, and reduce `fully_shard` to its casts. A collective.
-
-    Whole parameters have the dtype of the mixed precision policy.
-    """
+    """Gather whole parameters in the dtype of the mixed precision for a while; only casts remain. A collective."""
     with ExitStack() as stack:
         for module in _managed(model):
             before = list(map(id, module.parameters()))

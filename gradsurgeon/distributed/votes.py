@@ -1,8 +1,7 @@
 """Votes of ranks on the next update, cast in the key-value store of the job, without a collective.
 
 A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads the votes at
-its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such pass
-together, so a number identifies it.
+its update, if it comes to one, so a rank that leaves an update out delays no rank.
 
 One server answers some ten thousand requests per second, too few for many ranks. Therefore one rank of each host
 starts a server for its ranks, and only their sum goes to the server of the job.
@@ -49,15 +48,7 @@ def voted(value: int) -> int:
 
 
 class Counter:
-    """The votes of some ranks by key, 0 at first, in the store of the job.
-
-    Args:
-        store: the store, with a prefix that only these ranks use.
-        hosts: the name of the host of each rank.
-
-    Attributes:
-        serves: whether other ranks read from a server in this process.
-    """
+    """The votes of ranks by key, 0 at first, in a store that only they use, given the host of each rank."""
 
     def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
         rank = _dist.rank()
@@ -122,9 +113,7 @@ class Objection(NamedTuple):
     """An objection of a rank to the next update.
 
     Attributes:
-        rank: the rank that objects.
-        rule: the id of its rule; empty if a scaler or a pause is the reason.
-        severity: how bad it is.
+        rule: the id of its rule; empty if a scaler is the reason.
         concerns: the name of a parameter that the update moves.
         name: the parameter or module with the problem.
         text: the report.
@@ -141,12 +130,7 @@ class Objection(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The votes of the ranks on a pass.
-
-    Attributes:
-        objections: the objections, in no order that ranks share.
-        unanimous: whether all ranks object.
-    """
+    """The votes of the ranks on a pass: objections in no order that ranks share, and whether all ranks object."""
 
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
@@ -232,13 +216,9 @@ class Voter:
         return self._decisions.get(number)
 
     def meet(self, value: object, limit: float) -> dict[int, Any]:
-        """Return the values of the ranks that come here in time, the same on all of them.
+        """Return the picklable values of the ranks that come here in time, the same on all of them.
 
         The result is empty if the store fails. All these ranks have read the decision on the last pass.
-
-        Args:
-            value: the value of this rank, which must be picklable.
-            limit: seconds.
         """
         self._met += 1
         prefix, told = f"{self._passes}/met/{self._met}", dict[int, Any]()

@@ -23,10 +23,7 @@ LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
 class Gradients:
-    """The gradients that a backward pass left, or that an update is about to consume.
-
-    ``scale`` is the factor by which a `GradScaler` multiplied the gradients.
-    """
+    """The gradients that a backward pass left, or that an update consumes; ``scale`` is that of a `GradScaler`."""
 
     def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
@@ -62,10 +59,7 @@ class Gradients:
         return [unscaled(grad, self.scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
-        """Measure the 2-norms of this rank's parts of gradients that no rule has edited yet.
-
-        If no gradient is sharded over ranks, later rules reuse the norms.
-        """
+        """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
         grads = self.of(tensors)
         norms = measure.norms_here(tensors, grads, scale=self.scale)
         if not _dist.any_sharded(grads):
@@ -102,12 +96,9 @@ class Gradients:
             return measure.statistics(stat, self.unscaled(tensors))
 
     def parts(self, stat: str, tensors: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return gradients, and the numbers from this rank's shards from which ranks merge a statistic.
+        """Return gradients, and numbers ``[len(tensors), k]`` of this rank's shards to merge a statistic from.
 
         Runs a collective only for gradients that await a sum over ranks.
-
-        Returns:
-            The gradients after such sums, and numbers of shape ``[len(tensors), k]``.
         """
         with torch.no_grad():
             grads = list(map(_dist.settled, self.unscaled(tensors)))
@@ -128,10 +119,7 @@ class Gradients:
                 grad.copy_(self._now[tensor] * scale.to(grad.device))
 
     def writable(self, tensors: Collection[int]) -> list[Tensor]:
-        """Return gradients that rules may write to: the optimizer gets them, and nothing else shares them.
-
-        Under ``mode="observe"``, these are copies that only the rules see.
-        """
+        """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
         fresh = [tensor for tensor in tensors if tensor not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
@@ -173,10 +161,7 @@ class Gradients:
     def edit(
         self, bound_rule: BoundRule, tensors: Sequence[int], frozen: Collection[int] = ()
     ) -> None:
-        """Edit some of the gradients that a rule matched, in true units, and count how many changed.
-
-        What ``frozen`` hides from the optimizer has no part in a norm over the rule.
-        """
+        """Edit gradients in true units, and count the changed ones; ``frozen`` ones count in no norm."""
         rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
         if not bound_rule.keeps_zero:
             for tensor in tensors:

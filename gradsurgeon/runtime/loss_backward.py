@@ -36,13 +36,7 @@ _TWO = (
 def before_plain_pass(
     sessions: Collection[LossRules], graph: BackwardGraph, inputs: Sequence[Tensor]
 ) -> None:
-    """Meet the other ranks before a pass without named losses, if ranks average it: all must pass none.
-
-    Args:
-        sessions: the sessions that have rules on losses.
-        graph: the graph that the pass runs through.
-        inputs: the only leaves that get gradients; empty for all leaves.
-    """
+    """Meet the other ranks before a pass without named losses, if ranks average it: all must pass none."""
     if sessions and current.get() is None:
         leaves = list(inputs or graph.leaves())
         for rules in sessions:
@@ -55,14 +49,7 @@ def backward(
     sessions: Collection[LossRules],
     modules: Iterable[nn.Module],
 ) -> None:
-    """Run the backward pass of the sum of losses; rules of the sessions act on the gradient of each loss.
-
-    Args:
-        losses: scalars by name.
-        scaler: multiplies the losses, unless it is ``None``.
-        sessions: the sessions that have rules on losses.
-        modules: the modules of all models of these sessions.
-    """
+    """Run the backward pass of the sum of losses; rules of the sessions act on the gradient of each loss."""
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
     # Summed as a script would do it, so without a rule exactly the operations of a plain script run.
@@ -100,10 +87,7 @@ def _check(losses: object) -> None:
 
 
 def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the losses that need a pass of their own, in an order that all ranks share.
-
-    A model may meet other ranks in its backward pass (`SyncBatchNorm`), so all ranks run equally many passes.
-    """
+    """Return the losses that need a pass of their own, alike on all ranks: they may meet in a pass (`SyncBatchNorm`)."""
     names = dict.fromkeys(name for one in due for name in one.senders)
     parts = {name: losses[name] for name in names if name in losses}
     others = [losses[name] for name in sorted(losses) if name not in names]
@@ -113,10 +97,7 @@ def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str
 def _weights(
     due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
-    """Run the rules on the gradients; return the weights of the losses, by the ids of the parameters to combine.
-
-    A loss without a weight is added unweighted.
-    """
+    """Run the rules on the gradients; return the weights other than 1, by the ids of the parameters to combine."""
     sessions = {one.effects for one in due}
     given = {one: Contributions(grads, one.context.scaling.of(tasks)) for one in sessions}
     found: dict[int, tuple[str, Mapping[str, float]]] = {}
@@ -143,14 +124,7 @@ def _gradients(
 ) -> tuple[dict[int, dict[str, Tensor]], Sequence[int]]:
     """Return the gradients by the ids of the parameters and then by loss, and the numbers of the passes.
 
-    Args:
-        due: the rules that take the gradients.
-        parts: scalars by loss; the passes retain their graph.
-        total: the sum of all losses.
-        modules: the modules whose buffers may change, because checkpointing runs their forward pass again.
-
-    Raises:
-        GradSurgeonError: the graph cannot be run twice, or a gradient is sparse.
+    ``modules`` may change their buffers, because checkpointing runs their forward pass again.
     """
     found: dict[int, dict[str, Tensor]] = {}
     if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):

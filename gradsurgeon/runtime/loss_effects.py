@@ -32,9 +32,6 @@ class DueLossRule:
     """A rule on several gradients that acts now.
 
     Attributes:
-        effects: the effects of the rules of its session.
-        rule: the rule.
-        step: the number of the update that the pass feeds.
         senders: the losses or modules whose gradients the rule uses.
         params: the tensors that get these gradients, parameters by their numbers.
         groups: the ranks that average the pass; empty if this rank acts alone.
@@ -185,8 +182,7 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
 def _drawing(call: str) -> Iterator[None]:
     """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
 
-    The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the numbers of an
-    uninterrupted run.
+    A resumed run draws the numbers of an uninterrupted run: the seed derives from the script's seed and the call.
     """
     digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
     # The script may have set another default device.

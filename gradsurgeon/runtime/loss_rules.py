@@ -71,12 +71,7 @@ class NamedPass:
     def take(
         self, grads: dict[int, dict[str, Tensor]], weights: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Combine the gradients of single losses, and remove them from ``grads`` to free one copy per loss.
-
-        Args:
-            grads: the gradients by the ids of the parameters and then by loss.
-            weights: the weights of the losses, by the ids of the parameters to combine.
-        """
+        """Combine gradients, by the ids of the parameters and then by loss, and remove them from ``grads`` to free memory."""
         self._given = frozenset(grads)
         asked = {id(param) for one in self._asked for param in one.params.values()}
         for key in self._given:
@@ -89,11 +84,7 @@ class NamedPass:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """Give parameters their combined gradients within the context; afterwards check the passes.
-
-        Raises:
-            GradSurgeonError: the passes of single losses prove nothing about this pass.
-        """
+        """Give parameters their combined gradients within the context; afterwards check the passes."""
         token = current.set(self)
         params = list(self._params.values()) if self._given is not None else []
         handles = [_torch.register_first(param, self._hook(param)) for param in params]
@@ -161,11 +152,7 @@ current: ContextVar[NamedPass | None] = ContextVar("current", default=None)
 
 
 class LossRules:
-    """The rules of one session on parameters that take the gradient of each loss.
-
-    Attributes:
-        effects: the effects of these rules.
-    """
+    """The rules of one session on parameters that take the gradient of each loss."""
 
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self.context, self._agreement = context, agreement
@@ -184,9 +171,6 @@ class LossRules:
         Args:
             leaves: the leaves that the pass reaches.
             given: the names of its losses; ``None`` for a plain pass, in which no rule acts.
-
-        Raises:
-            GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules, or passes other losses.
         """
         context = self.context
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))

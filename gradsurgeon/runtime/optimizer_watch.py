@@ -1,7 +1,6 @@
 """Watches optimizers right before an update: finds them, calls the rules at `step`, and hides gradients.
 
-Torch calls step hooks before the closure that an optimizer is given. The update happens after the closure, so
-the watch wraps the closure, and the rules act when it returns.
+Torch calls step hooks before the closure of an optimizer, so the watch wraps the closure: rules act when it returns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""All ranks make one decision on an update, by the votes that they cast at the end of a backward pass.
-
-Each rank puts its own findings to all. Reduced gradients are usually alike, but a parameter that DDP ignores, a
-communication hook or the script can make them differ. A rank that stops or skips alone leaves the others waiting.
-"""
+"""All ranks make one decision on an update, by the votes that they cast at the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -43,8 +39,6 @@ class Heard:
 
     Attributes:
         voter: the voter that read the votes; ``None`` if this rank decides alone.
-        objections: the objections that concern the update.
-        unanimous: whether all ranks have objected.
         known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
@@ -191,11 +185,7 @@ class RankAgreement:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Warn once per rule whose norm differs by rank.
-
-        Raises:
-            GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
-        """
+        """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
         judging = (self._edits or self._judges) and context.ranks.is_reducing
         for bound in due.at_step if judging else ():

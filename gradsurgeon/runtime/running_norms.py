@@ -23,13 +23,11 @@ _BETA = 0.97
 
 @dataclass(slots=True, eq=False)
 class RunningStatistic:
-    """The state that a rule has learnt from the tensors of one counter.
+    """The state that a rule has learnt from the tensors of one counter, float64.
 
     Attributes:
-        tensors: their indices.
-        kept: the state of the rule's bound, float64, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
-        usual: running means of the norms of the tensors, by which a report finds the tensors that carry a spike;
-            float64 of shape ``[len(tensors)]``, 0 for a tensor without a mean.
+        kept: the state of the rule's bound, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
+        usual: running means of the norms of the tensors, of shape ``[len(tensors)]``, 0 for a tensor without a mean.
     """
 
     tensors: tuple[int, ...]
@@ -42,9 +40,6 @@ class JudgedNorms:
     """The norms of one update under one rule, as its bound sees them.
 
     Attributes:
-        bound_rule: the rule.
-        spikes: the compiled form of the rule.
-        statistic: the learnt state before this update.
         tensors: the tensors whose gradients the update is about to consume.
         columns: the places of the tensors in the statistic, ``None`` if the statistic has no other tensors.
         each: their norms, float64 of shape ``[len(tensors)]``.
@@ -117,10 +112,7 @@ class JudgedNorms:
 def regrouped(
     spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
-    """Return the learnt state of tensors that several statistics had, or none.
-
-    If some tensors are new, or each had its own norm, one norm over all of them is a new quantity without a past.
-    """
+    """Return the learnt state of tensors that several statistics had; a norm over other tensors has none."""
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
     columns = 1 if spikes.over_rule else len(tensors)
     kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)

@@ -25,9 +25,8 @@ _MOST_PASSES = 16
 class Scaling:
     """The gradients of a session that carry the scale of a `GradScaler`, and that scale.
 
-    A process can train several models with several scalers, or some of them without any. The scale is therefore
-    known per backward pass: a pass carries a scale if it began at a scaled loss. If the caller has named a
-    scaler, all others are ignored.
+    A process can train several models, some with a scaler. The scale is therefore known per backward pass: a pass carries
+    one if it began at a scaled loss. If the caller has named a scaler, all others are ignored.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
@@ -86,11 +85,7 @@ class Scaling:
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
-        """Mark a scaler that is about to step an optimizer, or to skip its step.
-
-        Yields:
-            Whether this call is the outer one: a derived class may call the method of its base.
-        """
+        """Mark a scaler that steps an optimizer, or skips its step; yield whether no call of a base class is under way."""
         key = id(_torch.stepping(optimizer) or optimizer)
         if not self._concerns(scaler) or key in self._stepping:
             yield False
@@ -125,8 +120,7 @@ def in_true_units(
 ) -> Callable[[Tensor], Tensor]:
     """Return an edit that treats scaled gradients as ``edit`` treats true ones.
 
-    Non-finite elements pass unchanged: the scaler must see its overflow, or it would never back off. The
-    scale is a power of two, so dividing by it loses nothing.
+    Non-finite elements pass unchanged: the scaler must see its overflow, or it would never back off.
     """
     if scale is None:
         return edit
@@ -154,10 +148,7 @@ def watched(
     on_scale: Callable[[GradScaler, Sequence[Tensor]], None],
     around_step: Callable[[GradScaler, Optimizer], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Intercept every GradScaler call: torch has no hook for it.
-
-    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does.
-    """
+    """Intercept every GradScaler call: torch has no hook for it. Derived classes may have methods of their own."""
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)

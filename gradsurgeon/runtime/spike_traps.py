@@ -39,10 +39,7 @@ class SpikeTraps:
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
     def looks(self, update: StepContext, arrived: _Arrived) -> list[Look]:
-        """Compare the norms of an update with earlier updates; return the looks of rules that may stop it.
-
-        Sharded gradients need a collective. The call never waits for the device.
-        """
+        """Compare the norms of an update with earlier updates, without a wait. A collective for sharded gradients."""
         judged = self._judged[update.counter] = {}
         looks = []
         for bound_rule in update.due.spike_traps:
@@ -89,10 +86,7 @@ class SpikeTraps:
         )
 
     def _statistic(self, bound_rule: BoundRule, device: torch.device) -> RunningStatistic:
-        """Return the learnt state of a rule for the tensors of a counter, on a device.
-
-        If counters have exchanged tensors since, an optimizer keeps what the rule has learnt of those tensors.
-        """
+        """Return the learnt state of a rule for the tensors of a counter, on a device."""
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
         statistic = self.statistics.get((rule, tensors[0]))
         if statistic is None or statistic.tensors != tensors:
@@ -154,13 +148,7 @@ class SpikeTraps:
         index: Mapping[str, int],
         reshaped: Collection[str],
     ) -> Iterator[tuple[str, str]]:
-        """Resume from the result of `state`; yield each mismatch with its rule.
-
-        Args:
-            rules: the checked result of `state`.
-            index: the number of each parameter by its name.
-            reshaped: the names of the parameters whose shapes have changed since.
-        """
+        """Resume from the result of `state`, except ``reshaped`` parameters; yield each mismatch with its rule."""
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()

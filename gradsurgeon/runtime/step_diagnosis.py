@@ -46,14 +46,7 @@ class StepDiagnosis:
     def of(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
-        """Return diagnoses by rule, for rules that trip for the first time. If ranks objected, all of them take part.
-
-        Args:
-            reports: the reports of the rules that tripped on this rank, by rule.
-            step: the number of the step.
-            scale: the factor of a `GradScaler`.
-            heard: the votes of the ranks on the step.
-        """
+        """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
         asked = {one.rule for one in heard.objections}.intersection(self._asked) - self._shared
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
@@ -70,10 +63,7 @@ class StepDiagnosis:
         return diagnoses
 
     def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
-        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help.
-
-        An overflow is what scalers skip for. Ranks know of no vote on it: with several of them nothing is run again.
-        """
+        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help. For one process only."""
         if not self.pending or _dist.world() > 1:
             return None
         with suppress(Exception), self._context.resting():  # a skip needs no diagnosis

@@ -154,10 +154,7 @@ def gradient_report(
     *,
     edited: bool = False,
 ) -> TrapReport:
-    """Return a report on finite and non-finite gradients, in the order in which backward delivered them.
-
-    Gradients that were ``edited`` after backward became non-finite then, and the order means nothing.
-    """
+    """Return a report in the order of backward, which means nothing for gradients ``edited`` since."""
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)
@@ -238,11 +235,7 @@ def spike_report(
 ) -> TrapReport:
     """Report the parameters that carry a spike, and where it begins. Waits for the device.
 
-    Args:
-        names: the names of all parameters.
-        judged: norms, at least one of them a spike.
-        arrived: all tensors in the order in which backward produced their gradients, empty if it is unknown. The tensors
-            of one node share a group; -1 stands for a tensor that is no parameter of the model.
+    ``arrived`` has the order of backward, empty if it is unknown: tensors of one node share a group, -1 is no parameter.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
     total, spikes = count(len(judged.tensors), "gradient"), judged.spikes

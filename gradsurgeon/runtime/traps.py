@@ -126,10 +126,7 @@ class Traps:
         return self._conclude(update, findings)
 
     def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
-        """Judge gradients again that rules at `step` may have made non-finite. A collective for sharded gradients.
-
-        All ranks have the same rules and the same averaged or sharded gradients, so all of them find the same.
-        """
+        """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context, trapped = self._context, update.due.trapped
         norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)

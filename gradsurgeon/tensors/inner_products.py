@@ -21,9 +21,7 @@ _Rows = Sequence[Sequence[Tensor | None]]
 class Contributions:
     """The gradients that several senders, losses or modules, contribute to some tensors.
 
-    Args:
-        grads: the gradients by tensor id and then by sender; a missing sender counts as zeros.
-        scale: the factor of a scaler on all of them.
+    ``grads`` has them by tensor id and then by sender; a missing sender counts as zeros.
     """
 
     def __init__(
@@ -38,17 +36,10 @@ class Contributions:
         tensors: Sequence[Tensor],
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the inner products of n gradients in true units; all rules with the same question share the answer.
+        """Return the inner products of n gradients in true units, float64 of shape ``[n, n]`` on the host. Waits.
 
-        Waits once for each device.
-
-        Args:
-            senders: the losses or modules.
-            tensors: the tensors of the gradients.
-            average: maps some elements of all senders, ``[n, elements]``, to their average over ranks.
-
-        Returns:
-            float64 of shape ``[n, n]``, on the host.
+        All rules with the same question share the answer. ``average`` maps some elements of all senders, ``[n, elements]``,
+        to their average over ranks.
         """
         key = (*senders,), (*map(id, tensors),)
         if key not in self._known:
@@ -122,13 +113,9 @@ def pairs(senders: Sequence[str], known: Tensor) -> Iterator[tuple[str, tuple[fl
 
 
 def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Return a new tensor of the dtype of the terms.
+    """Return the sum of gradients by sender, in the dtype of the terms; a sender without a weight has 1.
 
     The sum is taken in float32 or more, so half precision is rounded once, at the end.
-
-    Args:
-        terms: gradients by sender, at least one.
-        weights: the weights that are not 1, by sender.
     """
     (first, one), *others = terms.items()
     total = _numbers.in_float32(one) * weights.get(first, 1.0)
