@@ -84,14 +84,8 @@ class RankAgreement:
         self._decides = any(map(_decides, acting))
         # Decisions by norms that all ranks have need no vote.
         self._votes = any(_decides(rule) and self._is_trap(rule) for rule in acting)
-        self._edits = any(map(_edits_updates, acting))
-        self._judges = any(map(_judges, acting))
-        # In both modes, because ranks average the gradients of single losses.
-        self._drifts = (
-            self._edits
-            or any(getattr(rule, "then", "") == "skip-step" for rule in acting)
-            or any(map(_averages_losses, context.rules))
-        )
+        # Losses in both modes, because ranks average the gradients of single losses.
+        self._drifts = any(map(_lets_drift, acting)) or any(map(_averages_losses, context.rules))
         # In both modes: rules that measure whole gradients at the update, although ranks hold shards.
         self._measures = any(map(self._measures_whole, context.rules))
         # Rules that record shards.
@@ -187,10 +181,10 @@ class RankAgreement:
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
-        judging = (self._edits or self._judges) and context.ranks.is_reducing
-        for bound in due.at_step if judging else ():
+        for bound in due.at_step if context.ranks.is_reducing else ():
             rule, tensors = bound.rule, bound.tensors
-            judges, one_norm = _judges(rule), getattr(rule, "per", "") == "rule"
+            # A rule that stops or skips an update by norms at the update itself.
+            judges, one_norm = _decides(rule), getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))
@@ -283,14 +277,10 @@ def _decides(rule: Rule) -> bool:
     return isinstance(rule, TrapRule) and decides(rule)
 
 
-def _judges(rule: Rule) -> bool:
-    """Tell whether a rule stops or skips an update by norms at the update itself."""
-    return _decides(rule) and rule.point == "step"
-
-
-def _edits_updates(rule: Rule) -> bool:
+def _lets_drift(rule: Rule) -> bool:
     """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
-    return _changes(rule) and rule.target == "params" and rule.point == "step"
+    edits = _changes(rule) and rule.target == "params" and rule.point == "step"
+    return edits or getattr(rule, "then", "") == "skip-step"
 
 
 def _lacking(roll: Roll, info: SessionInfo) -> str:
