@@ -32,14 +32,8 @@ _WEIGHTS = (
     "{ranks} differ in the weights {{names}}, although their gradients are alike. Broadcast the weights of rank 0 before "
     "training, and look for an update, a weight decay or an assignment that only some ranks make"
 )
-_BYPASSED = (
-    "DistributedDataParallel holds this model, but did not average: call the wrapper in the forward pass, not "
-    "`model.module`"
-)
-_LOST = (
-    "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that one rank "
-    "skips or that loses data"
-)
+_BYPASSED = "DistributedDataParallel did not average: call the wrapper in the forward pass, not `model.module`"
+_LOST = "Look for code between `backward()` and `step()` that only some ranks run, and a collective that loses data"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ _CAUSES = {
     "frozen": "rule {rule} freezes {{it}}. Exclude {{it}} from one of the two rules",
     "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
     "lr": "the learning rate is 0. Set one in the group of the optimizer, or look at the schedule",
-    "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} updates are too small for the size of the "
-    "weights. {remedy}",
+    "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} it is too small. {remedy}",
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
     "for a compiled or wrapped `step` that has lost {{it}}",
 }

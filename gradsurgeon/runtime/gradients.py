@@ -153,8 +153,9 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            holders = Counter(map(id, self._now.values()))
-            several = self._now.items() if len(holders) < len(self._now) else ()
+            tensors, grads = self._context.parameters.grads()
+            holders = Counter(map(id, grads))
+            several = zip(tensors, grads, strict=True) if len(holders) < len(grads) else ()
             self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
 

@@ -23,14 +23,8 @@ from gradsurgeon.tensors.inner_products import Contributions
 # The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
 REST = ""
 _NAMES = 'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
-_SPARSE = (
-    "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
-    "its layer with sparse=False"
-)
-_TWO = (
-    "rule {rule}: another session combines the gradient of {name} already, by the rule {other}: `exclude` the parameter "
-    "from one of the two rules"
-)
+_SPARSE = "the loss {name} has a sparse gradient, which cannot be combined: `exclude` the parameter, or use sparse=False"
+_TWO = "rule {rule}: the rule {other} of another session combines {name} already: `exclude` it from one of them"
 
 
 def before_plain_pass(

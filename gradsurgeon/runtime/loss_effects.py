@@ -21,10 +21,6 @@ from gradsurgeon.tensors.inner_products import Contributions, pairs
 _PLAIN = "the parameters get the plain sum, as without the rule"
 _NONFINITE = f"the gradient of {{some}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
 _UNSOLVED = f"the solver found no weights for {{names}}: {{problem}}; {_PLAIN}"
-_OWN = (
-    "DistributedDataParallel does not average {name}: the loss weights are computed from the other parameters alone, and "
-    "also apply to this parameter"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,9 +112,6 @@ class LossEffects:
     ) -> dict[str, float]:
         """Return the weight of each sender and record it; empty if there are no weights."""
         rule, step, event_log = due.rule.id, due.step, self.context.event_log
-        own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
-        if own:
-            event_log.notice_once("own", _OWN.format(name=due.name(own[0])), rule=rule, step=step)
         # Other rules may have compared the same gradients.
         products = due.products(given, due.params.values())
         event_log.count_fired(rule, step)

@@ -19,9 +19,8 @@ from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 _OWN_NORM = (
-    "takes one norm over gradients that DDP averages and others that DDP leaves alone ({name}): unless the script "
-    "averages those, the norm and the clipped gradients differ by rank, and the weights drift apart; "
-    "`exclude` them, or use `per: parameter`"
+    "takes one norm over gradients that DDP averages and others ({name}): the clipped gradients differ by rank, and the "
+    "weights drift apart; `exclude` them, or use `per: parameter`"
 )
 _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "

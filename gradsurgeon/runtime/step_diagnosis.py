@@ -22,10 +22,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
-_LACKING = (
-    "all ranks must run a divided model again together, and {ranks} did not come, or have no memory for the whole parameters "
-    "and their gradients"
-)
+_LACKING = "all ranks must run a divided model again: {ranks} did not come, or have no memory for whole parameters"
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 

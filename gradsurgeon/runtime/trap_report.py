@@ -21,10 +21,7 @@ from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
-_EDITED = (
-    "all of them were finite after backward: look at how the script changes gradients afterwards (a clip, a hook, an "
-    "edit of `.grad`)"
-)
+_EDITED = "all were finite after backward: look at how the script changes gradients afterwards (a clip, an edit of `.grad`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +162,9 @@ def gradient_report(
     if edited:
         lines.append(_EDITED)
     elif first > 0:
+        before, bad_one = labels[first - 1], labels[first]
         lines.append(
-            f"the border lies between {labels[first - 1]} (still finite) and {labels[first]} "
-            "(first that is not)"
+            f"the border lies between {before} (still finite) and {bad_one} (first that is not)"
         )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.

@@ -41,10 +41,7 @@ _OVERFLOW = (
     "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
     "not: its GradScaler skips alone, so its scale differs from the others from now on"
 )
-_REPAIRED = (
-    "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
-    "between, no trap"
-)
+_REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
 _NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 

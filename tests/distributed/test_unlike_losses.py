@@ -55,8 +55,6 @@ def test_what_ddp_leaves_alone_has_no_part_in_the_weights(
 ) -> None:
     for rank in ranks:
         assert rank["own"][how]["off"] < 1e-12
-        (said,) = rank["own"][how]["said"]
-        assert "the loss weights are computed from the other parameters alone" in said
 
 
 @pytest.mark.parametrize("kind", MET)

@@ -141,7 +141,7 @@ def with_parts_of_their_own(how: str) -> dict[str, Any]:
         called = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = {"action": "combine", "method": "mgda", "params": "*"}
-    session = gradsurgeon.apply(model, rules(rule, {"action": "conflict", "params": "*"}))
+    gradsurgeon.apply(model, rules(rule, {"action": "conflict", "params": "*"}))
     largest = 0.0
     for step in range(3):
         optimizer.zero_grad()
@@ -154,8 +154,7 @@ def with_parts_of_their_own(how: str) -> dict[str, Any]:
             two(getattr(called, "module", called) if how == "ignored" else make(), part(3))[
                 "seg"
             ].backward()
-    said = [event.message for event in session.events if "does not average" in event.message]
-    return {"off": largest, "said": said}
+    return {"off": largest}
 
 
 class Met(torch.autograd.Function):
