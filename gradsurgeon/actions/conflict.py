@@ -18,9 +18,8 @@ class Conflict(LossRule):
 
     ## What it does
     Compares the gradients of each pair of losses and changes nothing. For a pair `seg/depth` it records `cosine`, the
-    cosine of the angle between the two (below 0 they conflict: a small step down one loss is a step up the other);
-    `ratio`, the norm of the first over the norm of the second; and `opposed`, the norm of the elements at which the two
-    have opposite signs, as a share of the norm of all elements, from 0 to 1.
+    cosine of the angle between the two (below 0 they conflict: a small step down one loss is a step up the other), and
+    `ratio`, the norm of the first over the norm of the second.
 
     On parameters, `losses` names losses that the script passes to `gradsurgeon.backward({"seg": ..., "depth": ...})`.
     On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it compares the
@@ -44,12 +43,12 @@ class Conflict(LossRule):
         Example(
             {"losses": ["seg", "depth"]},
             losses={"seg": [3.0, 4.0], "depth": [-4.0, 3.0]},
-            record={"cosine": 0.0, "ratio": 1.0, "opposed": 5.0 / 50.0**0.5},
+            record={"cosine": 0.0, "ratio": 1.0},
         ),
     )
 
     role: ClassVar[Role] = "observe"
-    stats: ClassVar = ("cosine", "ratio", "opposed")
+    stats: ClassVar = ("cosine", "ratio")
 
     action: Literal["conflict"] = "conflict"
     per: Annotated[
