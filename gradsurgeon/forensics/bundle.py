@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _bounded_load, _torch
+from gradsurgeon import _bounded_load
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
@@ -140,23 +140,16 @@ def _document(failed: FailedStep) -> dict[str, Any]:
 def _written(call: KeptCall, plain: _Plain) -> dict[str, Any]:
     module, numpy = call.module(), call.random.numpy
     modules = [] if module is None else module.named_modules()
-    # Other generators than numpy's default are left out, and its state is written without arrays.
-    if numpy is not None and numpy["bit_generator"] == "MT19937":
-        inner = numpy["state"]
-        numpy = {**numpy, "state": {**inner, "key": inner["key"].tolist()}}
-    else:
-        numpy = None
+    if numpy is not None:
+        name, words, *rest = numpy
+        numpy = (name, words.tolist(), *rest)
     return {
         "name": call.name,
         **{part: plain(getattr(call, part)) for part in _CALL_PARTS},
         "random": plain(call.random.torch),
         "host": (call.random.python, numpy),
         "autocast": call.autocast,
-        "outputs": {
-            path: (kept.shape, plain(kept.sample), kept.is_overwritten)
-            for path, kept in call.outputs.items()
-        },
-        "written": call.is_input_written,
+        "outputs": {path: (kept.shape, plain(kept.sample)) for path, kept in call.outputs.items()},
         "casts": {name: tuple(cast) for name, cast in call.casts.items()},
         "training": {name: inner.training for name, inner in modules},
     }
@@ -295,8 +288,6 @@ class _Reader:
                 "this may not be the model of the bundle: its modules, or the source code of their classes, differ or "
                 "are unknown"
             )
-        if entry["written"]:
-            self._doubts.append("an input was written to after the call")
         devices = entry["random"].items()
         known = {d: state for d, state in devices if torch.device(d).type in ("cpu", here)}
         autocast = {
@@ -305,13 +296,11 @@ class _Reader:
             if kind in ("cpu", self._made_on)
         }
         outputs = {
-            path: Fingerprint(shape, sample, -1 if over else _torch.writes(sample))
-            for path, (shape, sample, over) in self._placed(entry["outputs"]).items()
+            path: Fingerprint(*kept) for path, kept in self._placed(entry["outputs"]).items()
         }
         return KeptCall(
             module=lambda: module,
             name=name,
-            written={},
             random=RandomState(known, *entry["host"]),
             autocast=autocast,
             outputs=outputs,

@@ -24,7 +24,7 @@ _TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BY
 _DIFFERENT = (
     "the replay returned other outputs than the call: state, an input or random numbers changed"
 )
-_CLOSE = "the replay differs in the last digits, or the script has written into the output"
+_CLOSE = "the replay differs in the last digits"
 _UPDATED = (
     "another optimizer has updated weights since the call, and the replay used the new weights"
 )
@@ -33,15 +33,10 @@ _FINITE = (
     "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
     "or by `torch.autograd.grad` (a gradient penalty), or random numbers differ, or the machine made an error"
 )
-_FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
 _ITERATOR = "the model was given an iterator ({}), which a replay would use up: give it the items"
-_LEFT = "the replay changed an object and could not put it back: {}"
 _DIVIDED = (
-    "the parameters are divided over ranks, which run a step again together only with `fully_shard`"
-)
-_ALONE = (
-    "the parameters are divided over ranks, which run a step again together only if a rule makes them agree on it: "
-    "`then: raise` or `skip-step`, and not while rules only observe"
+    "the parameters are divided over ranks, which run a step again together only with `fully_shard` and a rule with "
+    "`then: raise` or `skip-step`, not while rules only observe"
 )
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
 _OTHERS = (
@@ -50,11 +45,6 @@ _OTHERS = (
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
-_WRITTEN = "an input was written to after the call"
-_UPDATED_WEIGHT = (
-    "no trap stopped an update before: if one watches this weight, its gradients were finite, and "
-    "the optimizer itself wrote this number there, or the script"
-)
 
 
 def diagnose(
@@ -75,15 +65,13 @@ def diagnose(
         reasons = [_TOO_LARGE.format(kept.dropped)]
     if not kept.calls:
         return replace(blank, reasons=tuple(reasons) or (_NO_CALL,))
-    if not failed.together and any(map(fully_shard.casts, failed.called.values())):
-        return replace(blank, reasons=(_ALONE,))
-    params = (param for module in failed.called.values() for param in module.parameters())
-    if any(map(_dist.is_divided, params)):
+    called = failed.called.values()
+    alone = not failed.together and any(map(fully_shard.casts, called))
+    if alone or any(_dist.is_divided(param) for module in called for param in module.parameters()):
         return replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
     if (blamed := _search(failed, reasons)) is None:
-        finite = _FINITE_HERE if failed.together else _FINITE
-        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
+        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
     replayed, source = blamed
     if debugger and source.is_operation:
         replay(replayed.call, stop_at=source.when)
@@ -96,7 +84,6 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
     outside: tuple[Replayed, Source] | None = None
     for call in failed.kept.calls:
         replayed = replay(call)
-        reasons += [_LEFT.format(_shortened(what)) for what in replayed.left]
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
         elif (error := replayed.error) is not None:
@@ -152,8 +139,6 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _UPDATED if failed.kept.updated else _CLOSE
     elif not ("equal" in replayed.compared or _has_moved_alike(replayed, failed)):
         yield _NOTHING_FINITE
-    if call.is_input_written:
-        yield _WRITTEN
     if source.is_outside:
         yield _OUTSIDE
     if told.where == "unknown":
@@ -193,15 +178,13 @@ def _told(
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
     told = ((loss and source_in(loss)) or source).told
-    module, module_type, name, cause = told.module, told.module_type, told.name, told.cause
+    module, module_type, name = told.module, told.module_type, told.name
     if module and call.prefix:
         module = call.name if module == "." else call.prefix + module
     if told.where == "input":
         module, module_type = call.name, type(call.module()).__name__
     if told.where in ("weight", "buffer"):
         name = call.prefix + name
-    if told.where == "weight" and failed.step and not source.intended and cause is not None:
-        cause = replace(cause, evidence=(*cause.evidence, _UPDATED_WEIGHT))
     return replace(
         told,
         certainty="partial" if reasons else "reproduced",
@@ -213,7 +196,6 @@ def _told(
         module=module,
         module_type=module_type,
         name=name,
-        cause=cause,
         scale=None if failed.scale is None else float(failed.scale),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),

@@ -135,28 +135,27 @@ class KeptCalls:
             # The tables of scripted modules have no `get`.
             there = {name: table[key] for name, (table, key) in changing.items() if key in table}
             buffers = {name: buffer for name, buffer in there.items() if buffer is not None}
-        given: list[tuple[Path, Tensor]]
+        given: list[Tensor]
         if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
             iterators: list[str] = []
-            given = [((0, place), tensor) for place, tensor in enumerate(args)]
+            given = list(args)
         else:
             # The script may change its dicts and lists later.
             copied = Copied((args, kwargs))
             (args, kwargs), iterators = copied.value, copied.iterators
-            given = list(tensors_in(copied.value))
+            given = [tensor for _, tensor in tensors_in(copied.value)]
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
-            {path: _torch.writes(tensor) for path, tensor in given},
             RandomState.now(self._devices),
             {name: buffer.detach().clone() for name, buffer in buffers.items()},
             {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
             compiled=compiled,
             iterators=tuple(iterators),
         )
-        held = [*[one for _, one in given], *call.buffers.values()]
+        held = [*given, *call.buffers.values()]
         call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
         self._open.calls[-1] = call
 

@@ -9,51 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _torch
+from gradsurgeon import _numbers
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
-from gradsurgeon.tensors.structure import Path, tensors_in
+from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.structure import Path
 
 # The bounds on one step: beyond them the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
 # A graph with more nodes is another part of the model, not a loss.
 _MOST_NODES = 64
-# The elements by which two tensors are compared, and the largest tensor that is compared whole.
-_SAMPLE, _SMALL = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """A fixed sample of a tensor, to recognise the tensor by. It stays on its device, unread.
-
-    A small tensor is its own sample, without a copy, unless it is a part of a larger one.
-    """
+    """A fixed sample of a tensor, to recognise the tensor by. It stays on its device, unread."""
 
     shape: tuple[int, ...]
     sample: Tensor
-    version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Fingerprint:
-        part, shape = tensor.detach(), tuple(tensor.shape)
-        if part.layout == torch.sparse_coo:
-            part = part.coalesce().values()
-        if part.numel() > _SMALL:
-            if not part.is_contiguous():
-                # A copy of the whole tensor would cost too much: its last row is sampled.
-                while part.dim() > 1:
-                    part = part[-1]
-            part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
-        elif part.layout == torch.strided and part.untyped_storage().nbytes() > part.nbytes:
-            part = part.clone()  # The view would keep the whole tensor alive.
-        return cls(shape, part, _torch.writes(part))
-
-    @property
-    def is_overwritten(self) -> bool:
-        """Whether the script has written into the sample since."""
-        return _torch.writes(self.sample) != self.version
+        return cls(tuple(tensor.shape), sample(_numbers.values(tensor)))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -65,7 +44,6 @@ class KeptCall:
         name: its name in the model of the session.
         args: positional arguments: tensors by reference, in copies of the script's containers.
         kwargs: keyword arguments, likewise.
-        written: how often each tensor among the arguments had been written to; empty if unknown.
         random: the random state before the call.
         buffers: copies of the buffers that the call changes, from before it, by name in ``module``.
         autocast: by kind of device, whether autocast was on, and its dtype.
@@ -85,7 +63,6 @@ class KeptCall:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    written: dict[Path, int]
     random: RandomState
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
@@ -104,13 +81,6 @@ class KeptCall:
     def prefix(self) -> str:
         """The prefix of names inside the module: empty for the root."""
         return "" if self.name == "." else f"{self.name}."
-
-    @property
-    def is_input_written(self) -> bool:
-        """Whether the script has written into a tensor among the arguments since the call."""
-        given = tensors_in((self.args, self.kwargs))
-        now = {path: _torch.writes(tensor) for path, tensor in given}
-        return bool(self.written) and self.written != now
 
 
 @dataclass(frozen=True, slots=True, eq=False)

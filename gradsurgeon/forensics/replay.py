@@ -43,7 +43,6 @@ class Replayed:
         compared: how the outputs compare with those of the call: with finite numbers that are equal, nearly equal, or
             others.
         moved: the buffers before and after the replay, by name.
-        left: the objects that the replay has changed and could not put back.
         error: the exception of the replay.
     """
 
@@ -54,7 +53,6 @@ class Replayed:
     returned: set[Path] = field(default_factory=set)
     compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
     moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -69,8 +67,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     if module is None or call.iterators:
         return found
     try:
-        given = undisturbed(module, call.prefix, (call.args, call.kwargs), call.random)
-        with _one_at_a_time, given as found.left, warnings.catch_warnings():
+        with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _run(module, found, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
@@ -142,8 +139,6 @@ def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", 
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
     if tensor is None or tuple(tensor.shape) != kept.shape:
         return {"other"}
-    if kept.is_overwritten:
-        return {"near"}
     sample, other = Fingerprint.of(tensor).sample, kept.sample
     if sample.is_floating_point() and other.is_floating_point():
         # A later hook may have cast the output.

@@ -651,27 +651,25 @@ class Counts(Net):
         return super().forward(x)
 
 
-_LEFT = "the replay changed an object and could not put it back: held (TypeError: it only grows)"
-
-
 @pytest.mark.parametrize(
-    ("held", "reasons"),
+    "held",
     [
-        (lambda: np.frombuffer(b"abcd", dtype=np.uint8), ()),
-        (lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}], ()),
-        (lambda: MappingProxyType({"a": [1]}), ()),
-        (OnlyGrows, (_LEFT,)),
+        lambda: np.frombuffer(b"abcd", dtype=np.uint8),
+        lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}],
+        lambda: MappingProxyType({"a": [1]}),
+        OnlyGrows,
     ],
 )
 def test_what_cannot_be_written_stops_no_other_attribute_from_being_put_back(
-    held: Callable[[], Any], reasons: tuple[str, ...]
+    held: Callable[[], Any],
 ) -> None:
     torch.manual_seed(0)
     model = Counts(held())
     diagnosis = diagnosed(model, batch())
     assert model.calls == [1]
-    assert (diagnosis.operation, diagnosis.reasons) == ("aten.log", reasons)
-    assert diagnosis.certainty == ("partial" if reasons else "reproduced")
+    assert len(model.held) == (1 if held is OnlyGrows else len(held()))
+    assert (diagnosis.operation, diagnosis.reasons) == ("aten.log", ())
+    assert diagnosis.certainty == "reproduced"
 
 
 # What is held meanwhile.
@@ -683,8 +681,6 @@ def test_the_sample_of_a_part_holds_no_more_than_the_part() -> None:
         kept = Fingerprint.of(part)
         assert kept.sample.untyped_storage().nbytes() == part.nbytes
         assert torch.equal(kept.sample, Fingerprint.of(part.clone()).sample)
-    small = torch.zeros(4)
-    assert Fingerprint.of(small).sample.data_ptr() == small.data_ptr()
 
 
 # How sure it is.
