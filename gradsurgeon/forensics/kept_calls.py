@@ -1,7 +1,6 @@
 """Keeps the calls of a model while it trains, so that a failed step can be run again.
 
-Inputs and gradients of outputs are kept by reference. Random states and the buffers that the forward pass
-changes are copied. Nothing waits for a device.
+Inputs and gradients of outputs are kept by reference. Random states and small buffers are copied. Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 _SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
 
+# A forward pass that writes into a larger buffer differs in the replay.
+_LARGEST_BUFFER = 2**16
+
 
 class _Open(threading.local):
     """The calls that run in a thread, outermost first. Only the outermost one is kept."""
 
     def __init__(self) -> None:
         self.calls: list[KeptCall | None] = []
-        # In the first call of a module: its buffers before the call, with the number of writes to each.
-        self.buffers: dict[str, tuple[Tensor, int]] = {}
 
 
 class KeptCalls:
@@ -56,9 +56,8 @@ class KeptCalls:
         # Why calls of the model cannot be seen.
         self._unseen = ""
         self._handles: list[RemovableHandle] = []
-        # By called module and mode: the buffers that its forward pass changes, with their place in a module. They
-        # are known once the first call has ended.
-        self._changing: dict[tuple[str, bool], dict[str, tuple[dict[str, Any], str]]] = {}
+        # By called module.
+        self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._devices: tuple[str, ...] = ()
         self._kinds = {"cpu"}
         self._open = _Open()
@@ -66,7 +65,6 @@ class KeptCalls:
     def attach(self, model: nn.Module) -> None:
         self.detach()
         self.model = weakref.ref(model)
-        self._changing.clear()
         self._unseen = ""
         self.evaluations = self.evaluations or 0
         devices = [
@@ -81,6 +79,7 @@ class KeptCalls:
             if is_scripted(class_names(module)):
                 self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
                 continue
+            self._buffers[name] = _buffers(module)
             # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
             hooked, hook = (model if compiled else module), _Hook(self, name, module)
@@ -127,14 +126,8 @@ class KeptCalls:
         if self._is_paused():
             self.step.problem = "the session was paused"
             return
-        key = name, module.training
-        if (changing := self._changing.get(key)) is None:
-            buffers = dict(module.named_buffers())
-            self._open.buffers = {name: (b, _torch.writes(b)) for name, b in buffers.items()}
-        else:
-            # The tables of scripted modules have no `get`.
-            there = {name: table[key] for name, (table, key) in changing.items() if key in table}
-            buffers = {name: buffer for name, buffer in there.items() if buffer is not None}
+        # The tables of scripted modules have no `get`.
+        buffers = {path: table[key] for path, table, key in self._buffers[name] if key in table}
         given: list[Tensor]
         if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
             iterators: list[str] = []
@@ -150,7 +143,7 @@ class KeptCalls:
             args,
             kwargs,
             RandomState.now(self._devices),
-            {name: buffer.detach().clone() for name, buffer in buffers.items()},
+            {path: b.detach().clone() for path, b in buffers.items() if b is not None},
             {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
             compiled=compiled,
             iterators=tuple(iterators),
@@ -159,13 +152,10 @@ class KeptCalls:
         call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
         self._open.calls[-1] = call
 
-    def end(self, module: nn.Module, output: Any) -> None:
+    def end(self, output: Any) -> None:
         call = self._open.calls.pop() if self._open.calls else None
         if call is None:
             return
-        if (key := (call.name, module.training)) not in self._changing:
-            before, self._open.buffers = self._open.buffers, {}
-            self._changing[key] = dict(_changed(module, before))
         if output is None:
             return  # The call has raised, or returned nothing.
         for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
@@ -247,10 +237,9 @@ class _Hook:
         del hooked, args
         if torch.compiler.is_compiling():
             return
-        kept, module = self._kept(), self._module()
-        if kept is not None and module is not None:
+        if (kept := self._kept()) is not None:
             try:
-                kept.end(module, output)
+                kept.end(output)
             except Exception as error:  # noqa: BLE001 # as above
                 kept.spare(error)
 
@@ -269,18 +258,11 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         pending += [name for name in inner if name in modules]
 
 
-def _changed(
-    module: nn.Module, before: dict[str, tuple[Tensor, int]]
-) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
-    """Yield the buffers that the first call of a module has changed, by name, with table and key."""
-    for prefix, inner in module.named_modules():
-        table = inner._buffers  # noqa: SLF001 # where modules keep them
-        # Kernels write running statistics without counting; the number of batches is counted.
-        counted = module.training and "num_batches_tracked" in table
-        for key, buffer in table.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if buffer is None:
-                continue
-            old, writes = before.get(name, (None, 0))
-            if counted or old is not buffer or _torch.writes(old) != writes:
-                yield name, (table, key)
+def _buffers(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """Return name, table and key of each buffer that a forward pass may change: a large one is a mask or a table."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, inner._buffers, key)  # noqa: SLF001 # where modules keep them
+        for prefix, inner in module.named_modules()
+        for key, buffer in inner._buffers.items()  # noqa: SLF001 # as above
+        if buffer is not None and buffer.numel() <= _LARGEST_BUFFER
+    ]

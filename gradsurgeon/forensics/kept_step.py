@@ -45,7 +45,7 @@ class KeptCall:
         args: positional arguments: tensors by reference, in copies of the script's containers.
         kwargs: keyword arguments, likewise.
         random: the random state before the call.
-        buffers: copies of the buffers that the call changes, from before it, by name in ``module``.
+        buffers: copies of the small buffers from before the call, by name in ``module``.
         autocast: by kind of device, whether autocast was on, and its dtype.
         outputs: the outputs, by path.
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
