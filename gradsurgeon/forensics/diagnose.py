@@ -22,7 +22,8 @@ _NO_CALL = (
 )
 _TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BYTES // 2**20} MiB"
 _DIFFERENT = (
-    "the replay returned other outputs than the call: state, an input or random numbers changed"
+    "the replay returned other outputs than the call: state, an input, a buffer of more than 65,536 elements or random "
+    "numbers changed"
 )
 _CLOSE = "the replay differs in the last digits"
 _UPDATED = (
