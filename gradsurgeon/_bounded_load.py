@@ -12,8 +12,7 @@ import pickletools
 import stat
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -57,27 +56,20 @@ class RefusedError(ValueError):
     """The file is damaged, or goes beyond a bound."""
 
 
-def load(path: Path, most_bytes: int) -> Any:
-    """Return the content of a file of `torch.save`, with all tensors on the host.
+def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any:
+    """Return the content of a file of `torch.save`, with all tensors on a device.
 
     Raises:
         OSError: the file cannot be read.
         RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
     """
-    with checked(path, most_bytes) as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
-    """Open a file, and refuse it as `load` does; nothing is loaded."""
     # A pipe would block without a flag.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         try:
             _check(file, os.fstat(file.fileno()), most_bytes)
             file.seek(0)
-            yield file
+            return torch.load(file, map_location=device, weights_only=True)
         except (OSError, RefusedError):
             raise
         except Exception as error:

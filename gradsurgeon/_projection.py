@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon._numbers import Segments
 
 PATTERN = 1  # the version; other signs get another number
 PROJECTIONS = 2
@@ -24,7 +23,6 @@ PERIOD = 4093
 # A pattern of rows times columns is blind to some exchanges of rows, and few rows show it. Smaller tensors get two
 # patterns in which each element has a sign of its own.
 _FULL = 64 * PERIOD
-_CHUNK = 2**12  # elements that are summed in the precision of the tensor
 _AT_ONCE = 64  # rows of a half-precision tensor that are converted together
 _INDICES = 2**20  # elements whose indices are computed together
 _COLUMNS, _ROWS, _ALL = 0, 1, 1 + PROJECTIONS  # the first number of each kind of pattern
@@ -58,8 +56,8 @@ def _row_signs(length: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _all(device: torch.device) -> Tensor:
-    """Return the signs of all elements of a small tensor. Shape ``[PROJECTIONS, n]``."""
-    return torch.stack([_signs(_ALL + k, _FULL, device) for k in range(PROJECTIONS)])
+    """Return the signs of all elements of a small tensor. Shape ``[PROJECTIONS, n]``, float64."""
+    return torch.stack([_signs(_ALL + k, _FULL, device).double() for k in range(PROJECTIONS)])
 
 
 def projections(tensor: Tensor) -> Tensor:
@@ -79,31 +77,21 @@ def projections(tensor: Tensor) -> Tensor:
         part = torch.view_as_real(part)
         places = [*places, torch.arange(2)] if places else []
     if not places:
-        return _of_run(part.reshape(-1), 0, whole)
+        return _of_whole(part.reshape(-1))
     sizes = [*tensor.shape, *([2] if part.dim() > tensor.dim() else [])]
     return _of_block(part, places, sizes, whole)
 
 
-def _of_run(flat: Tensor, start: int, whole: int) -> Tensor:
-    """Return the projections of successive elements of a tensor with so many elements in all."""
-    stop = start + len(flat)
-    if whole < _FULL:
-        return _of_small(_numbers.in_float32(flat), _all(flat.device)[:, start:stop])
-    signs = _column_signs(flat.device)
-    rows = _rows(-(-stop // PERIOD), flat.device)
-    # Up to the first whole row, whole rows, and what is left.
-    first = min(stop, -(-start // PERIOD) * PERIOD)
-    last = max(first, stop // PERIOD * PERIOD)
-    found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
-    for begin, end in ((start, first), (last, stop)):
-        if begin < end:
-            column = begin % PERIOD
-            piece = _numbers.in_float32(flat[begin - start : end - start])
-            total = piece.double() @ signs[column : column + len(piece)].double()
-            found += rows[:, begin // PERIOD] * total
-    if first < last:
-        middle = flat[first - start : last - start].view(-1, PERIOD)
-        found += rows[:, first // PERIOD : last // PERIOD] @ _row_sums(middle, signs)
+def _of_whole(flat: Tensor) -> Tensor:
+    """Return the projections of a tensor with these elements."""
+    if len(flat) < _FULL:
+        return _all(flat.device)[:, : len(flat)] @ flat.double()
+    signs, even = _column_signs(flat.device), len(flat) // PERIOD * PERIOD
+    rows = _rows(-(-len(flat) // PERIOD), flat.device)
+    sums = _row_sums(flat[:even].view(-1, PERIOD), signs)
+    found = rows[:, : len(sums)] @ sums
+    if rest := len(flat) - even:
+        found += rows[:, len(sums)] * (flat[even:].double() @ signs[:rest].double())
     return found
 
 
@@ -115,18 +103,6 @@ def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
     return torch.cat([torch.mv(part.float(), signs) for part in parts]).double()
 
 
-def _of_small(flat: Tensor, signs: Tensor) -> Tensor:
-    """Return the sums of elements times signs, with signs of shape ``[PROJECTIONS, len(flat)]``."""
-    signs = signs.to(flat.dtype)
-    if len(flat) <= 4 * _CHUNK:
-        return torch.mv(signs, flat).double()
-    even = len(flat) // _CHUNK * _CHUNK
-    chunks = flat[:even].view(-1, 1, _CHUNK)
-    by_chunk = signs[:, :even].view(PROJECTIONS, -1, _CHUNK).permute(1, 2, 0)
-    found = torch.bmm(chunks, by_chunk).sum(0, dtype=torch.float64).view(PROJECTIONS)
-    return found + torch.mv(signs[:, even:], flat[even:])
-
-
 def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) -> Tensor:
     """Return the projections of a part of a tensor.
 
@@ -136,11 +112,6 @@ def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) 
         sizes: the shape of the whole.
         whole: its number of elements.
     """
-    row = math.prod(sizes[1:])
-    start = int(places[0][0])
-    is_run = list(part.shape[1:]) == sizes[1:] and int(places[0][-1]) == start + len(part) - 1
-    if is_run:
-        return _of_run(part.reshape(-1), start * row, whole)
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=part.device)
     most = max(1, _INDICES // max(1, part.numel() // len(part)))
     for piece, first in zip(torch.split(part, most), torch.split(places[0], most), strict=True):
@@ -154,7 +125,7 @@ def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) 
 def _of_indices(flat: Tensor, index: Tensor, whole: int) -> Tensor:
     """Return the projections of elements at any indices of a tensor with so many elements in all."""
     if whole < _FULL:
-        signs = _all(flat.device)[:, index].double()
+        signs = _all(flat.device)[:, index]
     else:
         rows = _rows(-(-whole // PERIOD), flat.device)
         signs = rows[:, index // PERIOD] * _column_signs(flat.device)[index % PERIOD]
@@ -171,12 +142,3 @@ def _of_sparse(tensor: Tensor, whole: int) -> Tensor:
     width = math.prod(values.shape[1:])
     indices = first[:, None] * width + torch.arange(width, device=tensor.device)
     return _of_indices(values.reshape(-1), indices.reshape(-1), whole)
-
-
-def of_segments(segments: Segments) -> Tensor:
-    """Return the projections of many small tensors. Shape ``[2, len(lengths)]``, float64."""
-    flat, lengths = segments
-    index = torch.arange(len(flat), device=flat.device)
-    index -= segments.per_element(lengths.cumsum(0) - lengths)
-    signs = _all(flat.device)[:, index].double()
-    return torch.stack([segments.sum(flat * one) for one in signs])

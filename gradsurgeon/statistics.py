@@ -87,13 +87,6 @@ def _late(room: str) -> Any:
     return import_module(f"gradsurgeon.{room}")
 
 
-def _linf(elements: Tensor, _missing: int) -> Tensor:
-    if elements.is_cpu and not elements.is_complex():
-        # Two passes that write nothing are faster than one pass that writes.
-        return elements.amax().maximum(-elements.amin())
-    return elements.abs().amax()
-
-
 def _std(elements: Tensor, missing: int) -> Tensor:
     count = elements.numel() + missing
     mean = elements.sum() / count
@@ -177,7 +170,7 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
     ),
     "linf": Statistic(
-        _linf,
+        lambda elements, _: elements.abs().amax(),
         merge="max",
         empty=0.0,
         segments=lambda segments: segments.max(segments.flat.abs()),
@@ -224,7 +217,6 @@ STATISTICS: dict[str, Statistic] = {
         lambda elements, _: _late("_projection").projections(elements),
         merge="sum",
         empty=0.0,
-        segments=lambda segments: _late("_projection").of_segments(segments),
         columns=("projection_1", "projection_2"),
         whole=lambda tensor: _late("_projection").projections(tensor),
     ),

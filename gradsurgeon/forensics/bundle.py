@@ -33,7 +33,6 @@ from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import named_modules
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode
-from gradsurgeon.tensors.structure import Copied
 
 FORMAT = 3
 STEP = "step.pt"
@@ -183,8 +182,9 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
     folder = Path(place)
     check(folder)
     try:
-        document = _bounded_load.load(folder / STEP, _MOST_BYTES)
-        return _Reader(model, document).step()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        document = _bounded_load.load(folder / STEP, _MOST_BYTES, device)
+        return _Reader(model, document, device.type).step()
     except GradSurgeonError:
         raise
     except Exception as error:
@@ -207,12 +207,11 @@ def check(folder: Path) -> None:
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, document: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, document: Mapping[str, Any], device: str) -> None:
         self._modules = named_modules(model)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._document = document
-        self._made_on = str(document["device"])
-        self._weights: Mapping[str, Any] = self._placed(document["weights"]) or {}
+        self._device, self._made_on = device, str(document["device"])
+        self._weights: Mapping[str, Any] = document["weights"] or {}
         code = document["code"]
         self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
         self._doubts: list[str] = []
@@ -236,7 +235,7 @@ class _Reader:
         return failed, tuple(dict.fromkeys(self._doubts))
 
     def _call(self, entry: Mapping[str, Any]) -> KeptCall:
-        name, here = str(entry["name"]), self._device.type
+        name, here = str(entry["name"]), self._device
         if (module := self._modules.get(name)) is None:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
@@ -249,15 +248,13 @@ class _Reader:
                 "are unknown"
             )
         devices = entry["random"].items()
-        known = {d: state for d, state in devices if torch.device(d).type in ("cpu", here)}
+        known = {d: state.cpu() for d, state in devices if torch.device(d).type in ("cpu", here)}
         autocast = {
             here if kind == self._made_on else kind: (bool(enabled), dtype)
             for kind, (enabled, dtype) in entry["autocast"].items()
             if kind in ("cpu", self._made_on)
         }
-        outputs = {
-            path: Fingerprint(*kept) for path, kept in self._placed(entry["outputs"]).items()
-        }
+        outputs = {path: Fingerprint(*kept) for path, kept in entry["outputs"].items()}
         return KeptCall(
             module=lambda: module,
             name=name,
@@ -267,25 +264,17 @@ class _Reader:
             weights=weights,
             training=entry["training"],
             casts={key: Cast(*cast) for key, cast in entry["casts"].items()},
-            **{part: self._placed(entry[part]) for part in _CALL_PARTS},
+            **{part: entry[part] for part in _CALL_PARTS},
         )
 
     def _loss(self, value: Any, nodes: Iterable[Any]) -> KeptLoss:
         if value is not None and value.dim():
             raise ValueError("a loss is one number")
         made = [
-            LossNode(str(name)[:_LONGEST], self._placed(saved), list(map(int, made_of)))
+            LossNode(str(name)[:_LONGEST], saved, list(map(int, made_of)))
             for name, saved, made_of in nodes
         ]
-        return KeptLoss(self._placed(value), made)
-
-    def _placed(self, value: Any) -> Any:
-        """Return a structure with its tensors on the device of the model."""
-        if self._device.type == "cpu":
-            return value
-        return Copied(
-            value, lambda t: t.detach().to(self._device).requires_grad_(t.requires_grad)
-        ).value
+        return KeptLoss(value, made)
 
 
 def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

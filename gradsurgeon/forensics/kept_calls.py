@@ -99,16 +99,9 @@ class KeptCalls:
         """Drop everything that was kept for a step."""
         self.step, self.reaching = KeptStep(problem=self._unseen), 0
 
-    def updated(self, is_awaited: Callable[[], bool]) -> None:
-        """Note an update. Until the model is called again, the calls may feed the update of another optimizer.
-
-        Args:
-            is_awaited: tells whether there will be such an update.
-        """
-        # The question goes through all parameters, so it is asked only if calls are kept.
+    def updated(self) -> None:
+        """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
         self.step.updated = bool(self._handles)
-        if self.step.updated and not is_awaited():
-            self._forget()
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -222,11 +215,8 @@ class _Hook:
         self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
 
     def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Compiled code must not break its graph here.
-        if torch.compiler.is_compiling():
-            return
-        kept, module = self._kept(), self._module()
-        if kept is not None and module is not None:
+        module = self._module()
+        if module is not None and (kept := self._watching()) is not None:
             try:
                 kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
             except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
@@ -235,13 +225,15 @@ class _Hook:
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Act after a call, also if it has raised."""
         del hooked, args
-        if torch.compiler.is_compiling():
-            return
-        if (kept := self._kept()) is not None:
+        if (kept := self._watching()) is not None:
             try:
                 kept.end(output)
             except Exception as error:  # noqa: BLE001 # as above
                 kept.spare(error)
+
+    def _watching(self) -> KeptCalls | None:
+        # Compiled code must not break its graph here.
+        return None if torch.compiler.is_compiling() else self._kept()
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

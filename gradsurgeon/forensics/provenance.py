@@ -7,7 +7,10 @@ Numbers are followed to the gradients of the parameters, so an infinity that spo
 
 from __future__ import annotations
 
+import bdb
 import math
+import pdb  # noqa: T100 # the user asked for it
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Cause
+from gradsurgeon.diagnosis import Cause, Line
 from gradsurgeon.forensics.cause import cause, cause_of_call
-from gradsurgeon.forensics.debugging import stand_at
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
@@ -51,8 +53,6 @@ _SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # How many magnitudes before a birth are kept.
 _HISTORY = 20
-# The births whose operation is repeated, which takes several runs.
-_MOST_JUDGED = 64
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
 # The inputs of these may hold minus infinity.
@@ -71,7 +71,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
-        self._judged = 0
 
     def seed(
         self,
@@ -235,7 +234,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         lines = lines_here() or (lines_of_node(node) if backward else ())
         when, measured, inputs = self._moment(), facts(output), dict(call.named())
         if when == self._stop_at:
-            stand_at(call.name, lines, {"inputs": inputs, "output": output})
+            _stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
         told = replace(
             BLANK,
@@ -264,11 +263,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
                     "made (an attribute, a global, a constant, an array of numpy)",
                 )
-        self._judged += 1
-        if self._judged > _MOST_JUDGED:
-            return cause(
-                "unknown", "many operations had made such numbers before: this one was not repeated"
-            )
         lost = self.memory.lost_constant(call)
         return cause_of_call(call, number, node, history=tuple(self._history), lost=lost)
 
@@ -290,3 +284,32 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             found += tensors_of(given)
     return found
+
+
+def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
+    """Open the debugger in the line of the script that called an operation; the replay goes on afterwards.
+
+    Args:
+        operation: its name.
+        lines: the lines of the script, innermost last.
+        scope: more names for the debugger; the names of the script go before them.
+
+    Raises:
+        bdb.BdbQuit: the user quits.
+    """
+    here = frame = sys._getframe()  # noqa: SLF001 # documented
+    place = (lines[-1].file, lines[-1].line) if lines else ("", 0)
+    while (frame.f_code.co_filename, frame.f_lineno) != place and frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_back is None:
+        frame = here  # The backward pass runs no line of the model.
+    known = frame.f_locals
+    for name, value in {"operation": operation, **scope}.items():
+        known.setdefault(name, value)
+    at = lines[-1] if lines else "no line of the script"
+    print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.reset()
+    debugger.interaction(frame, None)
+    if debugger.quitting:
+        raise bdb.BdbQuit

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from gradsurgeon import packs
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import launch_status
+from gradsurgeon.launcher import messages
 from gradsurgeon.launcher.settings import Settings, is_off
 from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
-from gradsurgeon.store.layout import RUN_FILE, state_name
+from gradsurgeon.store.layout import state_name
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
@@ -61,23 +61,15 @@ def _problems(
             yield f"--rules: {error}"
     elif not Path(rules).is_file():
         yield f"{printable(rules)}: there is no such rule file"
-    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
-    for flag in (flag for flag, on in flags.items() if on):
-        yield (
-            f"the rules cannot get into the script: with {flag} Python looks at neither PYTHONPATH nor "
-            f"sitecustomize: leave {flag} out"
-        )
+    if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
+        yield "the rules cannot get into the script: start Python without -I, -E and -S"
     if record and job.is_taken(Path(record)):
         yield f"{printable(record)} holds a run already: name another directory, or remove it"
-    if resume:
-        folder, shown = Path(resume), printable(resume)
-        if not (folder / RUN_FILE).is_file():
-            yield f"--resume: {shown} is no run directory"
-        if not any(folder.glob(state_name("*"))):
-            yield (
-                f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
-                "older version wrote it; pass `--start-step N` instead"
-            )
+    if resume and not any(Path(resume).glob(state_name("*"))):
+        yield (
+            f"--resume: {printable(resume)} holds no state to resume from: it is no run directory, or the run was killed "
+            "within its first minute; pass `--start-step N` instead"
+        )
     yield from (f"--sink: {reason}" for sink in sinks if (reason := why_no_sink(sink)))
 
 
@@ -110,7 +102,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
-    environment |= launch_status.variables(program)
+    environment |= messages.variables(program)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Sequence
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 
 from gradsurgeon import _dist, _live
 
@@ -58,7 +58,7 @@ def _pass_over_keepers(parents: dict[int, list[nn.Module]], wanted: set[int]) ->
 
 
 def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
-    # A container may hold layers of one shape of which one is trained.
+    # A container may hold equal layers of which one is trained.
     if isinstance(keeper, nn.Sequential | nn.ModuleList | nn.ModuleDict) or any(
         param is not None
         for param in keeper._parameters.values()  # noqa: SLF001 # `parameters` hides shared ones
@@ -69,29 +69,19 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
         return False  # an empty place for a module
     copies = [module for module in children.values() if any(True for _ in module.parameters())]
     own = {id(param) for param in model.parameters()}
-    alike = all(
-        type(copy) is type(model)
-        and _shapes(copy) == _shapes(model)
+    return bool(copies) and all(
+        _equal(copy, model)
         and not any(p.requires_grad or id(p) in wanted or id(p) in own for p in copy.parameters())
         for copy in copies
     )
-    if not copies or not alike:
-        return False
-    # A module with a forward may have a frozen and a trained part of one shape: only a copy has equal numbers.
-    is_called = type(keeper).forward is not nn.Module.forward
-    return not is_called or all(_equal(copy, model) for copy in copies)
 
 
 def _equal(copy: nn.Module, model: nn.Module) -> bool:
-    pairs = zip(copy.parameters(), model.parameters(), strict=True)
-    return all(
+    ours, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
+    return ours.keys() == theirs.keys() and all(
         not (a.is_meta or b.is_meta) and torch.equal(_dist.local(a), _dist.local(b).to(a))
-        for a, b in pairs
+        for a, b in zip(ours.values(), theirs.values(), strict=True)
     )
-
-
-def _shapes(module: nn.Module) -> dict[str, Size]:
-    return {name: param.shape for name, param in module.named_parameters()}
 
 
 def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
-from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.messages import say, write
+from gradsurgeon.launcher.messages import explain, say, write
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import header
 from gradsurgeon.planning import Plan
@@ -154,7 +153,7 @@ class Models:
         return step
 
     def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
-        launch_status.explain()
+        explain()
         options = Options(
             optimizers,
             mode="observe" if self.settings.observe else "act",
@@ -205,12 +204,10 @@ class Models:
             say(f"{shown} cannot be resumed: it has no state of this model, or of this rank")
         except GradSurgeonError as error:
             say(str(error))
-        restart = "the rules start without what they had learnt"
-        if settings.start_step is None:
-            restart += (
-                ", and steps count from 0: pass --start-step N if the script continues a training"
-            )
-        say(restart)
+        say(
+            f"the rules start without what they had learnt, at step {settings.start_step or 0}: pass --start-step N if the "
+            "script continues a training"
+        )
 
     @cached_property
     def _sinks(self) -> dict[str, Sink]:
