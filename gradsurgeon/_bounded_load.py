@@ -12,7 +12,8 @@ import pickletools
 import stat
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -63,13 +64,25 @@ def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any
         OSError: the file cannot be read.
         RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
     """
+    with _opened(path, most_bytes) as file:
+        return torch.load(file, map_location=device, weights_only=True)
+
+
+def check(path: Path, most_bytes: int) -> None:
+    """Refuse a file as `load` does; nothing is loaded."""
+    with _opened(path, most_bytes):
+        pass
+
+
+@contextmanager
+def _opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
     # A pipe would block without a flag.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:
         try:
             _check(file, os.fstat(file.fileno()), most_bytes)
             file.seek(0)
-            return torch.load(file, map_location=device, weights_only=True)
+            yield file
         except (OSError, RefusedError):
             raise
         except Exception as error:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.forensics.kept_step import (
     MOST_CALLS,
     FailedStep,
-    Fingerprint,
     KeptCall,
     KeptLoss,
     KeptStep,
@@ -33,6 +31,7 @@ from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import named_modules
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode
+from gradsurgeon.tensors.structure import Copied
 
 FORMAT = 3
 STEP = "step.pt"
@@ -45,13 +44,7 @@ _LONGEST = 300
 # The parts of a step and of a call that are in a bundle as they are.
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
-_CALL_PARTS = ("args", "kwargs", "buffers", "grads", "number", "compiled")
-_PLAIN = (str, int, bool, float, type(None), torch.dtype, torch.Size)
-_NOT_HELD = "the model was given a {}, which a bundle cannot hold: it holds tensors, plain values, lists, tuples and dicts"
-
-
-class NotWrittenError(Exception):
-    """The step holds a value that a bundle cannot hold."""
+_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
@@ -63,6 +56,8 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
         return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
     except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor raises: the diagnosis stays
         why = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, _bounded_load.RefusedError):
+            why = f"the model was given more than tensors, plain values, lists, tuples and dicts: {why}"
     return replace(diagnosis, no_bundle=why)
 
 
@@ -78,7 +73,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
         (made / _FACE).write_text(json.dumps(face, indent=1), encoding="utf-8")
-        torch.save(document, made / STEP)
+        torch.save(Copied(document, _on_host).value, made / STEP)
+        _bounded_load.check(made / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
         made.chmod(folder.stat().st_mode & 0o777)
         # A bundle is never overwritten.
@@ -93,7 +89,7 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
 
 def _document(failed: FailedStep) -> dict[str, Any]:
     """Return a step as plain containers and tensors."""
-    plain, called = _Plain(), failed.called
+    called = failed.called
     params = (param for module in called.values() for param in module.parameters())
     weights = {
         name: dict((*module.named_parameters(), *module.named_buffers()))
@@ -111,66 +107,35 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         **{name: getattr(failed, name) for name in _STEP_NAMES},
         **{name: getattr(failed.kept, name) for name in _KEPT_NUMBERS},
         "losses": {
-            number: plain((loss.value, [(n.name, n.saved, n.made_of) for n in loss.nodes]))
+            number: (loss.value, [(n.name, n.saved, n.made_of) for n in loss.nodes])
             for number, loss in failed.kept.losses.items()
         },
-        "calls": [_written(call, plain) for call in failed.kept.calls],
-        "weights": None if size > MAX_BYTES else plain(weights),
+        "calls": [_written(call) for call in failed.kept.calls],
+        "weights": None if size > MAX_BYTES else weights,
         "code": {name: _code_of(module) for name, module in called.items()},
     }
 
 
-def _written(call: KeptCall, plain: _Plain) -> dict[str, Any]:
-    module, numpy = call.module(), call.random.numpy
+def _written(call: KeptCall) -> dict[str, Any]:
+    module, random = call.module(), call.random
     modules = [] if module is None else module.named_modules()
-    if numpy is not None:
-        name, words, *rest = numpy
-        numpy = (name, words.tolist(), *rest)
     return {
         "name": call.name,
-        **{part: plain(getattr(call, part)) for part in _CALL_PARTS},
-        "random": plain(call.random.torch),
-        "host": (call.random.python, numpy),
+        **{part: getattr(call, part) for part in _CALL_PARTS},
+        "random": (random.torch, random.python, random.numpy),
         "autocast": call.autocast,
-        "outputs": {path: (kept.shape, plain(kept.sample)) for path, kept in call.outputs.items()},
         "casts": {name: tuple(cast) for name, cast in call.casts.items()},
         "training": {name: inner.training for name, inner in modules},
     }
 
 
-class _Plain:
-    """Makes plain values of structures: tensors on the host, the same one for the same tensor."""
-
-    def __init__(self) -> None:
-        # With the tensor itself, so that no other one gets its number.
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if type(value) in (list, tuple):
-            return type(value)(self(item) for item in value)
-        if type(value) in (dict, OrderedDict):
-            return {self(key): self(item) for key, item in value.items()}
-        if type(value) not in _PLAIN:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise NotWrittenError(_NOT_HELD.format(f"value of the type {kind}"))
-        return value
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        kind = type(tensor)
-        if kind not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            layout = str(tensor.layout).removeprefix("torch.")
-            told = layout if kind is Tensor else f"{kind.__module__}.{kind.__qualname__}"
-            raise NotWrittenError(_NOT_HELD.format(f"tensor of the kind {told}"))
-        if id(tensor) not in self._tensors:
-            part = tensor.detach().resolve_conj().resolve_neg().cpu()
-            # A file has whole storages: nothing of a large one that a small tensor is a part of.
-            if not part.nbytes <= part.untyped_storage().nbytes() <= 2 * part.nbytes:
-                part = part.clone(memory_format=torch.contiguous_format)
-            part = part.detach().requires_grad_(tensor.requires_grad)
-            self._tensors[id(tensor)] = tensor, part
-        return self._tensors[id(tensor)][1]
+def _on_host(tensor: Tensor) -> Tensor:
+    part = tensor.detach().resolve_conj().resolve_neg().cpu()
+    # A file has whole storages: nothing of a large one that a small tensor is a part of.
+    whole = part.untyped_storage().nbytes() if part.layout == torch.strided else part.nbytes
+    if not part.nbytes <= whole <= 2 * part.nbytes:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return part.detach().requires_grad_(tensor.requires_grad)
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
@@ -247,20 +212,18 @@ class _Reader:
                 "this may not be the model of the bundle: its modules, or the source code of their classes, differ or "
                 "are unknown"
             )
-        devices = entry["random"].items()
-        known = {d: state.cpu() for d, state in devices if torch.device(d).type in ("cpu", here)}
+        states, *host = entry["random"]
+        known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", here)}
         autocast = {
             here if kind == self._made_on else kind: (bool(enabled), dtype)
             for kind, (enabled, dtype) in entry["autocast"].items()
             if kind in ("cpu", self._made_on)
         }
-        outputs = {path: Fingerprint(*kept) for path, kept in entry["outputs"].items()}
         return KeptCall(
             module=lambda: module,
             name=name,
-            random=RandomState(known, *entry["host"]),
+            random=RandomState(known, *host),
             autocast=autocast,
-            outputs=outputs,
             weights=weights,
             training=entry["training"],
             casts={key: Cast(*cast) for key, cast in entry["casts"].items()},

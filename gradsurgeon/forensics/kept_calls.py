@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.errors import printable
-from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, KeptStep
+from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -154,8 +154,8 @@ class KeptCalls:
         for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
-            call.outputs[path] = Fingerprint.of(tensor)
-            sample = call.outputs[path].sample
+            call.outputs[path] = fingerprint(tensor)
+            sample = call.outputs[path][1]
             call.bytes += sample.numel() * sample.element_size()
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)

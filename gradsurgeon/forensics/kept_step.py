@@ -16,6 +16,8 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.sampling import sample
 from gradsurgeon.tensors.structure import Path
 
+# Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
+Fingerprint = tuple[tuple[int, ...], Tensor]
 # The bounds on one step: beyond them the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
@@ -23,16 +25,8 @@ MOST_CALLS = 256
 _MOST_NODES = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fingerprint:
-    """A fixed sample of a tensor, to recognise the tensor by. It stays on its device, unread."""
-
-    shape: tuple[int, ...]
-    sample: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Fingerprint:
-        return cls(tuple(tensor.shape), sample(_numbers.values(tensor)))
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    return tuple(tensor.shape), sample(_numbers.values(tensor))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -111,6 +111,4 @@ def _which(node: LossNode, loss: KeptLoss) -> str:
     alike = [one for one in loss.nodes if one.name == node.name]
     if len(alike) == 1:
         return node.name
-    maker = next(iter(node.made_of), -1)
-    of = f", applied to what {loss.nodes[maker].name} made" if maker >= 0 else ""
-    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}{of}"
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"

@@ -219,13 +219,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if not first.is_operation:
             # A mask that makes a NaN was none, or was misused.
             return replace(first, intended=False)
-        rivals = [one for one in masks if one.is_operation and not one.constant]
-        rivals = [one for one in rivals if one.when != first.when]
-        if not (faults and rivals) or hides:
+        others = [one.told for one in masks if not one.constant and one.when != first.when]
+        rival = next((one for one in others if one.operation), None)
+        if rival is None or not faults or hides:
             return first
-        told = rivals[0].told
-        at = f" at {told.lines[-1]}" if told.lines else ""
-        return replace(first, rival=f"{told.operation}{at}")
+        return replace(first, rival=" at ".join(map(str, (rival.operation, *rival.lines[-1:]))))
 
     def _birth(self, call: Call, output: Tensor, number: int) -> Source:
         node = _torch.current_node()

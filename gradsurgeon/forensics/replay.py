@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.distributed.fully_shard import casts
-from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
+from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import Source
@@ -137,9 +137,9 @@ def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:
 
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
-    if tensor is None or tuple(tensor.shape) != kept.shape:
+    if tensor is None or tuple(tensor.shape) != kept[0]:
         return {"other"}
-    sample, other = Fingerprint.of(tensor).sample, kept.sample
+    (_, sample), (_, other) = fingerprint(tensor), kept
     if sample.is_floating_point() and other.is_floating_point():
         # A later hook may have cast the output.
         sample = sample.to(other.dtype)

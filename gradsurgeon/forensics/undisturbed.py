@@ -46,8 +46,8 @@ class RandomState:
 
     @property
     def nbytes(self) -> int:
-        # Python keeps each word as an object.
-        host = (36 * 625 if self.python else 0) + (_MT19937_BYTES if self.numpy else 0)
+        # Each word is an object of Python.
+        host = 36 * 625 * ((self.python is not None) + (self.numpy is not None))
         return host + sum([state.nbytes for state in self.torch.values()])
 
     def set(self) -> None:
@@ -87,7 +87,8 @@ def _state_of_numpy() -> tuple[Any, ...] | None:
     memory = _memory(generator.ctypes.state_address)
     known, state = _known.get("numpy", (b"", ()))
     if known != memory or state[3]:
-        state = numpy.get_state()
+        name, words, *rest = numpy.get_state()
+        state = (name, words.tolist(), *rest)
         _known["numpy"] = memory, state
     return state
 

@@ -128,38 +128,36 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The exit code is the script's own. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
-    sinks = (
-        f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
-        "given several times"
+    add = parser.add_argument
+    add(
+        "--rules",
+        metavar="FILE",
+        default=DEFAULT_RULES,
+        help=f"the rule file, or a pack by its name; without it {DEFAULT_RULES}, which only looks",
     )
-    rules = (
-        f"the rule file, or a pack by its name; without it {DEFAULT_RULES}: checks, norms, and a trap that reports "
-        "NaN and lets the training go on"
+    add("--record", metavar="DIR", default="", help="write records to this run directory")
+    add(
+        "--sink",
+        metavar="KIND:PLACE",
+        action="append",
+        dest="sinks",
+        default=[],
+        help=f"send aggregates and events to a tracker: {', '.join(FORMS)}; may be given several times",
     )
     resume = "load what the rules of this run had learnt, and continue its step count"
-    start_step = (
-        "number of the first update; with --resume, needed if the script's checkpoint is older than the end "
-        "of that run"
-    )
-    observe = "arm every rule, edit nothing, count what it would do"
-    dry_run = "print the plan at the first step, write params.json, and stop"
-    perturb = (
-        "multiply what modules with parameters take, and the output gradients they get, by 1 + EPS * noise, such as 1e-6: "
-        "a run that shows `gradsurgeon compare` how far rounding goes"
-    )
-    debugger = "open the debugger at the operation that made the NaN, then at the update that a trap stopped"
-    quiet = "print no header and no summary: only errors, warnings, traps and skips"
-    add = parser.add_argument
-    add("--rules", metavar="FILE", default=DEFAULT_RULES, help=rules)
-    add("--record", metavar="DIR", default="", help="write records to this run directory")
-    add("--sink", metavar="KIND:PLACE", action="append", dest="sinks", default=[], help=sinks)
     add("--resume", metavar="RUN", default="", help=resume)
+    start_step = "number of the first update, also with --resume if the checkpoint is older"
     add("--start-step", metavar="N", type=_step, help=start_step)
+    perturb = "add noise of this size, such as 1e-6: a run for `gradsurgeon compare --noise`"
     add("--perturb", metavar="EPS", type=_eps, default=0.0, help=perturb)
     add("--seed", metavar="N", type=_step, default=0, help="the seed of that noise")
+    observe = "arm every rule, edit nothing, count what it would do"
     add("--observe", action="store_true", help=observe)
+    dry_run = "print the plan at the first step, write params.json, and stop"
     add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
+    debugger = "open the debugger where the NaN was made, then at the update that a trap stopped"
     add("--pdb", action="store_true", help=debugger)
+    quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add("--quiet", action="store_true", help=quiet)
     return parser
 
