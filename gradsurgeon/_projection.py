@@ -8,7 +8,6 @@ difference of the tensors.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -71,7 +70,7 @@ def projections(tensor: Tensor) -> Tensor:
     if not part.numel():
         return torch.zeros(PROJECTIONS, dtype=torch.float64, device=device)
     if part.layout != torch.strided:
-        return _of_sparse(part.coalesce(), whole)
+        part = part.to_dense()
     places = _dist.places(tensor)
     if part.is_complex():
         part = torch.view_as_real(part)
@@ -130,15 +129,3 @@ def _of_indices(flat: Tensor, index: Tensor, whole: int) -> Tensor:
         rows = _rows(-(-whole // PERIOD), flat.device)
         signs = rows[:, index // PERIOD] * _column_signs(flat.device)[index % PERIOD]
     return signs @ flat.double()
-
-
-def _of_sparse(tensor: Tensor, whole: int) -> Tensor:
-    values, dims = tensor.values(), tensor.sparse_dim()
-    first = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for size, index in zip(tensor.shape[:dims], tensor.indices(), strict=True):
-        first = first * size + index
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    width = math.prod(values.shape[1:])
-    indices = first[:, None] * width + torch.arange(width, device=tensor.device)
-    return _of_indices(values.reshape(-1), indices.reshape(-1), whole)

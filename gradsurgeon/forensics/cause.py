@@ -33,7 +33,7 @@ _GROWN = 1e3
 _ADVICE = {
     "overflow": "the values are too large for the format: find out why they grow, or run this in float32",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
-    "bad input": "find out where these numbers come from: no operation of the model has made them",
+    "bad input": "no operation of the model has made these numbers: look at the data, the checkpoint, the update before",
     "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
     "kernel": "another implementation gives finite numbers: use that one, and report the inputs",
     "transient": "the operation is finite when it is repeated: suspect the hardware or a race",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import ALREADY, Cause, Diagnosis, Line, TensorFacts
+from gradsurgeon.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.forensics.cause import cause
 from gradsurgeon.forensics.operations import (
     Call,
@@ -90,16 +90,13 @@ def held(
     intended: bool = False,
 ) -> Source:
     """Return a tensor or number that was non-finite before any operation as a source."""
+    why = cause("bad input")
     if where == "output gradient":
         text = "the gradient that came back to the model was non-finite already"
         why = Cause("unknown", (text,), _LOOK_AT_LOSS)
     elif where == "unknown":
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
-    elif where == "literal":
-        why = cause("bad input", "the script itself wrote the number")
-    else:
-        why = cause("bad input", f"{where} {name} was not finite {ALREADY[where]}")
     told = replace(
         BLANK,
         what=measured.kind,
