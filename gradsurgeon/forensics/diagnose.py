@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep
-from gradsurgeon.forensics.loss import source_in
+from gradsurgeon.forensics.cause import cause, cause_of_call
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
+from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
-from gradsurgeon.forensics.sources import Source
+from gradsurgeon.forensics.sources import BLANK, Source, held
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
 _LONGEST = 300
 _NO_CALL = (
-    "no call of the model was kept: the script calls its parts, or it is compiled: then "
+    "no call of the model was kept: the script calls its parts, or torch.jit.script runs it, or it is compiled: then "
     "apply the rules to the module that torch.compile returned"
 )
 _TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BYTES // 2**20} MiB"
@@ -46,6 +50,25 @@ _OTHERS = (
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
+
+# The operations of nodes that keep all of their arguments.
+_AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
+    "LogBackward0": (torch.ops.aten.log.default, ("self",)),
+    "Log2Backward0": (torch.ops.aten.log2.default, ("self",)),
+    "Log10Backward0": (torch.ops.aten.log10.default, ("self",)),
+    "Log1PBackward0": (torch.ops.aten.log1p.default, ("self",)),
+    "PowBackward0": (torch.ops.aten.pow.Tensor_Scalar, ("self", "exponent")),
+    "PowBackward1": (torch.ops.aten.pow.Tensor_Tensor, ("self", "exponent")),
+    "AcosBackward0": (torch.ops.aten.acos.default, ("self",)),
+    "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
+    "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
+}
+
+_NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
+
+# The edge of a node for a kept argument: edges have the order of the arguments.
+_PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
 def diagnose(
@@ -119,7 +142,7 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
     if any(source.is_outside for source in blamed):
         # A non-finite output may have made the loss non-finite, and so the gradient that came back.
         loss = failed.kept.losses.get(replayed.call.number)
-        made = None if loss is None else source_in(loss)
+        made = None if loss is None else _source_in(loss)
         # The script may have meant an infinity of which the loss made NaN.
         by_loss = made is not None and made.is_operation and made.repeated
         blamed += [
@@ -178,7 +201,7 @@ def _told(
     """Return a diagnosis that blames a source."""
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
-    told = ((loss and source_in(loss)) or source).told
+    told = ((loss and _source_in(loss)) or source).told
     module, module_type, name = told.module, told.module_type, told.name
     if module and call.prefix:
         module = call.name if module == "." else call.prefix + module
@@ -201,3 +224,82 @@ def _told(
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
     )
+
+
+def _source_in(loss: KeptLoss) -> Source | None:
+    """Return the operation or tensor that made a loss outside of the model non-finite; ``None`` if unknown.
+
+    Such a loss cannot be run again, but the nodes of its graph keep the tensors that the backward pass needs.
+    They show the first non-finite number and the operation that made it, but not the line.
+    """
+    try:
+        # The script may mean an infinity, but never NaN.
+        is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
+        for node in loss.nodes:
+            bad = _nonfinite(node)
+            if not bad and (made := _repeated(node, loss)) is not None:
+                return made
+            if bad := {n: t for n, t in bad.items() if not is_nan or nonfinite_kind(t) == "NaN"}:
+                return _of_first(node, bad, loss)
+    except Exception:  # noqa: BLE001 # a bundle may hold anything
+        return None
+    return None
+
+
+def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
+    """Return the source of the non-finite tensors of the first node that has some."""
+    result = node.saved.get("result")
+    if isinstance(result, Tensor) and nonfinite_kind(result):
+        return _made(node, loss, result)
+    # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
+    name, tensor = next(iter(bad.items()))
+    maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1), -1)
+    if maker == NO_GRAPH:
+        return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
+    if maker < 0 or _nonfinite(loss.nodes[maker]):
+        return None
+    return _made(loss.nodes[maker], loss, tensor)
+
+
+def _tensors(node: LossNode) -> dict[str, Tensor]:
+    return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
+
+
+def _nonfinite(node: LossNode) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _tensors(node).items() if nonfinite_kind(tensor)}
+
+
+def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
+    """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
+    func, names = _AGAIN.get(node.name, (None, ()))
+    args = tuple(node.saved.get(name) for name in names)
+    # Nodes keep no numbers, and no tensors that need no gradient.
+    if func is None or any(argument is None for argument in args):
+        return None
+    with torch.no_grad():
+        result = func(*args)
+    return _made(node, loss, result, Call(func, args, {})) if nonfinite_kind(result) else None
+
+
+def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
+    """Return a source: the operation of a node, and ``call`` if its arguments are known."""
+    measured = facts(result)
+    told = replace(
+        BLANK,
+        what=measured.kind,
+        where="forward",
+        operation=node.name if call is None else call.name,
+        node=_which(node, loss),
+        inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
+        output=measured,
+        cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
+    )
+    return Source(0, told, repeated=call is not None)
+
+
+def _which(node: LossNode, loss: KeptLoss) -> str:
+    """Return the name of a node, and which one it is if the loss has several of that name."""
+    alike = [one for one in loss.nodes if one.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"

@@ -5,7 +5,6 @@ Inputs and gradients of outputs are kept by reference. Random states and small b
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,24 +15,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _backward_calls, _torch
-from gradsurgeon.errors import printable
 from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-_SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
-
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
-
-
-class _Open(threading.local):
-    """The calls that run in a thread, outermost first. Only the outermost one is kept."""
-
-    def __init__(self) -> None:
-        self.calls: list[KeptCall | None] = []
 
 
 class KeptCalls:
@@ -53,19 +42,17 @@ class KeptCalls:
         self.reaching = 0
         # Whether a backward pass has begun and not reached a call yet.
         self._begins = False
-        # Why calls of the model cannot be seen.
-        self._unseen = ""
         self._handles: list[RemovableHandle] = []
         # By called module.
         self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._devices: tuple[str, ...] = ()
         self._kinds = {"cpu"}
-        self._open = _Open()
+        # The calls that run, outermost first. Only the outermost one is kept.
+        self._running: list[KeptCall | None] = []
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
         self.model = weakref.ref(model)
-        self._unseen = ""
         self.evaluations = self.evaluations or 0
         devices = [
             device
@@ -77,8 +64,7 @@ class KeptCalls:
         self._kinds = {"cpu", *(device.type for device in devices)}
         for name, module in _called(model):
             if is_scripted(class_names(module)):
-                self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
-                continue
+                continue  # Its code calls no hooks.
             self._buffers[name] = _buffers(module)
             # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
@@ -97,7 +83,7 @@ class KeptCalls:
 
     def _forget(self) -> None:
         """Drop everything that was kept for a step."""
-        self.step, self.reaching = KeptStep(problem=self._unseen), 0
+        self.step, self.reaching = KeptStep(), 0
 
     def updated(self) -> None:
         """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
@@ -106,8 +92,8 @@ class KeptCalls:
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
     ) -> None:
-        self._open.calls.append(None)
-        outermost = len(self._open.calls) == 1
+        self._running.append(None)
+        outermost = len(self._running) == 1
         if outermost and self.step.updated:
             self._forget()
         if outermost and not (torch.is_grad_enabled() or module.training):
@@ -143,14 +129,12 @@ class KeptCalls:
         )
         held = [*given, *call.buffers.values()]
         call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
-        self._open.calls[-1] = call
+        self._running[-1] = call
 
     def end(self, output: Any) -> None:
-        call = self._open.calls.pop() if self._open.calls else None
-        if call is None:
-            return
-        if output is None:
-            return  # The call has raised, or returned nothing.
+        call = self._running.pop() if self._running else None
+        if call is None or output is None:
+            return  # Without output the call has raised, or returned nothing.
         for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
