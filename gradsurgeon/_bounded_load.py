@@ -58,12 +58,7 @@ class RefusedError(ValueError):
 
 
 def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any:
-    """Return the content of a file of `torch.save`, with all tensors on a device.
-
-    Raises:
-        OSError: the file cannot be read.
-        RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
-    """
+    """Return the content of a file of `torch.save`, on a device; `RefusedError` if it holds more than plain values."""
     with _opened(path, most_bytes) as file:
         return torch.load(file, map_location=device, weights_only=True)
 

@@ -103,14 +103,7 @@ def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
 
 
 def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) -> Tensor:
-    """Return the projections of a part of a tensor.
-
-    Args:
-        part: the elements.
-        places: for each dimension, the indices of the part in the whole.
-        sizes: the shape of the whole.
-        whole: its number of elements.
-    """
+    """Return the projections of a part, given its indices in the whole by dimension, and the shape of the whole."""
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=part.device)
     most = max(1, _INDICES // max(1, part.numel() // len(part)))
     for piece, first in zip(torch.split(part, most), torch.split(places[0], most), strict=True):

@@ -43,18 +43,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Shape, range and non-finite elements of one tensor.
+    """Shape, range of the finite elements, and number of non-finite elements of one tensor.
 
     Attributes:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
-        dtype: its dtype, without ``torch.``.
-        low: the smallest finite element, ``None`` if there is none.
-        high: the largest finite element.
-        nan: number of elements that are NaN.
-        inf: number of infinite elements.
-        numel: number of elements.
-        minus_inf: number of elements that are minus infinity.
+        inf: number of infinite elements, ``minus_inf`` included.
     """
 
     name: str
@@ -94,13 +88,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a number became non-finite: the kind of fault, and the evidence for it.
-
-    Attributes:
-        fault: the kind of fault.
-        evidence: the results of repeating the operation alone.
-        advice: the next thing to try.
-    """
+    """Why a number became non-finite: the kind of fault, the results of repeating the operation, the next thing to try."""
 
     fault: Fault
     evidence: tuple[str, ...]

@@ -139,11 +139,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
-    """Read a bundle for a model; return the step, and the reasons to doubt a replay of it.
-
-    Raises:
-        GradSurgeonError: the directory is no bundle, is damaged, or is not of this model.
-    """
+    """Read a bundle for a model; return the step, and the reasons to doubt a replay of it."""
     folder = Path(place)
     check(folder)
     try:
@@ -162,11 +158,7 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
 
 
 def check(folder: Path) -> None:
-    """Refuse a directory that is no bundle.
-
-    Raises:
-        GradSurgeonError: it is none.
-    """
+    """Refuse a directory that is no bundle."""
     if not (folder / STEP).is_file():
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 

@@ -106,16 +106,10 @@ def cause_of_call(
     history: Sequence[tuple[str, float]] = (),
     lost: str = "",
 ) -> Cause:
-    """Repeat an operation on its inputs, and return why its result is non-finite. Waits for the device.
+    """Repeat an operation on its inputs, and return why its result with a number is non-finite. Waits for the device.
 
-    The script may write over the inputs later, so this is called right after the operation.
-
-    Args:
-        call: the operation.
-        number: which of its results.
-        node: the node of the graph, in the backward pass.
-        history: the largest magnitudes of the operations before.
-        lost: the sentence on a constant among the inputs that the format rounded to zero.
+    The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
+    on a constant among the inputs that the format rounded to zero.
     """
     devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
@@ -216,16 +210,7 @@ def _result(
     func: Callable[..., Any] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Repeat an operation on copies of its arguments.
-
-    Args:
-        call: the operation.
-        number: which of its results to return.
-        dtype: the dtype of floating point arguments instead of a narrower one.
-        factor: the factor of these arguments.
-        func: another function instead of the operation.
-        device: another device.
-    """
+    """Repeat an operation on copies of its arguments, scaled by a factor, or in another way."""
 
     def fresh(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -266,13 +251,7 @@ _NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:
-    """Return the remedy for an operation, an empty text if none is known.
-
-    Args:
-        fault: the kind of fault.
-        operation: the name in the dispatcher.
-        node: the node of the graph, if the fault is in the backward pass.
-    """
+    """Return the remedy for an operation, an empty text if none is known."""
     name = operation.rpartition(".")[2]
     if fault == "mathematics":
         made_by = _NODE.fullmatch(node)

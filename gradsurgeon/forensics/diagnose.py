@@ -76,10 +76,7 @@ def diagnose(
 ) -> Diagnosis:
     """Replay the calls of a step, and return where and why a number became non-finite. Waits for the device.
 
-    Args:
-        failed: the step.
-        doubts: reasons that make any result less certain.
-        debugger: open `pdb` at the operation.
+    ``doubts`` are reasons that make any result less certain.
     """
     blank, kept = Diagnosis("not reproduced", (), failed.step, failed.rank), failed.kept
     reasons: list[str] = []
@@ -227,11 +224,7 @@ def _told(
 
 
 def _source_in(loss: KeptLoss) -> Source | None:
-    """Return the operation or tensor that made a loss outside of the model non-finite; ``None`` if unknown.
-
-    Such a loss cannot be run again, but the nodes of its graph keep the tensors that the backward pass needs.
-    They show the first non-finite number and the operation that made it, but not the line.
-    """
+    """Return the operation or tensor that made a loss outside of the model non-finite, by what its graph keeps."""
     try:
         # The script may mean an infinity, but never NaN.
         is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"

@@ -1,7 +1,4 @@
-"""Keeps the calls of a model while it trains, so that a failed step can be run again.
-
-Inputs and gradients of outputs are kept by reference. Random states and small buffers are copied. Nothing waits for a device.
-"""
+"""Keeps the calls of a model while it trains, so that a failed step can be run again. Nothing waits for a device."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ _LARGEST_BUFFER = 2**16
 
 
 class KeptCalls:
-    """Keeps the calls of one model until the step ends that they feed.
-
-    If the root of the model has no forward pass of its own, the calls of the modules in it are kept.
-    """
+    """Keeps the calls of one model until the step ends that they feed."""
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
         # While the session is paused, no call is kept.
@@ -156,9 +150,7 @@ class KeptCalls:
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
 
-        Args:
-            graph: the graph of the pass.
-            accumulates: whether a parameter that it reaches has a gradient already.
+        ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
         step = self.step

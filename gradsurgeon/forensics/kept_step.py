@@ -31,24 +31,15 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptCall:
-    """One call of a model in training.
+    """One call of a model in training, with all that a replay needs: tensors by reference, containers as copies.
 
     Attributes:
         module: the called module, reached weakly.
-        name: its name in the model of the session.
-        args: positional arguments: tensors by reference, in copies of the script's containers.
-        kwargs: keyword arguments, likewise.
-        random: the random state before the call.
         buffers: copies of the small buffers from before the call, by name in ``module``.
-        autocast: by kind of device, whether autocast was on, and its dtype.
-        outputs: the outputs, by path.
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
         last_node: the number of the last node of the graph that led to an output.
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
-        bytes: the size of all that is kept.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
-        training: by name, whether each module was in training, if that may differ.
-        compiled: whether compiled code ran.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
@@ -79,12 +70,7 @@ class KeptCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLoss:
-    """The graph from the outputs of a model to a loss, with saved tensors by reference.
-
-    Attributes:
-        value: the loss, if it is one number.
-        nodes: the nodes of its graph, in the order in which they were made.
-    """
+    """The nodes from the outputs of a model to a loss, in the order in which they were made; the loss if it is one number."""
 
     value: Tensor | None
     nodes: Sequence[LossNode]
@@ -104,14 +90,11 @@ class KeptLoss:
 
 @dataclass(slots=True, eq=False)
 class KeptStep:
-    """The calls of a model that feed one update, and the losses that were computed from them.
+    """The calls of a model that feed one update, oldest first, and the losses outside of it by backward pass, from 1.
 
     Attributes:
-        calls: the calls, oldest first.
-        losses: by backward pass, from 1, the loss outside of the model.
         dropped: how many calls were not kept.
         problem: why not, if their size was not the reason.
-        passes: number of backward passes through the calls.
         updated: whether an update came after the calls, and another one may.
     """
 
@@ -148,10 +131,6 @@ class FailedStep:
     """A step that a trap has stopped, with everything that a diagnosis needs.
 
     Attributes:
-        kept: the calls of the model that fed the step.
-        step: its number.
-        rank: the rank of this process.
-        scale: the factor of a `GradScaler`.
         modules: the modules with non-finite tensors, if a trap watches modules.
         bad: the watched parameters with non-finite gradients at the update.
         rested: rules that edit tensors of modules, and do not act in a replay.

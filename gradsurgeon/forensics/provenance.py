@@ -285,16 +285,7 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
-    """Open the debugger in the line of the script that called an operation; the replay goes on afterwards.
-
-    Args:
-        operation: its name.
-        lines: the lines of the script, innermost last.
-        scope: more names for the debugger; the names of the script go before them.
-
-    Raises:
-        bdb.BdbQuit: the user quits.
-    """
+    """Open the debugger in the line of the script that called an operation, with more names in ``scope``."""
     here = frame = sys._getframe()  # noqa: SLF001 # documented
     place = (lines[-1].file, lines[-1].line) if lines else ("", 0)
     while (frame.f_code.co_filename, frame.f_lineno) != place and frame.f_back is not None:

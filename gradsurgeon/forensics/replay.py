@@ -35,15 +35,12 @@ class Replayed:
     """The result of running one call again.
 
     Attributes:
-        call: the call.
         gradients: the sources of non-finite gradients, by name of the parameter or input.
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
-        compared: how the outputs compare with those of the call: with finite numbers that are equal, nearly equal, or
-            others.
+        compared: how finite outputs compare with those of the call.
         moved: the buffers before and after the replay, by name.
-        error: the exception of the replay.
     """
 
     call: KeptCall
@@ -57,12 +54,7 @@ class Replayed:
 
 
 def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
-    """Run a call and its backward pass again.
-
-    Args:
-        call: the call.
-        stop_at: the moment of the birth at which to open `pdb`.
-    """
+    """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
     module, found = call.module(), Replayed(call)
     if module is None or call.iterators:
         return found

@@ -41,10 +41,7 @@ _LOOK_AT_LOSS = (
 class Source:
     """An operation that made non-finite numbers, or a tensor or number that was non-finite before.
 
-    An operation has made them if its inputs were finite, or masks.
-
     Attributes:
-        when: its moment in the replay.
         told: what a diagnosis reports of it; an ``operation`` only if that made the numbers.
         intended: whether the script wrote the infinity itself: it is never blamed.
         constant: whether no input of the operation leads back to a parameter.
@@ -183,12 +180,8 @@ class _Entry(NamedTuple):
 class _Known:
     """One storage, kept alive so no new storage gets its address.
 
-    Attributes:
-        made: whether the replay made it: other memory belongs to the script.
-        unwritten: whether nothing was written to it yet.
-        entries: its non-finite parts.
-        before: its bytes before the replay wrote over it, if the script owns it.
-        lost: the sentence on a constant of which it holds a zero: an epsilon of 1e-8 is 0 in float16.
+    The replay has ``made`` it, or it belongs to the script and ``before`` has its bytes before the replay wrote over
+    it. ``lost`` is the sentence on a constant of which it holds a zero: an epsilon of 1e-8 is 0 in float16.
     """
 
     storage: Any

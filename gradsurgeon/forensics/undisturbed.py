@@ -24,13 +24,7 @@ _MT19937_BYTES = 4 * 625
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Random states to be set again.
-
-    Attributes:
-        torch: the state of torch by device, ``cpu`` included.
-        python: the state of Python.
-        numpy: the state of numpy, if the script uses numpy with its default generator.
-    """
+    """Random states of torch by device, ``cpu`` included, of Python, and of numpy if the script uses its default."""
 
     torch: Mapping[str, Tensor]
     python: tuple[Any, ...] | None = None
@@ -135,10 +129,7 @@ def _own(value: Any) -> Any:
 def exchanged(
     root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Put other parameters and buffers into a model, without hooks and with their own gradients.
-
-    They are exchanged in the tables of the modules: that calls no hook, and tied parameters stay tied.
-    """
+    """Put other parameters and buffers into the tables of a model: no hook is called, and tied ones stay tied."""
     new = {id(param): params[name] for name, param in root.named_parameters()}
     new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
     kept: list[tuple[Any, Any, Any]] = []

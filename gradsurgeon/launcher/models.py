@@ -29,16 +29,7 @@ from gradsurgeon.store.layout import database_name
 
 @dataclass(slots=True, eq=False)
 class AttachedModel:
-    """A model of the script and the rules on it.
-
-    Attributes:
-        module: the model; weak, as in the session.
-        session: the rules on it; its plan has the title, a class name with a number if there are several of one class.
-        record: the run directory, if any.
-        start: number of the first update.
-        begun: training has begun, and the header is written.
-        replaced: another model with all of its parameters took its place.
-    """
+    """A model of the script and the rules on it; another model with all of its parameters may have replaced it."""
 
     module: weakref.ref[nn.Module]
     session: Attachment

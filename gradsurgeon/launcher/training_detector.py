@@ -71,13 +71,7 @@ def _nothing() -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds.
-
-    Args:
-        models: receives the models.
-        found: called whenever rules were put on models.
-        first_step: called before the first step of an optimizer.
-    """
+    """Finds the models of the parameters that an optimizer holds; ``found`` is called when rules were put on some."""
 
     def __init__(
         self,
