@@ -1,7 +1,6 @@
 """Reads a file of `torch.save` that may come from anywhere: everything is bounded before anything is loaded.
 
-`torch.load(weights_only=True)` runs no code of a file. But a file of a few kilobytes can still hold a compressed
-member that unpacks to gigabytes, a tensor of 10^11 elements, or a structure without end.
+A file of a few kilobytes can hold a compressed member of gigabytes, a tensor of 10^11 elements, or an endless structure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Two projections of a tensor: signed sums of its elements, alike whatever its layout and however ranks share it.
 
-The sign of an element depends on its index in the flattened whole tensor alone. The signs are bits of SplitMix64
-(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) and are fixed for each `PATTERN`.
-The difference of the projections of two tensors, squared, is in the mean over patterns the squared norm of the
-difference of the tensors.
+The signs are bits of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), fixed for
+each `PATTERN`. The squared difference of two projections is in the mean the squared norm of the difference.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def _all(device: torch.device) -> Tensor:
 def projections(tensor: Tensor) -> Tensor:
     """Return the projections of a tensor, or of this rank's part of a sharded tensor. Shape ``[2]``, float64.
 
-    The tensor has any layout and dtype. The two numbers of a complex one are those of its real and imaginary parts
-    in turn. The sum over the parts of a sharded tensor is the number of the whole.
+    A complex tensor has real and imaginary parts in turn. The parts of a sharded tensor add up to the whole.
     """
     part = _dist.local(tensor).detach().resolve_conj().resolve_neg()
     whole, device = tensor.numel() * (1 + part.is_complex()), part.device

@@ -1,8 +1,4 @@
-"""The table of statistics: measuring one gradient, measuring many in a batch, and merging shards.
-
-A new statistic is one more entry: here, or through `add_statistic` for a user's own. The module imports torch
-only to measure, because linting a rule file must not need torch.
-"""
+"""The table of statistics: measuring one gradient, or many in a batch, and merging shards. Needs torch only to measure."""
 
 from __future__ import annotations
 

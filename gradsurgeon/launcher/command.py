@@ -1,8 +1,4 @@
-"""`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment.
-
-The launcher replaces itself, so no wrapper process remains: arguments, exit code, signals, tracebacks and
-`__main__` are as in plain Python, and all children inherit the environment.
-"""
+"""`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment; no wrapper process remains."""
 
 import argparse
 import os

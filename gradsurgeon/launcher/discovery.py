@@ -10,11 +10,7 @@ from gradsurgeon import _dist, _live
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the models that own the parameters: the owners that are no child of another module.
-
-    In such a root each parameter has its full name, even if the optimizer holds only a few of them. Losses
-    that hold the model are skipped, and so are modules that keep the model beside a copy of it (EMA).
-    """
+    """Return the outermost modules that own parameters, except losses and modules that keep copies of a model (EMA)."""
     wanted = {id(param) for param in params}
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()

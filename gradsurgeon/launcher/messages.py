@@ -1,8 +1,7 @@
 """Lines of the launcher on stderr, that never break a progress bar, and the one at the end if no rule acted.
 
-Which process trains is not known beforehand: under torchrun the first process only waits for its workers.
-So the process that trains makes a file, and the launched process looks for the file at its end. A command of
-another environment, such as a shell, looks for no file: such a launch says nothing.
+Under torchrun the first process only waits for its workers. So a process that trains makes a file, and the launched
+process looks for the file at its end; a command of another environment, such as a shell, does not.
 """
 
 import atexit
@@ -18,10 +17,7 @@ STATUS_FILE = "GRADSURGEON_STATUS_FILE"
 
 
 def to_stderr(text: str) -> None:
-    """Write to stderr, or to Python's original stderr if the script's own accepts no text.
-
-    A script may close or remove stderr, or replace it by an object that raises anything.
-    """
+    """Write to stderr, or to Python's original stderr if the script has closed, removed or replaced its own."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(Exception):
             # `print` would write to stdout for None. A tee need not have `closed`.

@@ -92,11 +92,7 @@ class Models:
             self._put_on(root, [optimizer])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Write the headers, now that training begins.
-
-        A model may have been incomplete when its optimizer was built, above all if the model builds the
-        optimizer. A model that has grown since, or became part of a larger one, is bound again.
-        """
+        """Write the headers, now that training begins; bind models again that were incomplete before."""
         waiting = self.waiting()
         params = [param for model in waiting for param in model.params()]
         for root in roots_of(params) if params else []:
@@ -222,11 +218,7 @@ class Models:
         return title
 
     def _run_directory(self, title: str) -> Path | None:
-        """Return the run directory of a model: the requested one, or a folder inside it for further models.
-
-        Processes of one script that are no ranks of one group, such as a sweep, have directories of their
-        own; so have restarted ranks.
-        """
+        """Return the run directory of a model; further models, sweeps and restarted ranks get folders inside it."""
         if not self.settings.record or self.settings.dry_run:
             return None
         if self._folder and any(model.record == self._folder for model in self.attached):
