@@ -35,7 +35,7 @@ _UPDATED = (
 )
 _NOTHING_FINITE = "the call returned no finite number to compare the replay with"
 _FINITE = (
-    "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
+    "these gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
     "or by `torch.autograd.grad` (a gradient penalty), or random numbers differ, or the machine made an error"
 )
 _ITERATOR = "the model was given an iterator ({}), which a replay would use up: give it the items"
@@ -44,9 +44,6 @@ _DIVIDED = (
     "`then: raise` or `skip-step`, not while rules only observe"
 )
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
-_OTHERS = (
-    "the replay has non-finite gradients in other parameters: the script has changed gradients"
-)
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
@@ -108,24 +105,16 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
         elif (error := replayed.error) is not None:
-            why = f"{type(error).__name__}: {_shortened(str(error))}"
-            reasons.append(f"the replay raised {why}")
+            why = str(error).partition("\n")[0][:_LONGEST]
+            reasons.append(f"the replay raised {type(error).__name__}: {why}")
         elif "other" in replayed.compared and not failed.kept.updated:
             reasons.append(_DIFFERENT)
-        elif (source := _to_blame(replayed, failed)) is None:
-            if replayed.gradients and failed.bad:
-                reasons.append(_OTHERS)
-        elif not source.is_outside:
-            return replayed, source
-        elif outside is None:
+        elif (source := _to_blame(replayed, failed)) is not None:
+            if not source.is_outside:
+                return replayed, source
             # Another call may have sent the gradient back.
-            outside = replayed, source
+            outside = outside or (replayed, source)
     return outside
-
-
-def _shortened(text: str) -> str:
-    text = text.partition("\n")[0]
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from gradsurgeon import packs
@@ -145,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     start_step = "number of the first update, also with --resume if the checkpoint is older"
     add("--start-step", metavar="N", type=_step, help=start_step)
     perturb = "add noise of this size, such as 1e-6: a run for `gradsurgeon compare --noise`"
-    add("--perturb", metavar="EPS", type=_eps, default=0.0, help=perturb)
+    add("--perturb", metavar="EPS", type=float, default=0.0, help=perturb)
     add("--seed", metavar="N", type=_step, default=0, help="the seed of that noise")
     observe = "arm every rule, edit nothing, count what it would do"
     add("--observe", action="store_true", help=observe)
@@ -156,15 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add("--quiet", action="store_true", help=quiet)
     return parser
-
-
-def _eps(text: str) -> float:
-    with suppress(ValueError):
-        if 0.0 < (eps := float(text)) < 1.0:
-            return eps
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a size of noise: write a number such as 1e-6"
-    )
 
 
 def _step(text: str) -> int:

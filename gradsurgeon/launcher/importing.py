@@ -37,7 +37,8 @@ def _activate(settings: Settings) -> None:
         from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        messages.run_without_rules(reason)
+        messages.explain()
+        messages.say(f"the script runs on without rules: {reason}")
     else:
         activate(settings)
 

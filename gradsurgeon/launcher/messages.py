@@ -68,12 +68,6 @@ def explain() -> None:
             Path(file).touch()
 
 
-def run_without_rules(reason: str) -> None:
-    """Say in one line that this script runs on without rules."""
-    explain()
-    say(f"the script runs on without rules: {reason}")
-
-
 def _end(pid: int, file: Path) -> None:
     if os.getpid() != pid:
         return  # a forked child
