@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -33,7 +31,7 @@ from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 3
+FORMAT = 4
 STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
@@ -112,7 +110,7 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         },
         "calls": [_written(call) for call in failed.kept.calls],
         "weights": None if size > MAX_BYTES else weights,
-        "code": {name: _code_of(module) for name, module in called.items()},
+        "trees": {name: _tree_of(module) for name, module in called.items()},
     }
 
 
@@ -169,8 +167,6 @@ class _Reader:
         self._document = document
         self._device, self._made_on = device, str(document["device"])
         self._weights: Mapping[str, Any] = document["weights"] or {}
-        code = document["code"]
-        self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
         self._doubts: list[str] = []
 
     def step(self) -> tuple[FailedStep, tuple[str, ...]]:
@@ -197,13 +193,8 @@ class _Reader:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        weights = self._weights.get(name, {})
-        _check_weights(module, weights)
-        if not self._code.get(name) or self._code[name] != _code_of(module):
-            self._doubts.append(
-                "this may not be the model of the bundle: its modules, or the source code of their classes, differ or "
-                "are unknown"
-            )
+        if self._document["trees"].get(name) != _tree_of(module):
+            self._doubts.append("this may not be the model of the bundle: its modules differ")
         states, *host = entry["random"]
         known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", here)}
         autocast = {
@@ -216,7 +207,7 @@ class _Reader:
             name=name,
             random=RandomState(known, *host),
             autocast=autocast,
-            weights=weights,
+            weights=self._weights.get(name, {}),
             training=entry["training"],
             casts={key: Cast(*cast) for key, cast in entry["casts"].items()},
             **{part: entry[part] for part in _CALL_PARTS},
@@ -232,29 +223,9 @@ class _Reader:
         return KeptLoss(value, made)
 
 
-def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = {name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    given = {name: list(tensor.shape) for name, tensor in weights.items()}
-    other = sorted(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
-    if weights and other:
-        name, shapes = other[0], [named.get(other[0], "none") for named in (own, given)]
-        raise GradSurgeonError(
-            f"this is not the model of the bundle: {printable(name)} has the shape {shapes[0]}, and {shapes[1]} in the bundle"
-        )
-
-
-def _code_of(module: nn.Module) -> str:
-    """Return a hash of a module tree and the source of its classes; empty if a source is missing."""
-    known: dict[type, str] = {}
-    try:
-        for kind in {type(inner) for inner in module.modules()}:
-            # `fully_shard` puts a class of its own before the class of the script.
-            classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed.")]
-            own = [
-                c for c in classes if c.__module__.partition(".")[0] not in ("torch", "builtins")
-            ]
-            known[kind] = classes[0].__qualname__ + "".join(map(inspect.getsource, own))
-    except (OSError, TypeError):
-        return ""
-    tree = "".join(f"{name}: {known[type(inner)]}\n" for name, inner in module.named_modules())
-    return hashlib.sha256(tree.encode()).hexdigest()[:16]
+def _tree_of(module: nn.Module) -> dict[str, object]:
+    """Return the classes of the modules and the shapes of the parameters by name."""
+    shapes = {name: list(param.shape) for name, param in module.named_parameters()}
+    # `fully_shard` puts a class of its own before the class of the script.
+    kinds = {name: type(one).__name__ for name, one in module.named_modules()}
+    return {**shapes, **{name: kind.removeprefix("FSDP") for name, kind in kinds.items()}}

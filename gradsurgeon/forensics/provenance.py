@@ -97,7 +97,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 return None
             if known := first_to_blame(self.memory.sources(tensor, kinds[0])):
                 return known
-            meant = kinds[0] != "NaN" and not self.memory.is_made(tensor)
+            meant = kinds[0] != "NaN" and not self.memory.of(tensor).made
             where = "literal" if meant else "unknown"
             return held(self._when, where, "", facts(tensor), intended=meant)
 
@@ -154,7 +154,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 }
                 self.memory.remember(output, sources)
         # The new content is in memory from here on.
-        self.memory.written(written)
+        for tensor in written:
+            self.memory.of(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
         if magnitudes and call.stem not in _COPIES:
             module = self._modules.place(_torch.current_node())[0]
@@ -167,7 +168,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
         copy = tensor.detach().clone()
-        return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
+        return torch.zeros_like(copy) if self.memory.of(tensor).unwritten else copy
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
@@ -195,7 +196,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
         place = call.passed(tensor)
         found = self.memory.sources(place, kind)
-        if not found and self.memory.is_made(place):
+        if not found and self.memory.of(place).made:
             found = [held(self._moment(), "unknown", call.name, facts(tensor))]
         return found
 
@@ -255,7 +256,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if any(map(math.isnan, call.nonfinite_numbers)):
             return cause("bad input", f"the script itself passes the number NaN to {call.name}")
         for name, tensor in call.named():
-            if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(call.passed(tensor)):
+            if nonfinite_kind(tensor) == "NaN" and not self.memory.of(call.passed(tensor)).made:
                 return cause(
                     "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "

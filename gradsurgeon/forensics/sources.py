@@ -32,8 +32,7 @@ _GUARDS = ("add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_
 _KEEP_ZERO = ("sqrt", "pow", "square", "abs", "clone", "_to_copy", "mul", "expand", "detach")
 _LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
 _LOOK_AT_LOSS = (
-    "compute the loss inside the forward pass of a module that holds the model, and the next diagnosis names the "
-    "operation; until then look at the divisions, roots, powers and logarithms among its operations"
+    "look at the divisions, roots, powers and logarithms among the operations of the loss"
 )
 
 
@@ -201,24 +200,14 @@ class Memory:
     def made(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
         """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
         for tensor in tensors:
-            known = self._of(tensor)
+            known = self.of(tensor)
             known.made, known.unwritten = True, known.unwritten or empty
-
-    def is_made(self, tensor: Tensor) -> bool:
-        return self._of(tensor).made
-
-    def is_unwritten(self, tensor: Tensor) -> bool:
-        return self._of(tensor).unwritten
-
-    def written(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self._of(tensor).unwritten = False
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[Source]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
         self.forget(tensor)
         _, first, end = place_of(tensor)
-        self._of(tensor).entries += [
+        self.of(tensor).entries += [
             _Entry(first, end, kind, source)
             for kind, made_by in sources.items()
             for source in dict.fromkeys(made_by)
@@ -226,19 +215,19 @@ class Memory:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the sources for memory that an operation has written over."""
-        if (entries := self._of(tensor).entries) and tensor.is_contiguous():
+        if (entries := self.of(tensor).entries) and tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[Source]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        there = [e for e in self._of(tensor).entries if e.first < end and first < e.end]
+        there = [e for e in self.of(tensor).entries if e.first < end and first < e.end]
         return [e.source for e in there if e.kind == kind] or [e.source for e in there]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
-        known = self._of(tensor)
+        known = self.of(tensor)
         if not known.made and known.before is None:
             known.before = _bytes(known.storage).clone()
 
@@ -254,14 +243,14 @@ class Memory:
         told = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
         for output in outputs:
             lost = (told or _rounded(call, output)) if output.is_floating_point() else ""
-            self._of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
+            self.of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
 
     def lost_constant(self, call: Call) -> str:
         """Return the sentence on a lost constant among the inputs of an operation, or an empty text."""
-        told = (self._of(call.passed(tensor)).lost for tensor in call.tensors)
+        told = (self.of(call.passed(tensor)).lost for tensor in call.tensors)
         return next(filter(None, told), "")
 
-    def _of(self, tensor: Tensor) -> _Known:
+    def of(self, tensor: Tensor) -> _Known:
         storage = place_of(tensor)[0]
         # The same for tensors that share memory.
         return self._known.setdefault(int(storage._cdata), _Known(storage))  # noqa: SLF001 # no public name

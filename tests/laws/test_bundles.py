@@ -162,20 +162,14 @@ def test_the_debugger_stands_where_it_was_born(
     assert done.stdout.count("diagnosis (") == 1
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        ("wider", "first.bias has the shape [5], and [4] in the bundle"),
-        (None, "bias has the shape [2], and none in the bundle"),
-    ],
-)
-def test_another_model_is_refused(
-    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None, text: str
+@pytest.mark.parametrize("build", ["wider", None])
+def test_another_model_is_told(
+    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None
 ) -> None:
     model = nn.Linear(2, 2) if build is None else getattr(net, build)()
-    with pytest.raises(GradSurgeonError, match="this is not the model of the bundle") as caught:
-        gradsurgeon.replay(made[1], model)
-    assert text in str(caught.value)
+    again = gradsurgeon.replay(made[1], model)
+    assert again.certainty != "reproduced"
+    assert _OTHER in again.reasons
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "noise", "empty"])
@@ -199,13 +193,13 @@ def rewrite(place: Path, **values: Any) -> None:
     torch.save({**document, **values}, place / "step.pt")
 
 
-@pytest.mark.parametrize("number", [1, 4, "\x1b[31m"])
+@pytest.mark.parametrize("number", [1, 3, "\x1b[31m"])
 def test_a_bundle_of_another_format_is_refused(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, number: object
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     rewrite(place, format=number)
-    with pytest.raises(GradSurgeonError, match="it has another format than 3"):
+    with pytest.raises(GradSurgeonError, match="it has another format than 4"):
         gradsurgeon.replay(place, net.build())
 
 
@@ -251,7 +245,7 @@ def test_memory_stays_in_the_order_of_the_file(
         "modules",
         "bad",
         "device",
-        "code",
+        "trees",
     ],
     value=[{"a": 1}, [[]], "x", -1, None],
 )
@@ -382,18 +376,17 @@ def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientErr
     assert len(done.stderr.splitlines()) == 1
 
 
-_OTHER = "this may not be the model of the bundle: its modules, or the source code of their classes, differ or are unknown"
+_OTHER = "this may not be the model of the bundle: its modules differ"
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("* scale).log()", "* scale).sqrt()"),
         ("class Net", "class Web"),
         ("nn.Dropout(0.5)", "nn.Dropout1d(0.5)"),
     ],
 )
-def test_a_model_of_the_same_shapes_and_other_code_is_doubted(
+def test_a_model_of_the_same_shapes_and_other_modules_is_doubted(
     made: tuple[NonFiniteGradientError, Path], tmp_path: Path, old: str, new: str
 ) -> None:
     place = tmp_path / "other_net.py"
@@ -426,12 +419,12 @@ def test_a_layer_of_another_kind_is_doubted(
     assert (again.certainty, again.reasons) == ("partial", (_OTHER,))
 
 
-def test_a_bundle_that_tells_no_code_is_doubted(
+def test_a_bundle_that_tells_no_modules_is_doubted(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
-    for code in (None, {}, {".": ""}):
-        rewrite(place, code=code)
+    for tree in (None, {"": "Net"}):
+        rewrite(place, trees={".": tree})
         again = gradsurgeon.replay(place, net.build())
         assert (again.certainty, again.operation) == ("partial", "aten.log")
         assert again.reasons == (_OTHER,)
