@@ -17,9 +17,8 @@ from gradsurgeon import _backward_calls, _dist, _live, api
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
-from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import explain, write
-from gradsurgeon.launcher.models import Models
+from gradsurgeon.launcher.models import Models, roots_of
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.runtime import registry
