@@ -288,7 +288,7 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
-    with nullcontext() if session is None else session.resting():
+    with nullcontext() if session is None else session.context.resting():
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:

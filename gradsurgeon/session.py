@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Answer = TypeVar("Answer")
+_PAUSED = "the session pauses on this rank: pause it on all ranks at the same place, or ranks wait and weights drift apart"
 
 
 class Session(RecordQueries):
@@ -51,12 +52,14 @@ class Session(RecordQueries):
     def pause(self) -> None:
         """Stop all rules until `resume()`. Steps are still counted.
 
-        On several ranks, pause all of them. Under DDP a paused rank leaves its gradients unedited while the others edit
-        theirs, so the weights drift apart. For sharded parameters all ranks leave gradients unedited if one rank is paused. The
-        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that update. Sharded
-        parameters have no records of passes in which one rank is paused.
+        On several ranks, pause all of them at the same place. Under DDP a paused rank leaves its gradients unedited while the
+        others edit theirs, so the weights drift apart. Rules that need whole gradients of sharded parameters wait for a paused
+        rank until the time limit of the process group. Sharded parameters have no records of passes in which one rank is paused.
         """
-        self._attachment.context.paused = True
+        context = self._attachment.context
+        context.paused = True
+        if context.ranks.are_several:
+            context.event_log.notice_once("paused", _PAUSED, step=self.step)
 
     def resume(self) -> None:
         """Resume the rules after `pause()`."""

@@ -75,10 +75,10 @@ def test_what_is_not_stationary_makes_the_exit_code_1(here: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("edit", "measured", "told"),
     [
-        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "put `norms` above it"),
-        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "put `norms` above it"),
+        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "with `norms` above them"),
+        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "with `norms` above them"),
         ({"action": "scale", "factor": 0.1, "at": "step"}, "accumulated", ""),
-        ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "record with `--observe`"),
+        ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "with `--observe`"),
         ({"action": "scale", "factor": 0.1, "at": "backward"}, "accumulated", "with `--observe`"),
     ],
 )
