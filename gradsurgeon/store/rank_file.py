@@ -31,7 +31,7 @@ _BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
-_MAPPING = TypeAdapter(dict[str, Any])
+_MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
 
 
 class RankFile:
@@ -100,7 +100,8 @@ class RankFile:
     @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if "closed" in self._meta():
+        if (closed := self._meta().get("closed")) is not None:
+            self._parsed(closed, _TIME)
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
