@@ -71,7 +71,7 @@ def _added(watching: list[Any], one: object) -> Callable[[], None]:
     return end
 
 
-@_torch.uncompiled("gradsurgeon watches backward passes")
+@_torch.uncompiled
 def _watched(run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
     # By position, torch passes the gradients of the outputs, `retain_graph`, `create_graph` and the inputs.
     call = BackwardCall(outputs, args[3], bool(named.get("accumulate_grad")))

@@ -55,17 +55,11 @@ def load(rules: Rules) -> RuleSet:
             return schema.validate(schema.pack(rules))
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
-        given: object = rules
-        if isinstance(given, list | tuple):
-            other = next((type(rule).__name__ for rule in given if not isinstance(rule, Rule)), "")
-            if not other:
-                return schema.from_rules(given)
-            raise TypeError(
-                f"a list of rules must contain rules built in Python, but this one contains a {other}: give the "
-                'whole file as a dict, {"version": 1, "rules": [...]}'
-            )
+        if isinstance(rules, list | tuple) and all(isinstance(rule, Rule) for rule in rules):
+            return schema.from_rules(rules)
     raise TypeError(
-        f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
+        "rules are a path, a text, a RuleSet, a list of rules built in Python, or the whole file as a dict "
+        f'{{"version": 1, "rules": [...]}}, not {type(rules).__name__}'
     )
 
 
@@ -99,9 +93,9 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
-    The rules stay bound to the tensors that the plan shows. If a parameter or module is replaced or renamed, it
-    keeps its rules, and a warning names it. A warning also names new parameters and modules that a rule would
-    match; apply the rules again with ``replace=True`` to bind them. Lazy modules must have seen an input before.
+    The rules stay bound to the tensors that the plan shows. What replaces a parameter or module under its name comes
+    under its rules, and a warning names it. Warnings also name parameters that are gone, and new parameters and
+    modules that a rule would match: apply the rules again with ``replace=True``. Lazy modules must have seen an input before.
     Copies of the model and saved models carry no rules.
 
     Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
@@ -125,10 +119,7 @@ def apply(
         sinks: trackers that receive aggregates and all events during training, such as
             `sinks.TensorBoard("runs/today")`. They receive the aggregates of each step, or in fast training the worst
             of every few steps; see `gradsurgeon.sinks`. If there are several ranks, rank 0 sends.
-        on_event: called with each event as it occurs, on the thread that has seen it. Its exception is raised at the
-            next place where training can stop with nothing half done. For an event before an update that is before
-            the weights move, else at the end of that update, of `Session.tick` or of the session. Ranks do not
-            agree on it: if one rank raises alone, the others wait for it.
+        on_event: called with each event as it occurs, on the thread that has seen it. Its exception is logged.
 
     Returns:
         The session. It is a context manager that removes the rules at its end.
@@ -223,7 +214,6 @@ def remove(model: nn.Module) -> None:
     """Remove the rules from a model without a trace; also rules from a container that is gone. No rules: no effect."""
     for attachment in _runtime().applied_to(model):
         attachment.remove()
-        attachment.context.event_log.raise_raised()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -290,7 +280,7 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
-    with nullcontext() if session is None else session.resting():
+    with nullcontext() if session is None else session.context.resting(rests=True):
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:
@@ -314,7 +304,7 @@ def _runtime() -> Any:
 
     # A graph that breaks at a rule on tags must not break a second time inside this call.
     _torch.compile_within_caller(tag)
-    _torch.uncompiled("gradsurgeon.backward runs a backward pass")(backward)
+    _torch.uncompiled(backward)
     return runtime
 
 

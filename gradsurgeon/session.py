@@ -46,7 +46,6 @@ class Session(RecordQueries):
         Warns of rules that never fired if gradients came and their optimizer never stepped. A second call does nothing.
         """
         self._attachment.remove()
-        self._attachment.context.event_log.raise_raised()
 
     def pause(self) -> None:
         """Stop all rules until `resume()`. Steps are still counted.
@@ -213,13 +212,8 @@ class Session(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._attachment.remove()
-        event_log = self._attachment.context.event_log
-        if kind is None:
-            event_log.raise_raised()
-        else:  # the script's own exception goes on
-            event_log.log_raised()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and files get `None` instead of the session, without a name of this package.

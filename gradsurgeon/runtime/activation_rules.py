@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
@@ -126,11 +126,8 @@ class ActivationRules:
         self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
     def may_act(self) -> bool:
-        if self.context.paused:
-            return False
-        if _torch.is_capturing():
-            self.context.refuse_graph_capture()
-        return True
+        self.context.refuse_graph_capture()
+        return not self.context.paused
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         if not self.context.program.tags:
@@ -315,10 +312,6 @@ class GradHook:
         self._version = tensor._version  # noqa: SLF001 # counts writes
         self.arrived = False
 
-    @property
-    def __name__(self) -> str:
-        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{self.owner}"
-
     def is_cut_off_from(self, tensor: Tensor) -> bool:
         """Return whether an in-place write has come between the tensor and its gradient."""
         return not self.arrived and tensor._version != self._version  # noqa: SLF001 # as above
@@ -348,7 +341,6 @@ class FeedsHook:
 
     def __init__(self, flag: Flag) -> None:
         self._flag = flag
-        self.__name__ = f"{flag.rule.id}:{flag.name}"
 
     @uncompiled
     def __call__(self, _grad: Tensor | None) -> None:

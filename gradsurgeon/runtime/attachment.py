@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradsurgeon import _live
+from gradsurgeon import _live, _torch
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
-from gradsurgeon.runtime import compile_support, session_state
+from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.due_rules import StepCounters
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
+_RECOMPILED = (
+    "the rules on modules came after the first compiled call, and compiled code does not notice new hooks: gradsurgeon "
+    "dropped all compiled code of this process, and torch.compile compiles it again at the next call; to compile only "
+    "once, apply the rules before the first call"
+)
 _IDLE = (
     "gradients came, but their optimizer never stepped while the rules were on, and these rules never fired: "
     "{rules}; step the optimizer before the session ends"
@@ -97,23 +102,13 @@ class Attachment:
         """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
         try:
             self.controller.attach()
-            compile_support.begin(self.context.program, self.context.event_log, self.step)
-            self.context.event_log.raise_raised()
+            # No public interface lists the modules that compiled code calls, so all compiled code must go.
+            if self.context.program.modules and _torch.forget_compiled_code():
+                self.context.event_log.emit("notice", _RECOMPILED, step=self.step, warn=True)
         except BaseException:
-            compile_support.end(self.context.program, self.context.event_log, None)
             self.controller.detach()
             raise
         self._when_removed = removed
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self.context.paused = self.context.paused, True
-        try:
-            with self.context.parameters.lock:
-                yield
-        finally:
-            self.context.paused = paused
 
     @_live.uncollected()
     def remove(self, error: BaseException | None = None) -> None:
@@ -139,7 +134,7 @@ class Attachment:
                 rules = ", ".join(name for name, _ in never)
                 context.event_log.warn(_IDLE.format(rules=rules))
         finally:  # also if the script turns a warning into an error
-            self._close(at=self.step, error=error)
+            self._close(error)
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
@@ -162,7 +157,7 @@ class Attachment:
         if not (self._owners or self.removed):
             self._close()
 
-    def _close(self, at: int | None = None, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         self.removed = True
         for owner in self._owners.values():
             owner.detach()
@@ -172,7 +167,6 @@ class Attachment:
                 stack.callback(self._when_removed)
             stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
             stack.callback(self.controller.detach)
-            compile_support.end(self.context.program, self.context.event_log, at)
             self.context.event_log.settle()
 
     @property

@@ -21,7 +21,6 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
@@ -29,26 +28,17 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 @dataclass(slots=True, eq=False)
 class RunningPass:
-    """A backward pass, listed among the running passes within its context.
-
-    The context raises `GradSurgeonError` if another thread runs a pass through the same leaves, and one of the two
-    must be alone.
+    """A backward pass that gives parameters their gradients, listed among the running ones within its context.
 
     Attributes:
         graph: the graph that the pass runs through.
-        trains: True for a `backward()`, False for a `torch.autograd.grad()`.
         inputs: the only tensors that get gradients; empty for all leaves.
-        is_alone: whether no other thread may run a pass that reaches the same leaves.
         tasks: the number that autograd gave the pass, once it is known.
-        thread: the thread that started the pass.
     """
 
     graph: BackwardGraph
-    trains: bool = False
     inputs: Sequence[Any] = ()
-    is_alone: bool = False
     tasks: list[int] = field(default_factory=list)
-    thread: int = field(default_factory=threading.get_ident)
 
     def reaches(self, leaves: Collection[int]) -> bool:
         """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
@@ -58,18 +48,9 @@ class RunningPass:
 
     def __enter__(self) -> None:
         with lock:
-            others = [
-                other
-                for other in _running
-                if other.thread != self.thread and (other.is_alone or self.is_alone)
-            ]
-            leaves = set(map(id, self.graph.leaves())) if others else set()
-            if any(other.graph.reaches(leaves) for other in others):
-                raise GradSurgeonError(_TOGETHER)
-            if self.trains:
-                threads.add(self.thread)
-                if len(threads) > 1:  # a thread that has ended trains nothing
-                    threads.intersection_update(thread.ident for thread in threading.enumerate())
+            threads.add(threading.get_ident())
+            if len(threads) > 1:  # a thread that has ended trains nothing
+                threads.intersection_update(thread.ident for thread in threading.enumerate())
             _running.append(self)
 
     def __exit__(self, *_: object) -> None:
@@ -85,15 +66,6 @@ threads: set[int] = set()
 lock = threading.RLock()
 # By thread, the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}
-_TOGETHER = (
-    "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
-    "replaces the hooks on these parameters meanwhile: run both passes in one thread"
-)
-
-
-def training() -> list[RunningPass]:
-    """Return the running passes that give parameters their gradients."""
-    return [one for one in _running if one.trains]
 
 
 @contextmanager
@@ -174,7 +146,7 @@ class BackwardWatch:
         with lock:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)
-            if len(training()) == 1:
+            if len(_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
             tensors, grads = self.context.parameters.grads(
@@ -242,7 +214,7 @@ class BackwardWatch:
     def end_of_grad(self) -> None:
         """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
         with lock:
-            if training():
+            if _running:
                 return  # The facts may belong to a pass that another thread runs.
             seen, self.seen = self.seen, Seen()
         if seen.module:
@@ -323,10 +295,8 @@ def around_passes(
             only = call.outputs[0] if len(call.outputs) == 1 else None
             loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
             graph = BackwardGraph(roots, loss=loss)
-            running = RunningPass(graph, trains=True, inputs=call.inputs)
-            return _train(running, known, begins, run)
-        with RunningPass(BackwardGraph(roots), inputs=call.inputs):
-            found = run()
+            return _train(RunningPass(graph, call.inputs), known, begins, run)
+        found = run()
         for watch in known:
             watch.end_of_grad()
         return found
@@ -367,7 +337,7 @@ def _note_inner(roots: Sequence[Root]) -> None:
     if (node := _torch.current_node()) is not None:
         with lock:
             # If several passes run at the same time, only one of them contains the node.
-            for running in training():
+            for running in _running:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
+from gradsurgeon.actions import Decision, EditRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
@@ -37,12 +37,8 @@ _ONLY_NONFINITE = (
     "`{statistic}`; use `params`"
 )
 _NO_CAPTURE = (
-    "rule {rule}: a CUDA graph is being captured, its replays run no Python, and {reason}: capture without the rule "
-    "(session.pause() or remove()), or train without the graph"
-)
-_CAPTURED = (
-    "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no steps, firings or "
-    "changes, and report no non-finite norms"
+    "a CUDA graph is being captured, and its replays run no Python, so no rule: call session.pause() before the capture, "
+    "or train without the graph"
 )
 # Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
@@ -167,7 +163,7 @@ class Options(NamedTuple):
     start_step: int = 0
     # The launcher applied the rules: the script has no session, or its session acts before this one.
     beside: bool = False
-    # Is called with each event; an exception from it stops the training.
+    # Is called with each event.
     on_event: Callable[[Event], object] | None = None
 
 
@@ -239,18 +235,6 @@ class Context:
         return f"step {step}, rule {rule}{model}"
 
     def refuse_graph_capture(self) -> None:
-        """Raise if a CUDA graph is being captured and its replays would silence a rule."""
-        if self.paused or not _torch.is_capturing():
-            return
-        for rule, reason in rules_lost_in_replay(self.program):
-            raise GradSurgeonError(_NO_CAPTURE.format(rule=rule, reason=reason))
-        self.event_log.notice_once("cuda-graph", _CAPTURED, step=self.counters.latest)
-
-
-def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
-    """Yield each rule that needs Python, which a replay of a CUDA graph does not run, and the reason."""
-    for rule in program.rules:
-        if not isinstance(rule, EditRule | FreezeRule):
-            yield rule.id, f"`{rule.action}` must read each step from Python"
-        elif not rule.steps.always:
-            yield rule.id, "Python evaluates its `steps`"
+        """Raise if a CUDA graph is being captured."""
+        if not self.paused and _torch.is_capturing():
+            raise GradSurgeonError(_NO_CAPTURE)

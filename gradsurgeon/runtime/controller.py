@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
+from gradsurgeon.runtime.notices import SETTLED, Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
@@ -69,8 +69,6 @@ class Controller:
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
         self._steps = 0
-        # A parameter that the last pass reached, in a tuple; empty before the first pass.
-        self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
         self.attached = False
 
@@ -123,21 +121,16 @@ class Controller:
                 self.context.ranks.refuse_uneven()
                 self._agreement.find_sessions(done)
             by_hand = self._note_pass(done)
-            accumulated = by_hand and self.manual.accumulates(done)
-            # The records of a pass use the counter of the step that the pass feeds.
-            with self.manual.in_step() if accumulated else nullcontext():
-                self._take_snapshots(done)
-                objections = self.traps.objections(done) if self._agreement.votes(done) else ()
+            if by_hand:
+                self.manual.refuse_compounding(done)
+            self._take_snapshots(done)
+            objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
             # Always cast the vote: other ranks may wait for it.
             self._agreement.cast(done, objections)
         if by_hand:
-            try:
-                self.manual.after(accumulated=accumulated)
-            finally:
-                if accumulated:
-                    self.traps.done(self.context.counters.common)
+            self.manual.after_pass()
 
     def backward_failed(self, done: BackwardPass) -> None:
         self._agreement.cast(done, ())
@@ -150,16 +143,11 @@ class Controller:
         if done.scale is not None:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
-        self._last = done.tensors[:1] or self._last
         self._notices.arrived.update(done.tensors)
         context.flags.passed()
         params = () if done.tensors else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
-            # Asked once: searching for optimizers after each of many passes would be slow.
-            is_noticed = context.event_log.is_noticed("no parameter")
-            if not is_noticed and (self.manual.active or not self.expects_update()):
-                self.manual.note_no_parameter()
             return False
         return self.manual.active or not self.expects_update()
 
@@ -314,8 +302,7 @@ class Controller:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = self._notices.awaits_sum(held)
         if not (self.steps.owned or self.manual.declared):
-            # If no rule edits at `step`, one tensor is enough.
-            matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
+            matter += [tensor for tensor in self.manual.edited() if tensor in held]
         return matter
 
     def expects_update(self) -> bool:
@@ -341,7 +328,6 @@ class Controller:
                 scale = self.context.scaling.stepping(optimizer)
                 if scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
-        self.context.event_log.raise_raised()
 
     @property
     def is_idle(self) -> bool:
@@ -349,5 +335,14 @@ class Controller:
         return self._unstepped and not self._steps and self.steps.owned
 
     def why_never(self, due: int, cause: str) -> str:
-        """Return the reason that the summary gives for a rule that never fired."""
-        return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
+        """Return the final message on a rule that never fired.
+
+        Args:
+            due: the number of steps in which the rule was due.
+            cause: why the rule did not fire, empty if unknown.
+        """
+        if due:
+            return f"was due in {due} steps and never fired{cause and ': '}{cause}"
+        if self._steps:
+            return "was never due"
+        return "never fired: no optimizer that owns its parameters stepped while their gradients were there"

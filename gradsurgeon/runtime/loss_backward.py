@@ -15,10 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.backward_watch import RunningPass, taking
-from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.runtime.backward_watch import taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
@@ -81,8 +81,6 @@ def backward(
     with ExitStack() as stack:
         due: list[DueLossRule] = []
         if sessions:
-            # The hooks on the leaves are replaced meanwhile.
-            stack.enter_context(RunningPass(graph, is_alone=True))
             leaves = list(graph.leaves())
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
         named = NamedPass(due)

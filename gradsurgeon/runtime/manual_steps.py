@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
@@ -15,8 +12,8 @@ from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
 from gradsurgeon.tensors import measure
 
 _NOTICE = (
-    "no torch optimizer owns the parameters: each backward pass that began on empty gradients (None or zero) "
-    "counts as a step; to mark the steps yourself, {tick} right before each update"
+    "no torch optimizer owns the parameters: each backward pass counts as a step; to mark the steps yourself, {tick} right "
+    "before each update"
 )
 _NO_SKIP = (
     "`then: skip-step` cannot hide gradients from a manual update, so it raises instead: {tick}, and update "
@@ -33,11 +30,6 @@ _TAKEN_OVER = (
     "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
     "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
 )
-_NO_PARAMETER = (
-    "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
-    "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
-    "right before each update"
-)
 _NO_FREEZE = (
     "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
     "use `zero`"
@@ -50,9 +42,8 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
-        # Whether a pass was counted and judged as a step, and the decision of its traps.
+        # Whether a pass was counted and judged as a step.
         self._counted = False
-        self._last = StepDecision()
         self._began = context.counters.common.step
         self._tick = "pass optimizer=[] to apply() and call session.tick()"
         if context.outside:
@@ -69,28 +60,21 @@ class ManualSteps:
     def declared(self) -> bool:
         return self._counts == "ticks"
 
-    def accumulates(self, done: BackwardPass) -> bool:
-        """Return whether a pass is a further micro-batch of the counted step; raise if edits would compound."""
-        if self.declared:
-            return False
+    def refuse_compounding(self, done: BackwardPass) -> None:
+        """Raise if a pass adds to a gradient that a rule at `step` has edited or learned from."""
+        if self.declared or self._context.mode != "act" or self._context.paused:
+            return
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
-        compounded = [tensor for tensor in self.edited() if tensor in onto]
-        if compounded and self._context.mode == "act" and not self._context.paused:
+        if compounded := [tensor for tensor in self.edited() if tensor in onto]:
             name = self._context.program.names[compounded[0]]
             raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=self._tick))
-        return bool(onto)
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
         stages = self._context.program.at_step
         acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
         return sorted({tensor for stage in acting for tensor in stage.tensors})
-
-    def note_no_parameter(self) -> None:
-        if not self.declared:
-            text, step = _NO_PARAMETER.format(tick=self._tick), self._context.counters.latest
-            self._context.event_log.notice_once("no parameter", text, step=step)
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
@@ -107,37 +91,24 @@ class ManualSteps:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
             raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Attribute an accumulating pass to the step that was already counted."""
-        counter = self._context.counters.common
-        back = int(self._counted)
-        counter.step -= back
-        try:
-            yield
-        finally:
-            counter.step += back
-
-    def after(self, *, accumulated: bool) -> None:
+    def after_pass(self) -> None:
         if not self.active:
             self._begin()
         if self.declared:
             return
-        step = Step(self._context.counters.common)
-        with self.in_step() if accumulated else nullcontext():
-            number, self._last = step.counter.step, self._events.step_starting(step)
-        if not accumulated:
-            self._counted = True
-            self._events.step_finished(step, took_place=True)
-        self._raise(self._last)
-        if self._last.skip and (cause := self._last.cause) is not None:
-            no_skip = _NO_SKIP.format(tick=self._tick)
-            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
+        self._counted = True
+        number, decision = self._update()
+        if decision.skip and decision.cause is not None:
+            raise decision.cause.error(number)
 
-    def _raise(self, decision: StepDecision) -> None:
+    def _update(self) -> tuple[int, StepDecision]:
+        """Run the rules at `step` and count an update; return its number and the decision on it."""
+        step = Step(self._context.counters.common)
+        number, decision = step.counter.step, self._events.step_starting(step)
+        self._events.step_finished(step, took_place=True)
         if decision.error is not None:
             raise decision.error
-        self._context.event_log.raise_raised()
+        return number, decision
 
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
@@ -152,9 +123,4 @@ class ManualSteps:
         self._refuse_freezes()
         first, self._counts = not self.declared, "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.
-        if not (first and self._counted):
-            step = Step(self._context.counters.common)
-            self._last = self._events.step_starting(step)
-            self._events.step_finished(step, took_place=True)
-        self._raise(self._last)
-        return not self._last.skip
+        return (first and self._counted) or not self._update()[1].skip

@@ -18,10 +18,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -241,15 +241,10 @@ class OptimizerWatch:
                 return
         decision = self._events.step_starting(update)
         update.judged = True
-        raised = event_log.raised()
-        if decision.error is not None and raised is not None:
-            # Scripts catch a trap's error by its type; the context shows the other error also.
-            decision.error.__context__ = raised
-        error = decision.error or raised
-        if error is not None:
+        if decision.error is not None:
             update.undo()
-            self._end(update, took_place=decision.error is not None)
-            raise error
+            self._end(update)
+            raise decision.error
         if decision.skip:
             update.skip(optimizer)
         elif decision.frozen:
@@ -264,7 +259,6 @@ class OptimizerWatch:
         if update.skipped:
             update.undo()
         self._end(update)
-        self._context.event_log.raise_raised()
 
     def _end(self, update: Update, *, took_place: bool = True) -> None:
         self._running.pop(update.key, None)

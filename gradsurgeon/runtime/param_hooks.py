@@ -7,17 +7,17 @@ Python cannot collect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.gradients import check_layout
@@ -36,9 +36,6 @@ class Hook:
         self._passes = weakref.ref(passes)
         self.tensor = tensor
         self._rules = passes.context.program.per_tensor.get(tensor, ())
-        # torch shows this name in its messages about wrong return values.
-        label = "+".join(rule.id for rule in self._rules) or "gradsurgeon"
-        self.__name__ = f"{label}:{passes.context.program.names[tensor]}"
 
 
 class ArrivalHook(Hook):
@@ -137,11 +134,6 @@ class ParamHooks:
             for handle in self._put(tensor, param):
                 self._handles.setdefault(tensor, []).append(handle)
         return param is not None
-
-    def forget(self, tensors: Iterable[int]) -> None:
-        """Expect no parameter under these names from now on."""
-        for tensor in tensors:
-            self._ids[tensor] = id(None)
 
     def replaced(self) -> list[int]:
         now = list(map(id, self._context.parameters.params(self._armed)))

@@ -41,10 +41,9 @@ class Parameters:
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
-        self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
-        # The ids of the sharded parameters, by tensor.
-        self._divided: dict[int, int] = {}
-        self.identify(range(len(names)))
+        # This rank's shards of parameters, by tensor.
+        self._shards: dict[int, TensorWeakRef] = {}
+        self._find_shards(range(len(names)))
 
     def param(self, tensor: int) -> Tensor | None:
         return self._as_divided(tensor, held(self._places[tensor]))
@@ -54,10 +53,9 @@ class Parameters:
 
         The optimizer owns the shards, even if an evaluation without a backward pass comes before its step.
         """
-        if param is None or tensor not in self._divided or _dist.is_sharded(param):
+        if param is None or tensor not in self._shards or _dist.is_sharded(param):
             return param
-        reference, _ = self._identities.get(self._divided[tensor], (None, tensor))
-        part = None if reference is None else reference()
+        part = self._shards[tensor]()
         return param if part is None else part
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
@@ -69,7 +67,7 @@ class Parameters:
             params = [owner[key] for owner, key in places]
         except KeyError:  # some names are gone
             params = list(map(held, places))
-        if not self._divided:
+        if not self._shards:
             return params
         numbers = range(len(params)) if wanted is None else wanted
         return list(map(self._as_divided, numbers, params))
@@ -95,18 +93,10 @@ class Parameters:
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
-    def identify(self, tensors: Iterable[int]) -> None:
-        """Track parameters by identity, under any name, as long as they live."""
+    def _find_shards(self, tensors: Iterable[int]) -> None:
         for tensor in tensors:
-            if (param := self.param(tensor)) is not None:
-                self._identities[id(param)] = TensorWeakRef(param), tensor
-                if _dist.is_sharded(param):
-                    self._divided[tensor] = id(param)
-
-    def tensor_of(self, param: Tensor) -> int | None:
-        """Return the tensor that a parameter was when it was identified."""
-        reference, tensor = self._identities.get(id(param), (None, None))
-        return tensor if reference is not None and reference() is param else None
+            if (param := self.param(tensor)) is not None and _dist.is_sharded(param):
+                self._shards[tensor] = TensorWeakRef(param)
 
     @contextmanager
     def without_references(self, params: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -115,13 +105,13 @@ class Parameters:
         Yields:
             The tensors that these parameters are.
         """
-        tensors = [tensor for param in params if (tensor := self.tensor_of(param)) is not None]
-        for param in params:
-            self._identities.pop(id(param), None)
+        tensors = self.owned(params)
+        for tensor in tensors:
+            self._shards.pop(tensor, None)
         try:
             yield tensors
         finally:
-            self.identify(tensors)
+            self._find_shards(tensors)
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         wanted = {id(param) for param in params}
@@ -132,14 +122,17 @@ class Parameters:
         by_id = {identity: tensor for tensor, identity in enumerate(self.ids())}
         return [by_id[id(param)] for param in params if id(param) in by_id]
 
+    def tensor_at(self) -> dict[tuple[int, str], int]:
+        """Return the tensors by the id of the dictionary and the key where they are looked up."""
+        return {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
+
     def move(self, places: Mapping[int, Place]) -> None:
         """Look tensors up at new places from now on; tensors without a place are gone."""
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
-        self._identities.clear()
-        self._divided.clear()
-        self.identify(range(len(self._places)))
+        self._shards.clear()
+        self._find_shards(range(len(self._places)))
 
     def forget(self) -> None:
         self.move({})

