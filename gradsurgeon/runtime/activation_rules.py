@@ -24,20 +24,12 @@ from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.tensors.loss_scale import unscaled
 
 _UNREADABLE = (
-    "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "
-    "is_grads_batched; on the meta device; in a trace of torch.export): the rule neither measured nor edited it; "
-    "compute this part without the transform, and export the model after session.remove()"
+    "left a tensor alone that has no numbers to read (a transform of torch.func, is_grads_batched, the meta device, "
+    "torch.export): compute this part without that, or after session.remove()"
 )
 _ODD = "torch has few operations for tensors that are nested, masked, compressed (CSR and the like) or in float8"
-_SHARDED = (
-    "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "
-    "collective in the middle of a forward or backward pass; log another module, or make this module return its "
-    "shard (`use_local_output=True`)"
-)
-_WRITTEN = (
-    "{name} was written in place by the operation after it, so no gradient arrived: let the next operation work out of "
-    "place, or name another module"
-)
+_SHARDED = "did not measure a tensor that is sharded over ranks: log another module, or set `use_local_output=True`"
+_WRITTEN = "{name} was written in place by the next operation, so no gradient arrived: let it work out of place"
 
 
 class NamedRule(NamedTuple):

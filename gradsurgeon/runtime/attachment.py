@@ -30,14 +30,10 @@ if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
 
 _RECOMPILED = (
-    "the rules on modules came after the first compiled call, and compiled code does not notice new hooks: gradsurgeon "
-    "dropped all compiled code of this process, and torch.compile compiles it again at the next call; to compile only "
-    "once, apply the rules before the first call"
+    "the rules on modules came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
+    "torch.compile compiles again; to compile only once, apply the rules before the first call"
 )
-_IDLE = (
-    "gradients came, but their optimizer never stepped while the rules were on, and these rules never fired: "
-    "{rules}; step the optimizer before the session ends"
-)
+_IDLE = "gradients came, but their optimizer never stepped while the rules were on; never fired: {rules}; step it before the end"
 
 
 class Attachment:

@@ -32,14 +32,8 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.tensors.measure import read
 
-_ONLY_NONFINITE = (
-    "rule {rule}: a trap on modules and tags can only check for non-finite elements, and this trap checks "
-    "`{statistic}`; use `params`"
-)
-_NO_CAPTURE = (
-    "a CUDA graph is being captured, and its replays run no Python, so no rule: call session.pause() before the capture, "
-    "or train without the graph"
-)
+_ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"
+_NO_CAPTURE = "a CUDA graph is being captured, and its replays run no rule: call session.pause() before the capture"
 # Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
 

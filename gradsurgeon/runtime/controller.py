@@ -38,10 +38,7 @@ from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, Ste
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-_NOT_MET = (
-    "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
-    "torch.optim.Optimizer, so torch calls no hook when it steps: pass the optimizer that it wraps"
-)
+_NOT_MET = "the optimizer {kind} holds no parameter of the model, or wraps the one that does: pass the optimizer that steps"
 
 
 class Controller:

@@ -11,29 +11,17 @@ from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
 
-_NOTICE = (
-    "no torch optimizer owns the parameters: each backward pass counts as a step; to mark the steps yourself, {tick} right "
-    "before each update"
-)
-_NO_SKIP = (
-    "`then: skip-step` cannot hide gradients from a manual update, so it raises instead: {tick}, and update "
-    "only if tick() returns True"
-)
+_NOTICE = "no torch optimizer owns the parameters: each backward pass counts as a step; else {tick} right before each update"
+_NO_SKIP = "`then: skip-step` cannot hide gradients from a manual update, so it raises: {tick}, and update if it returns True"
 _COMPOUNDS = (
-    "a second backward pass reached {name} while it still held the gradient of the previous pass, which a rule "
-    "at `step` already edited or learned from: its effect would compound. No torch optimizer owns the parameters, so "
-    "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
-    "does not, clear the gradients after the update"
+    "a backward pass reached {name} while a rule at `step` had already edited or learned from its gradient: the effect "
+    "would compound. Clear the gradients after each update, or {tick} right before it"
 )
 _TAKEN_OVER = (
-    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, and "
-    "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
-    "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}. Rules at `step` "
+    "acted on the last gradients, and act on them again in the first update: pass apply(..., optimizer=)"
 )
-_NO_FREEZE = (
-    "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
-    "use `zero`"
-)
+_NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them; set requires_grad to False, or use `zero`"
 
 
 class ManualSteps:

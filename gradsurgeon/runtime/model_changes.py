@@ -24,33 +24,17 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 
-_SWAPPED = (
-    "got new content by a conversion, which drops hooks: gradsurgeon installed its hooks again"
-)
+_SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
-_SHARDED = (
-    "the model was sharded (fully_shard) after the rule was applied, which gives each sharded module a tensor of its own, "
-    "so their gradients may not meet: apply the rules after fully_shard"
-)
-_CONTAINER = (
-    "the module that the rules were applied to is gone, but parts of it live on: the rules keep acting on these parts, "
-    "but not on layers added to them later. Keep a reference to the object passed to apply, such as a container of models"
-)
-_GONE = (
-    "is gone from its module, has another name there, or is now tied to another parameter: its rules no longer act; "
-    "apply the rules again once the model has its final form"
-)
+_SHARDED = "the model was sharded (fully_shard) after the rule was applied, so it may miss gradients: apply the rules after that"
+_CONTAINER = "the module that the rules were applied to is gone: they act on its parts, but on no new layers; keep a reference to it"
+_GONE = "is gone from its module, has another name there, or is now tied to another parameter: apply the rules again"
 _RENAMED = "has a new name in the model ({names}): its rules act on, under the old name"
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one from now on"
-_NO_MODULE = (
-    "is gone from the model, or torch.jit now runs it without hooks: rules on it no longer act"
-)
+_NO_MODULE = "is gone from the model, or torch.jit runs it without hooks: rules on it no longer act"
 _UNNOTICED = "was replaced or removed: no rule acted on it since then"
-_NEW = (
-    "matches {count} that came after the rules were applied{examples}, but does not act there: call "
-    "gradsurgeon.apply(..., replace=True) once the model has its final form"
-)
+_NEW = "matches {count} that came after the rules were applied{examples}, but does not act there: apply it with replace=True"
 
 
 class ModelChanges:

@@ -18,40 +18,25 @@ from gradsurgeon.tensors.measure import read
 
 # By this pass most scripts have stepped their optimizers; the session searches for others.
 SETTLED = 3
-_PASSES = (
-    "bounds the contribution of each backward pass, and several passes feed one update: their sum can "
-    "exceed the bound; use `at: step` to bound the sum"
-)
-_CALLS = (
-    "combines the losses of each backward pass, and several passes feed one update: the losses can conflict "
-    "again in the sum of the passes"
-)
+_PASSES = "bounds each backward pass, and several passes feed one update: use `at: step` to bound their sum"
+_CALLS = "combines the losses of each backward pass, and several passes feed one update: the losses can conflict in their sum"
 _RANKS = (
-    "bounds what each rank contributes, before DDP averages it over the ranks: the result depends on "
-    "how the batch is divided among them; use `at: step` to bound the average"
+    "bounds what each rank contributes, before DDP averages it: use `at: step` to bound the average"
 )
 _REENTRANT = (
-    "gets parts of a gradient, never their sum: backward passes ran inside one another, as "
-    "checkpoint(use_reentrant=True) makes them, and more than one of them reached {name}; use "
-    "`use_reentrant=False`, or `at: step` to get the sum"
+    "gets parts of a gradient, never their sum: backward passes inside one another (checkpoint(use_reentrant=True)) reached "
+    "{name}; use `use_reentrant=False`, or `at: step` to get the sum"
 )
 _NOT_BY_BACKWARD = (
-    "no backward pass gave the gradients of this update (the script assigns them, as "
-    "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
-    "gradients that a backward pass delivers (`at: {point}`): use `at: step` to see the gradients of the update"
+    "no backward pass gave the gradients of this update (the script assigned them, or updated from them before), and "
+    "`at: {point}` sees no others: use `at: step` to see the gradients of the update"
 )
-_NO_OPTIMIZER = (
-    "gradients come to {names}, but no optimizer that has stepped so far owns these parameters: this rule acts right "
-    "before an update, so it does not act there; give them to an optimizer, or exclude them"
-)
+_NO_OPTIMIZER = "gradients come to {names}, but no optimizer that has stepped owns them: give them to one, or exclude them"
 _NO_LOSS = "no gradsurgeon.backward gave the losses the rule names ({names}) on all ranks, or they reach no parameter it matched"
 _UNOWNED = "no optimizer that steps owns any parameter the rule matched"
 _UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
 _NONE_REACHED = "no gradient reached any parameter the rule matched"
-_CLEARED = (
-    "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
-    "backward or after step(), not between them"
-)
+_CLEARED = "the script cleared the gradients between backward and the update: call zero_grad() before backward or after step()"
 
 
 class Notices:

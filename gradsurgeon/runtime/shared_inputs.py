@@ -28,30 +28,16 @@ from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 _Hook = Callable[[Tensor | None], None]
 
 _IN_PLACE = (
-    "{owner} works in place on the tensor that it shares with others, so its gradient cannot be told from theirs; let it "
-    "work out of place"
+    "{owner} works in place on the tensor that it shares with others: let it work out of place"
 )
-_SHARDED = (
-    "{owner} takes a tensor that is divided over ranks (a DTensor), whose gradients cannot be compared during a backward "
-    "pass: let the module before it return a plain tensor (`use_local_output=True`)"
-)
-_WRITTEN = (
-    "{before} took a tensor that was written in place before {owner} took it, so their gradients do not meet: let the "
-    "operation that writes work out of place"
-)
+_SHARDED = "{owner} takes a tensor that is divided over ranks: let the module before it return a plain one (`use_local_output=True`)"
+_WRITTEN = "{before} took a tensor that was written in place before {owner} took it: let the operation that writes work out of place"
 _APART = (
-    "{missing} took a tensor together with {there} and sends nothing back in this backward pass, which keeps its graph "
-    "(retain_graph=True) or is not the first one through it: gradients of several passes cannot be combined. Call "
-    "`.backward()` once, on the sum of the losses"
+    "{missing} took a tensor together with {there} and sends nothing back in this pass, which keeps its graph or is not the "
+    "first one through it: call `.backward()` once, on the sum of the losses"
 )
-_REENTRANT = (
-    "{there} takes its tensor in a checkpoint with use_reentrant=True. This runs it in a backward pass of its own, so its "
-    "gradient meets no other one; use use_reentrant=False"
-)
-_GRAPH = (
-    "a backward pass with create_graph=True goes through the gradients of {there}, but weights have no gradient; pause "
-    "the session around this pass"
-)
+_REENTRANT = "{there} takes its tensor in a checkpoint with use_reentrant=True, a backward pass of its own: use use_reentrant=False"
+_GRAPH = "a pass with create_graph=True goes through the gradients of {there}: pause the session around it"
 
 
 class SharedInputs:

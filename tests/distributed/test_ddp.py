@@ -53,8 +53,8 @@ def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setu
             assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
 
 
-AVERAGE = "bounds what each rank contributes, before DDP averages it over the ranks"
-SUM = "bounds the contribution of each backward pass, and several passes feed one update"
+AVERAGE = "bounds what each rank contributes, before DDP averages it"
+SUM = "bounds each backward pass, and several passes feed one update"
 SAID = {
     "bound": [(0, AVERAGE)],
     "clip": [(0, AVERAGE)],

@@ -648,7 +648,7 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
     with (
         gradsurgeon.apply(model, rules(scale("a", "output.grad"))),
         pytest.warns(
-            GradSurgeonWarning, match="rule r0: a was written in place by the operation after it"
+            GradSurgeonWarning, match="rule r0: a was written in place by the next operation"
         ),
     ):
         kept = model(data(0, 5, 4))

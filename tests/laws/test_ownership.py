@@ -127,8 +127,8 @@ def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str)
             optimizer.step()
     said = [(one.step, one.message) for one in session.events if "gradients come to" in one.message]
     text = (
-        "gradients come to {}.weight, {}.bias, but no optimizer that has stepped so far owns these parameters: this rule "
-        "acts right before an update, so it does not act there; give them to an optimizer, or exclude them"
+        "gradients come to {}.weight, {}.bias, but no optimizer that has stepped owns them: give them to one, or "
+        "exclude them"
     )
     # One notice per rule is enough.
     assert said == [(8, text.format(1, 1)) if params == "*" else (13, text.format(0, 0))]

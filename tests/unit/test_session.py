@@ -217,8 +217,8 @@ def test_gradients_that_are_cleared_before_the_update_are_a_cause_of_their_own(a
         **({"min": 0} if action == "clamp" else {}),
     }
     cause = (
-        "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
-        "backward or after step(), not between them"
+        "the script cleared the gradients between backward and the update: call zero_grad() before backward or after "
+        "step()"
     )
     with gradsurgeon.apply(model, rules(NORMS, final)) as session, pytest.warns(GradSurgeonWarning):
         for number in range(5):
