@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon._torch import uncompiled
@@ -79,18 +79,10 @@ class Site:
         # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
         self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
         self._counters = counters
-        # The due rules, with the steps of a counter, the version of all counters and the mode for which they are valid.
-        self._known: tuple[Due | None, StepCounter, range, int, bool]
-        self._known = None, counters.of(owner), range(0), -1, True
 
     def now(self, *, training: bool) -> tuple[Due | None, int]:
-        """Return the due rules, or ``None``, and the step. Most calls only compare two numbers."""
-        due, counter, steps, version, trains = self._known
-        step = counter.step
-        if step in steps and version == self._counters.all.version and training is trains:
-            return due, step
-        counter, version = self._counters.of(self.owner), self._counters.all.version
-        step = counter.step
+        """Return the due rules, or ``None``, and the step."""
+        step = self._counters.of(self.owner).step
         acting = [
             (named, grad)
             for named, grad in self._rules
@@ -98,8 +90,6 @@ class Site:
         ]
         values = tuple([named for named, grad in acting if not grad])
         due = Due(values, tuple([named for named, grad in acting if grad])) if acting else None
-        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
-        self._known = due, counter, range(step, end), version, training
         return due, step
 
 
@@ -111,9 +101,8 @@ class ActivationRules:
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
         self._tags: dict[str, Site] = {}
-        # The hooks on tensors since the last update, as long as the tensors live.
-        self._hooks = hooks = dict[_Hooked, None]()
-        self._drop: Callable[[_Hooked], None] = lambda hooked: hooks.pop(hooked, None)
+        # The hooks on each tensor since the last update.
+        self._hooks: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
         # The ids of the rules that edited each tensor.
         self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
@@ -161,9 +150,7 @@ class ActivationRules:
             self._mark_edited(rule, tensor)
         hook = GradHook(self, acting, owner, tensor)
         with self.lock:
-            hooked = _Hooked(tensor, self._drop)
-            hooked.hook = hook
-            self._hooks[hooked] = None
+            self._hooks.setdefault(tensor, []).append(hook)
         _torch.register_hook(tensor, hook)
 
     def _on_value(
@@ -280,14 +267,13 @@ class ActivationRules:
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
         with self.lock:
-            for hooked in list(self._hooks):
-                hook = hooked.hook
-                if hook.arrived or self.counters.of(hook.owner) is counter:
-                    self._hooks.pop(hooked, None)
-                    tensor = hooked()
-                    if tensor is not None and hook.is_cut_off_from(tensor):
+            for tensor, hooks in list(self._hooks.items()):
+                for hook in hooks:
+                    if hook.is_cut_off_from(tensor) and self.counters.of(hook.owner) is counter:
                         text = _WRITTEN.format(name=hook.rules[0].name)
                         self.warn("in-place", text, hook.rules, hook.owner)
+                if all(hook.arrived or self.counters.of(hook.owner) is counter for hook in hooks):
+                    del self._hooks[tensor]
 
 
 class GradHook:
@@ -316,14 +302,6 @@ class GradHook:
             return None
         out = activations.on_gradient(self.rules, grad, self.owner)
         return None if out is grad else out
-
-
-class _Hooked(WeakIdRef):
-    """A weak reference to a tensor, with the hook on its gradient. Each reference is equal to itself alone."""
-
-    __slots__ = ("hook",)
-    __hash__, __eq__ = object.__hash__, object.__eq__
-    hook: GradHook
 
 
 class FeedsHook:

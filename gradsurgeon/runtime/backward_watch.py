@@ -79,11 +79,6 @@ def taking() -> Iterator[list[int]]:
         _taking.pop(me, None)
 
 
-def tasks_taken() -> list[int] | None:
-    """Return the numbers of the passes that take gradients in this thread, ``None`` if its passes train."""
-    return _taking.get(threading.get_ident())
-
-
 def is_taken() -> bool:
     """Return, inside a backward pass, whether the pass only takes the gradients of one loss.
 
@@ -136,22 +131,19 @@ class BackwardWatch:
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
-        self._accumulation = _torch.Accumulation()
+        # Tells a `backward()` from a `torch.autograd.grad()`.
+        self.accumulation = _torch.Accumulation()
 
-    def is_training(self, param: Tensor) -> bool:
-        """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
-        return self._accumulation.runs(param)
-
-    def begin(self, running: RunningPass) -> _Before:
+    def begin(self, running: RunningPass) -> _Before | None:
+        """Return the gradients that exist before a pass, ``None`` if it does not reach the model."""
         with lock:
-            reached = self._reached(running)
-            self._events.backward_started(running.graph, reached)
+            if not self._concerns(running):
+                return None
+            self._events.backward_started(running.graph)
             if len(_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
-            tensors, grads = self.context.parameters.grads(
-                self._watched if reached is None else sorted(reached)
-            )
+            tensors, grads = self.context.parameters.grads(self._watched)
             by_tensor = dict(zip(tensors, grads, strict=True))
             held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
             return _Before(
@@ -169,12 +161,10 @@ class BackwardWatch:
         """
         params = self.context.parameters
         with lock:
-            reached = self._reached(running, averaging)
-            if reached is None:
-                tensors = self._changed(before)
-            else:
-                tensors = set(params.grads(sorted(reached))[0])
-        seen = self._take_seen(reached)
+            if not self._concerns(running):
+                return
+            tensors = self._changed(before)
+        seen, self.seen = self.seen, Seen()
         order, divided = tuple(dict.fromkeys(seen.order)), False
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
@@ -204,41 +194,20 @@ class BackwardWatch:
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
         """Discard the facts that hooks collected in a pass that raised; other ranks learn of the pass."""
-        seen = self._take_seen(self._reached(running))
         self.scaling.of(running.tasks)
         if before is not None and _dist.world() > 1:
             with lock:
-                tensors = self._changed(before).union(seen.order)
+                tensors = self._changed(before).union(self.seen.order)
+            self.seen = Seen()
             self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
 
-    def end_of_grad(self) -> None:
-        """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
-        with lock:
-            if _running:
-                return  # The facts may belong to a pass that another thread runs.
-            seen, self.seen = self.seen, Seen()
-        if seen.module:
-            self._events.backward_finished(BackwardPass(()))
-
-    def _reached(self, running: RunningPass, averaging: Sequence[Any] = ()) -> set[int] | None:
-        """Return the tensors that a pass reaches, if other threads also ran passes.
-
-        DDP also writes an average into parameters that only the graphs of other ranks reach.
-
-        ``None`` if only one thread ran passes, or if the leaves of the graph are not the parameters (sharding).
-        """
-        params = self.context.parameters
-        if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
-            return None
-        averaged = (param for wrapper in averaging for param in data_parallel.averaged_by(wrapper))
-        reached = params.owned([*running.graph.leaves(), *averaged])
-        return set(reached).intersection(self._watched)
-
-    def _take_seen(self, reached: set[int] | None) -> Seen:
-        if reached == set():
-            return Seen()
-        seen, self.seen = self.seen, Seen()
-        return seen
+    def _concerns(self, running: RunningPass) -> bool:
+        """Tell whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
+        if len(threads) == 1:
+            return True
+        # The leaves of the graph of a sharded model are not the parameters.
+        params = self.context.parameters.params()
+        return any(map(_dist.is_divided, params)) or running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
         tensors, grads = self.context.parameters.grads(self._watched)
@@ -289,17 +258,14 @@ def around_passes(
             scalings = [watch.scaling for watch in known if watch.scaling.in_use]
             tell = [partial(one.began_inside, outer=outer) for one in scalings]
             return _numbered(roots, tell, run)
-        if (tasks := tasks_taken()) is not None:
+        if (tasks := _taking.get(threading.get_ident())) is not None:
             return _numbered(roots, [tasks.append], run)
         if call.accumulates:
             only = call.outputs[0] if len(call.outputs) == 1 else None
             loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
             graph = BackwardGraph(roots, loss=loss)
             return _train(RunningPass(graph, call.inputs), known, begins, run)
-        found = run()
-        for watch in known:
-            watch.end_of_grad()
-        return found
+        return run()
 
     return around
 
@@ -319,7 +285,8 @@ def _train(
         try:
             begins(graph, running.inputs)
             for watch in watches:
-                before[watch] = watch.begin(running)
+                if (found := watch.begin(running)) is not None:
+                    before[watch] = found
             found = _numbered(graph.roots, [running.tasks.append], run) if is_scaled else run()
         except BaseException:
             averaging = data_parallel.ended(running.reaches, failed=True)

@@ -100,16 +100,14 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+    def backward_started(self, graph: BackwardGraph) -> None:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
         if self.context.program.checks:
             self.checks.before_pass(graph)
-        if reached is None or reached:
-            tensors = None if reached is None else sorted(reached)
-            having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
-            self._kept.keep_loss(graph, accumulates=bool(having))
+        having = self._kept.reaching and self.context.parameters.grads()[0]
+        self._kept.keep_loss(graph, accumulates=bool(having))
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()

@@ -146,10 +146,6 @@ class BoundRule:
     tensors: tuple[int, ...]
     keys: dict[str, tuple[Key, ...]]
     decides_by: str
-    # Properties of the rule, copied because every step reads them.
-    edits: bool
-    keeps_zero: bool
-    may_overflow: bool
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of some of the tensors in a record; ``tensors`` are in the order of the record."""
@@ -268,5 +264,4 @@ class RulesByCounter:
                     for stat in stats
                 }
                 decides_by = self._decides_by.get(rule.id, "")
-                asked = rule.edits, rule.keeps_zero, rule.may_overflow
-                yield BoundRule(rule, counter, tensors, keys, decides_by, *asked)
+                yield BoundRule(rule, counter, tensors, keys, decides_by)

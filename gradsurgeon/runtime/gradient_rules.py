@@ -133,7 +133,7 @@ def run_step_rules(
                 observe(context, bound_rule, gradients)
                 continue
             # A trap that does not edit has judged already.
-            skipped = not acting if bound_rule.edits else isinstance(rule, TrapRule)
+            skipped = not acting if rule.edits else isinstance(rule, TrapRule)
             tensors = [] if skipped else gradients.having(bound_rule.tensors)
             if not tensors:
                 continue
@@ -144,7 +144,7 @@ def run_step_rules(
             else:
                 gradients.edit(bound_rule, tensors, due.frozen)
             log.count_fired(rule.id, update.step, len(tensors))
-            if bound_rule.may_overflow and context.mode == "act":
+            if rule.may_overflow and context.mode == "act":
                 suspicious.update(tensors)
     return suspicious
 

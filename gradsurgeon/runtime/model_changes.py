@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import LossRule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, name_indexes, named_modules, slots
@@ -27,7 +26,6 @@ from gradsurgeon.runtime.parameters import Place
 _SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
-_SHARDED = "the model was sharded (fully_shard) after the rule was applied, so it may miss gradients: apply the rules after that"
 _CONTAINER = "the module that the rules were applied to is gone: they act on its parts, but on no new layers; keep a reference to it"
 _GONE = "is gone from its module, has another name there, or is now tied to another parameter: apply the rules again"
 _RENAMED = "has a new name in the model ({names}): its rules act on, under the old name"
@@ -127,19 +125,11 @@ class ModelChanges:
         replaced = hooks.replaced()
         params = self._context.parameters.params(replaced)
         if any(param is not None and _dist.is_sharded(param) for param in params):
-            self._adapt_to_sharding()
+            self.check()  # rules that cannot act on shards are refused
+            self._context.ranks.look_again()
         there = [tensor for tensor in replaced if hooks.rearm(tensor)]
         self._tell("hook-rearmed", self._names(there), _REPLACED)
         self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
-
-    def _adapt_to_sharding(self) -> None:
-        """Refuse rules that cannot act on shards; warn of rules on shared inputs, which no longer act."""
-        self.check()
-        self._context.ranks.look_again()
-        event_log, step = self._context.event_log, self._context.counters.latest
-        for rule, _ in self._context.program.site_rules:
-            if isinstance(rule, LossRule):
-                event_log.notice_once("sharded", _SHARDED, rule=rule.id, step=step, warn=True)
 
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
         """Find the parameters and modules of the plan in the current model, and report the changes.

@@ -73,7 +73,7 @@ class TensorHook(Hook):
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
         if param is None or not due:
             return None
-        if not passes.is_training(param):
+        if not passes.accumulation.runs(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None

@@ -117,11 +117,6 @@ class Parameters:
         wanted = {id(param) for param in params}
         return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
 
-    def owned_in_order(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the tensors of ``params``, in their order."""
-        by_id = {identity: tensor for tensor, identity in enumerate(self.ids())}
-        return [by_id[id(param)] for param in params if id(param) in by_id]
-
     def tensor_at(self) -> dict[tuple[int, str], int]:
         """Return the tensors by the id of the dictionary and the key where they are looked up."""
         return {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}

@@ -132,8 +132,6 @@ class StateFile:
     path: Path
     # The content as read; `load` checks whether it is a state.
     content: Any
-    # Empty, or a note that this is the file of another rank.
-    notice: str = ""
 
     def load(self, controller: Controller, *, step: int | None = None) -> int:
         """Resume a session from the file, at another step if one is given; return the step of the state.
@@ -142,13 +140,9 @@ class StateFile:
             GradSurgeonError: the file holds no session state; nothing has changed then.
         """
         try:
-            end = load_state_dict(controller, self.content, step=step)
+            return load_state_dict(controller, self.content, step=step)
         except GradSurgeonError as error:
             raise GradSurgeonError(f"{printable(str(self.path))}: {error}") from None
-        if self.notice:
-            at = controller.context.counters.latest
-            controller.context.event_log.emit("notice", self.notice, step=at)
-        return end
 
 
 def read(folder: Path) -> StateFile | None:
@@ -157,20 +151,16 @@ def read(folder: Path) -> StateFile | None:
     Raises:
         GradSurgeonError: the file cannot be read.
     """
-    rank, notice = _dist.rank(), ""
-    path = folder / state_name(rank)
+    path = folder / state_name(_dist.rank())
     if not path.exists():  # There are more ranks than before; the state is alike on all of them.
         path = folder / state_name(0)
-        notice = f"rank {rank} has no state in {printable(str(folder))}, and resumes from the state of rank 0"
     try:
-        return StateFile(path, _bounded_load.load(path, _MOST_BYTES), notice)
+        return StateFile(path, _bounded_load.load(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        why = f"cannot be read: {printable(error.strerror or str(error))}"
-    except _bounded_load.RefusedError as error:
-        why = printable(str(error))
-    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_UNREADABLE}")
+    except (OSError, _bounded_load.RefusedError) as error:
+        text = printable(f"{path}: {error}")
+        raise GradSurgeonError(f"{text}; {_UNREADABLE}") from None
 
 
 def write(folder: Path, controller: Controller) -> None:

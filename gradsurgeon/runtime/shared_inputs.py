@@ -116,7 +116,10 @@ class SharedInputs:
         for rule, _ in meeting.rules:
             matched = meeting.matched[rule.id]
             there = [name for name in given if name in matched]
-            missing = [n for n in meeting.outstanding() if n in matched and n not in given]
+            waiting = [
+                name for name, hooks in meeting.taken.items() if any(hook() for hook in hooks)
+            ]
+            missing = [n for n in waiting if n in matched and n not in given]
             if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
                 text = _APART.format(missing=_listed(missing), there=_listed(there))
                 self._refuse(rule, "apart", text)
@@ -193,10 +196,6 @@ class _Meeting:
             if named.rule.id not in self.matched:
                 self.rules.append(named)
             self.matched.setdefault(named.rule.id, set()).add(module)
-
-    def outstanding(self) -> list[str]:
-        """Return the modules that can still send a gradient back, because something has kept their output."""
-        return [name for name, hooks in self.taken.items() if any(hook() for hook in hooks)]
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -62,10 +63,9 @@ class GradientSnapshot:
 
     @property
     def order(self) -> list[int]:
-        graph = self.done.graph
-        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
         got = set(self.tensors).intersection(self.done.tensors)
-        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
+        came = chain.from_iterable(self.arrived)
+        return [tensor for tensor in (*came, *self.done.tensors) if tensor in got]
 
     @property
     def arrived(self) -> list[list[int]]:
@@ -133,13 +133,8 @@ GOES_ON = StepDecision()
 class TrainingEvents(Protocol):
     """The events that a controller receives, in the order in which they happen."""
 
-    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
-        """Receive a backward pass before it runs. It may run through another model.
-
-        Args:
-            graph: the graph of the pass.
-            reached: if other threads train also, the only tensors whose gradients may be read now.
-        """
+    def backward_started(self, graph: BackwardGraph) -> None:
+        """Receive the graph of a backward pass before it runs. It may run through another model."""
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a finished backward pass. DDP has averaged them."""
