@@ -162,6 +162,7 @@ def made() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
+@pytest.mark.filterwarnings("ignore::gradsurgeon.errors.GradSurgeonWarning")
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_rules_refuse_a_capture_and_a_paused_session_does_not(
     rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
