@@ -11,11 +11,12 @@ from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
 
-_NOTICE = "no torch optimizer owns the parameters: each backward pass counts as a step; else {tick} right before each update"
-_NO_SKIP = "`then: skip-step` cannot hide gradients from a manual update, so it raises: {tick}, and update if it returns True"
+_TICK = "pass optimizer=[] to apply() and call session.tick()"
+_NOTICE = f"no torch optimizer owns the parameters: each backward pass counts as a step; else {_TICK} right before each update"
+_NO_SKIP = f"`then: skip-step` cannot hide gradients from a manual update, so it raises: {_TICK}, and update if it returns True"
 _COMPOUNDS = (
     "a backward pass reached {name} while a rule at `step` had already edited or learned from its gradient: the effect "
-    "would compound. Clear the gradients after each update, or {tick} right before it"
+    f"would compound. Clear the gradients after each update, or {_TICK} right before it"
 )
 _TAKEN_OVER = (
     "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}. Rules at `step` "
@@ -30,15 +31,7 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
-        # Whether a pass was counted and judged as a step.
-        self._counted = False
         self._began = context.counters.common.step
-        self._tick = "pass optimizer=[] to apply() and call session.tick()"
-        if context.outside:
-            self._tick = (
-                "apply the rules in the script by gradsurgeon.apply(model, rules, optimizer=[]) and call tick() "
-                "of that session"
-            )
 
     @property
     def active(self) -> bool:
@@ -56,7 +49,7 @@ class ManualSteps:
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         if compounded := [tensor for tensor in self.edited() if tensor in onto]:
             name = self._context.program.names[compounded[0]]
-            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=self._tick))
+            raise GradSurgeonError(_COMPOUNDS.format(name=name))
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
@@ -69,11 +62,10 @@ class ManualSteps:
         self._counts = "passes"
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
-        event_log.notice_once("manual", _NOTICE.format(tick=self._tick), step=step)
+        event_log.notice_once("manual", _NOTICE, step=step)
         for stage in (*self._context.program.traps, *self._context.program.at_step):
             if getattr(stage.rule, "then", "") == "skip-step":
-                text = _NO_SKIP.format(tick=self._tick)
-                event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
+                event_log.emit("notice", _NO_SKIP, rule=stage.rule.id, step=step, warn=True)
 
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
@@ -84,7 +76,6 @@ class ManualSteps:
             self._begin()
         if self.declared:
             return
-        self._counted = True
         number, decision = self._update()
         if decision.skip and decision.cause is not None:
             raise decision.cause.error(number)
@@ -101,7 +92,7 @@ class ManualSteps:
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
-        if self._counts == "passes" and self._counted:
+        if self._counts == "passes":
             text = _TAKEN_OVER.format(steps=count(counter.step - self._began, "step"))
             warn = bool(self.edited())
             self._context.event_log.notice_once("late", text, step=counter.step, warn=warn)
@@ -109,6 +100,6 @@ class ManualSteps:
 
     def tick(self) -> bool:
         self._refuse_freezes()
-        first, self._counts = not self.declared, "ticks"
+        counted, self._counts = self._counts == "passes", "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.
-        return (first and self._counted) or not self._update()[1].skip
+        return counted or not self._update()[1].skip

@@ -7,8 +7,7 @@ bind again by itself, because its rules would then act in ways that no reviewed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -74,10 +73,8 @@ class ModelChanges:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
-    @contextmanager
-    def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
-        with self._context.parameters.without_references(params) as tensors:
-            yield
+    def swapped(self, params: Sequence[Tensor]) -> None:
+        tensors = self._context.parameters.owned(params)
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
 
     def after_step(self, counter: StepCounter) -> None:

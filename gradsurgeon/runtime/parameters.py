@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from threading import RLock
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
@@ -41,9 +39,10 @@ class Parameters:
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
-        # This rank's shards of parameters, by tensor.
-        self._shards: dict[int, TensorWeakRef] = {}
-        self._find_shards(range(len(names)))
+        # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
+        # weak references.
+        self._shards: dict[int, Tensor] = {}
+        self._find_shards()
 
     def param(self, tensor: int) -> Tensor | None:
         return self._as_divided(tensor, held(self._places[tensor]))
@@ -55,8 +54,7 @@ class Parameters:
         """
         if param is None or tensor not in self._shards or _dist.is_sharded(param):
             return param
-        part = self._shards[tensor]()
-        return param if part is None else part
+        return self._shards[tensor]
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return all or some parameters, with ``None`` for names that are gone."""
@@ -93,25 +91,12 @@ class Parameters:
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
-    def _find_shards(self, tensors: Iterable[int]) -> None:
-        for tensor in tensors:
-            if (param := self.param(tensor)) is not None and _dist.is_sharded(param):
-                self._shards[tensor] = TensorWeakRef(param)
-
-    @contextmanager
-    def without_references(self, params: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Hold no weak references to some parameters in this context: torch swaps no tensor that has any.
-
-        Yields:
-            The tensors that these parameters are.
-        """
-        tensors = self.owned(params)
-        for tensor in tensors:
-            self._shards.pop(tensor, None)
-        try:
-            yield tensors
-        finally:
-            self._find_shards(tensors)
+    def _find_shards(self) -> None:
+        self._shards = {
+            tensor: param
+            for tensor, param in enumerate(map(held, self._places))
+            if param is not None and _dist.is_sharded(param)
+        }
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         wanted = {id(param) for param in params}
@@ -126,8 +111,7 @@ class Parameters:
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
-        self._shards.clear()
-        self._find_shards(range(len(self._places)))
+        self._find_shards()
 
     def forget(self) -> None:
         self.move({})

@@ -182,10 +182,9 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Exchange the contents of two tensors, as conversions do, and reinstall their hooks afterwards."""
-    with ExitStack() as stack:
-        for controller in _controllers():
-            stack.enter_context(controller.model.swapping((first, second)))
-        original(first, second)
+    original(first, second)
+    for controller in _controllers():
+        controller.model.swapped((first, second))
 
 
 @uncompiled
