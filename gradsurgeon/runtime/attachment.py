@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from gradsurgeon import _live, _torch
-from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
@@ -20,9 +19,7 @@ from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.due_rules import StepCounters
-from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
+from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
@@ -47,13 +44,11 @@ class Attachment:
         writer: RunWriter | None = None,
         sinks: Sequence[Delivery] = (),
     ) -> None:
-        program = compile_plan(plan)
-        rules = plan.rules.rules
         self.plan = plan
         # Optimizers and scaler are only held weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
-        matched = [len(plan.of(rule.id)) for rule in rules]
-        event_log = EventLog(rules, matched, options.on_event)
+        matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
+        event_log = EventLog(plan.rules.rules, matched, options.on_event)
         recorder = Recorder(
             Records(),
             event_log,
@@ -63,19 +58,9 @@ class Attachment:
             state=lambda: session_state.state_dict(self.controller),
             pending=self.pending_steps,
         )
-        self.context = Context(
-            program=program,
-            parameters=Parameters(model, program.names),
-            counters=StepCounters(len(program.names), options.start_step),
-            event_log=event_log,
-            recorder=recorder,
-            mode=options.mode,
-            rules=tuple(rules),
-            outside=options.beside,
-            scaling=Scaling(options.scaler),
-        )
+        self.context = Context(model, plan, options, event_log, recorder)
         if options.scaler is not None and options.scaler.is_enabled():
-            refuse_scaling(program)
+            refuse_scaling(self.context.program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)

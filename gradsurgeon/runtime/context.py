@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Decision, EditRule, Rule, Spikes, TrapRule
-from gradsurgeon.compiler import Program
+from gradsurgeon.compiler import compile_plan
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
+from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime.due_rules import (
@@ -161,25 +162,28 @@ class Options(NamedTuple):
     on_event: Callable[[Event], object] | None = None
 
 
-@dataclass(eq=False)
 class Context:
-    program: Program
-    parameters: Parameters
-    counters: StepCounters
-    event_log: EventLog
-    recorder: Recorder
-    scaling: Scaling
-    # All rules, also rules that match nothing on this rank.
-    rules: tuple[Rule, ...]
-    mode: Mode = "act"
-    # The launcher applied the rules: the script has no session.
-    outside: bool = False
-    # No rule is due until the session resumes, except while ranks agree to act: see `resting`.
-    paused: bool = False
-    # The name of the model, if the process has several.
-    title: str = ""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        options: Options,
+        event_log: EventLog,
+        recorder: Recorder,
+    ) -> None:
+        self.event_log, self.recorder, self.mode = event_log, recorder, options.mode
+        # All rules, also rules that match nothing on this rank.
+        self.rules = tuple(plan.rules.rules)
+        self.program = compile_plan(plan)
+        self.parameters = Parameters(model, self.program.names)
+        self.counters = StepCounters(len(self.program.names), options.start_step)
+        self.scaling = Scaling(options.scaler)
+        # The launcher applied the rules: the script has no session.
+        self.outside = options.beside
+        # No rule is due until the session resumes, except while ranks agree to act: see `resting`.
+        self.paused = False
+        # The name of the model, if the process has several.
+        self.title = ""
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = self.recorder.captures
         self.flags = Flags(self.event_log)
