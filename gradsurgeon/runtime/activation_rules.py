@@ -47,10 +47,7 @@ class Due(NamedTuple):
 
 
 class ModuleCounters:
-    """Looks up the step counter of a module: the optimizer that owns its first parameter has this counter.
-
-    The owner may become known only after the forward pass, so callers ask each time.
-    """
+    """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self.all = counters

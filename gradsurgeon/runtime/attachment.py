@@ -71,10 +71,7 @@ class Attachment:
         self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
 
     def pending_steps(self) -> dict[str, int]:
-        """Return the number of the next update of each parameter whose optimizer has begun.
-
-        A record of that step waits for an update, and after the end it waits for ever.
-        """
+        """Return the number of the next update of each parameter whose optimizer has begun: records of it wait for it."""
         counters, names = self.context.counters, self.context.program.names
         found = ((name, counters[tensor]) for tensor, name in enumerate(names))
         return {name: counter.step for name, counter in found if counter.begun}

@@ -1,8 +1,4 @@
-"""Watches backward passes: those that run now, which gradients each left, and which facts hooks collected meanwhile.
-
-Comparing the gradients before and after a pass shows which parameters the pass reached, so no parameter
-needs a hook for that.
-"""
+"""Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
 from __future__ import annotations
 
@@ -28,13 +24,7 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 @dataclass(slots=True, eq=False)
 class RunningPass:
-    """A backward pass that gives parameters their gradients, listed among the running ones within its context.
-
-    Attributes:
-        graph: the graph that the pass runs through.
-        inputs: the only tensors that get gradients; empty for all leaves.
-        tasks: the number that autograd gave the pass, once it is known.
-    """
+    """A running backward pass that gives gradients to parameters, or to ``inputs`` alone; ``tasks`` is its number in autograd."""
 
     graph: BackwardGraph
     inputs: Sequence[Any] = ()
@@ -80,10 +70,7 @@ def taking() -> Iterator[list[int]]:
 
 
 def is_taken() -> bool:
-    """Return, inside a backward pass, whether the pass only takes the gradients of one loss.
-
-    The training pass will see the tensors again. All threads are searched: autograd calls hooks in device threads.
-    """
+    """Return, inside a backward pass, whether it only takes the gradients of one loss, in any thread: hooks run in others."""
     if not _taking:
         return False
     task = _torch.graph_task()
@@ -92,12 +79,7 @@ def is_taken() -> bool:
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """The facts that hooks collected since the last pass through their model.
-
-    Attributes:
-        order: the tensors in the order in which they got their gradients, as far as hooks saw it.
-        module: whether a gradient came to the input or output of a module, or to a tag.
-    """
+    """Facts that hooks collected since the last pass; ``module`` if a gradient came to a module's tensor or a tag."""
 
     order: list[int] = field(default_factory=list)
     calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
@@ -115,12 +97,7 @@ class _Before:
 
 
 class BackwardWatch:
-    """Watches the backward passes that reach the model of one session.
-
-    Args:
-        context: the context of the session.
-        events: receives the passes.
-    """
+    """Watches the backward passes that reach the model of one session."""
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
         self.context = context
@@ -152,13 +129,7 @@ class BackwardWatch:
             )
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
-        """Report a pass to the events, if it reached the model.
-
-        Args:
-            running: the pass.
-            before: the result of `begin` for this pass.
-            averaging: the `DistributedDataParallel` wrappers that averaged gradients in the pass.
-        """
+        """Report a pass, in which some DDP wrappers averaged, to the events, if it reached the model."""
         params = self.context.parameters
         with lock:
             if not self._concerns(running):
@@ -242,13 +213,7 @@ Begins = Callable[[BackwardGraph, Sequence[Any]], None]
 def around_passes(
     watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
 ) -> Callable[[BackwardCall, Callable[[], Any]], Any]:
-    """Return a function that runs a backward pass.
-
-    Args:
-        watches: returns the watches of all sessions that follow a pass.
-        begins: called before a pass that trains, with its graph and with its ``inputs=``, if it was given any.
-            No lock is held during the call: the function may wait for other ranks.
-    """
+    """Return a function that runs a backward pass. ``begins`` may wait for other ranks, so no lock is held in it."""
 
     def around(call: BackwardCall, run: Callable[[], Any]) -> Any:
         known, roots = watches(), roots_of(call.outputs)

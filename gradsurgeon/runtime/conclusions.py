@@ -34,12 +34,7 @@ Finding = tuple[str, TrapReport | None]
 
 
 class Look(NamedTuple):
-    """A question of traps on one update that the host can answer only after a read.
-
-    Attributes:
-        numbers: the numbers to read together with the numbers of all other traps; a non-finite number is a trip.
-        findings: maps, for each of ``numbers``, the tensors that tripped to findings.
-    """
+    """Numbers that traps ask the host to read; a non-finite one is a trip. ``findings`` takes the tensors that tripped."""
 
     numbers: tuple[Norms, ...]
     findings: Callable[..., Sequence[Finding]]
@@ -87,15 +82,7 @@ class Trip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """One update.
-
-    Attributes:
-        counter: the counter of the optimizer that makes the update.
-        due: the rules that are due in it.
-        gradients: the gradients that these rules judge or act on, as the script hands them over.
-        heard: the votes of the ranks on it.
-        overflow: whether the optimizer is about to skip it, if only the device knows.
-    """
+    """One update: its due rules, the gradients as the script hands them over, and the votes of the ranks on it."""
 
     counter: StepCounter
     due: DueRules
@@ -122,15 +109,7 @@ class Conclusions:
         *,
         known: bool = False,
     ) -> StepDecision:
-        """Report the findings of this rank, and return the decision of all ranks.
-
-        Args:
-            counter: the counter of the update.
-            findings: the findings of the traps of this rank.
-            heard: the votes of the ranks.
-            scale: the factor of a `GradScaler`.
-            known: whether all ranks have equal findings, whatever their votes were.
-        """
+        """Report the findings of this rank, ``known`` if all ranks have equal ones, and return the decision of all ranks."""
         context, step = self._context, counter.step
         if heard.unanimous and not any(report for _, report in findings):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.

@@ -330,12 +330,7 @@ class Controller:
         return self._unstepped and not self._steps and self.steps.owned
 
     def why_never(self, due: int, cause: str) -> str:
-        """Return the final message on a rule that never fired.
-
-        Args:
-            due: the number of steps in which the rule was due.
-            cause: why the rule did not fire, empty if unknown.
-        """
+        """Return the final message on a rule that never fired, though it was due in some steps."""
         if due:
             return f"was due in {due} steps and never fired{cause and ': '}{cause}"
         if self._steps:

@@ -106,12 +106,7 @@ class StepCounters:
                 counter.step = self.begin(counter.tensors)
 
     def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
-        """Give tensors to a counter.
-
-        A schedule must not restart because the script rebuilt its optimizer, so the counter resumes from the
-        latest counter of its tensors. Other tensors of the counter return to the common counter, because
-        an optimizer may exchange its parameters.
-        """
+        """Give tensors to a counter, which goes on from their latest one: a script may rebuild its optimizer."""
         wanted = tuple(sorted(tensors))
         held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
         if held == list(wanted):

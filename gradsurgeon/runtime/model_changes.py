@@ -1,8 +1,4 @@
-"""Detects how a model changed since the rules were bound: names that moved, left or came.
-
-The rules stay bound to the names in the plan. The session reports all other changes, with a remedy. It does not
-bind again by itself, because its rules would then act in ways that no reviewed plan shows.
-"""
+"""Detects how a model changed since the rules were bound. Rules stay bound to the names that a reviewed plan shows."""
 
 from __future__ import annotations
 
@@ -129,12 +125,7 @@ class ModelChanges:
         self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
 
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
-        """Find the parameters and modules of the plan in the current model, and report the changes.
-
-        Args:
-            closing: the session ends, so changes that went unnoticed become events without warnings.
-            new: whether to report new names that rules match.
-        """
+        """Find the parameters and modules of the plan in the model, and report changes; without warnings if it is ``closing``."""
         with self._lock:
             if (model := self._model()) is None or self._over:
                 return

@@ -1,8 +1,6 @@
-"""Hooks on modules: rules act on a module's input and output, as values and as gradients.
+"""Hooks on modules, for values and gradients. Gradients are seen by hooks on outputs, and on views of inputs.
 
-The package uses no full backward hooks: these break if a module works in place, and they miss mappings. A hook
-on the output tensor sees the gradient of an output. For an input, the hook sits on a view that only this module
-consumes. It therefore sees this module's own contribution, not the sum over all consumers.
+Full backward hooks break if a module works in place, and miss mappings.
 """
 
 from __future__ import annotations

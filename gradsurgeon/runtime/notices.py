@@ -40,12 +40,7 @@ _CLEARED = "the script cleared the gradients between backward and the update: ca
 
 
 class Notices:
-    """Knows which gradients came, and reports each rule that misses some of them once.
-
-    Args:
-        context: the context of the session.
-        counter_of: returns the counter of a module.
-    """
+    """Knows which gradients came, and reports each rule that misses some of them once."""
 
     def __init__(self, context: Context, counter_of: Callable[[str], StepCounter]) -> None:
         self._context = context
@@ -99,11 +94,7 @@ class Notices:
                     self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
 
     def missing_pass(self, counter: StepCounter, having: Sequence[int]) -> None:
-        """Warn the rules at `backward` and `accumulated` about an update whose gradients came from no backward pass.
-
-        The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
-        unchanged tensor can have new content.
-        """
+        """Warn rules before the step of an update whose gradients no backward pass gave: the script assigned or reused them."""
         for bound in self._context.due_rules(counter).of_passes:
             if not set(having).isdisjoint(bound.tensors):
                 text, rule = _NOT_BY_BACKWARD.format(point=bound.rule.point), bound.rule.id

@@ -1,8 +1,4 @@
-"""The hooks on parameters: all of them are installed or none, and removal leaves no trace.
-
-The hooks hold the session weakly. A post-accumulate hook that reaches a parameter would make a cycle that
-Python cannot collect.
-"""
+"""The hooks on parameters: all are installed or none. A post-accumulate hook must reach no parameter, even by the session."""
 
 from __future__ import annotations
 
@@ -39,11 +35,7 @@ class Hook:
 
 
 class ArrivalHook(Hook):
-    """Post-accumulate hook for training on several ranks: records facts that are lost after the pass.
-
-    It records this rank's contribution before DDP averages it. It also records the order in which parameters got their
-    gradients, because the graph of a sharded model knows other tensors than the parameters.
-    """
+    """Post-accumulate hook on several ranks: notes this rank's contribution before an average, and the order of arrival."""
 
     @uncompiled
     def __call__(self, param: Tensor) -> None:

@@ -25,11 +25,7 @@ def held(place: Place) -> Tensor | None:
 
 
 class Parameters:
-    """Parameters by index, looked up where their owner keeps them.
-
-    It holds the ``_parameters`` dictionaries of the owners, not the modules. The session thereby reaches the
-    model weakly, and a dictionary look-up sees a replaced parameter.
-    """
+    """Parameters by index, looked up in the ``_parameters`` of their owners: the session reaches the model weakly."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         # Held while threads compare parameters with the model, and while copies replace them: this session also
@@ -48,10 +44,7 @@ class Parameters:
         return self._as_divided(tensor, held(self._places[tensor]))
 
     def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
-        """Return this rank's shard if `fully_shard` shows the whole parameter, between a forward and its backward pass.
-
-        The optimizer owns the shards, even if an evaluation without a backward pass comes before its step.
-        """
+        """Return this rank's shard, which the optimizer owns, where `fully_shard` shows the whole parameter."""
         if param is None or tensor not in self._shards or _dist.is_sharded(param):
             return param
         return self._shards[tensor]
@@ -74,11 +67,7 @@ class Parameters:
         return list(map(id, self.params()))
 
     def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
-        """Return the tensors, among all or some, that have a gradient now, and these gradients.
-
-        Args:
-            tensors: their indices, in ascending order.
-        """
+        """Return the tensors that have a gradient now, among all or some in ascending order, and these gradients."""
         wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)

@@ -66,11 +66,7 @@ def applied_to(model: nn.Module) -> list[Attachment]:
 
 
 def watch_steps() -> None:
-    """Watch every optimizer step, with or without a session, until `unwatch_steps`.
-
-    Code that attaches a session from within a step must have called this before: torch does not allow
-    its table of hooks to grow during an iteration.
-    """
+    """Watch every optimizer step until `unwatch_steps`; called before a step in which a session may be attached."""
     first = _watching_steps[:1] or [register_optimizer_step_pre_hook(_on_step)]
     _watching_steps.extend(first)
 

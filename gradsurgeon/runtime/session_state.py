@@ -65,16 +65,10 @@ def state_dict(controller: Controller) -> dict[str, Any]:
 
 
 def load_state_dict(controller: Controller, state: Any, *, step: int | None = None) -> int:
-    """Resume a session from a state, and report mismatches; return the step of the state.
-
-    Args:
-        controller: the controller of the session.
-        state: the result of `state_dict`.
-        step: the number of the next update of every optimizer, if it differs from the state.
+    """Resume a session from the result of `state_dict`, at another step if one is given; return the step of the state.
 
     Raises:
-        GradSurgeonError: the state is not of a session, is damaged, or is of a newer version; nothing has
-            changed then.
+        GradSurgeonError: this is not the state of a session, or it is damaged; nothing has changed then.
     """
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise GradSurgeonError(_NOT_OURS)
@@ -134,11 +128,7 @@ class StateFile:
     content: Any
 
     def load(self, controller: Controller, *, step: int | None = None) -> int:
-        """Resume a session from the file, at another step if one is given; return the step of the state.
-
-        Raises:
-            GradSurgeonError: the file holds no session state; nothing has changed then.
-        """
+        """Resume a session from the file, at another step if one is given; return the step of the state."""
         try:
             return load_state_dict(controller, self.content, step=step)
         except GradSurgeonError as error:
@@ -146,11 +136,7 @@ class StateFile:
 
 
 def read(folder: Path) -> StateFile | None:
-    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists.
-
-    Raises:
-        GradSurgeonError: the file cannot be read.
-    """
+    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists."""
     path = folder / state_name(_dist.rank())
     if not path.exists():  # There are more ranks than before; the state is alike on all of them.
         path = folder / state_name(0)
@@ -164,11 +150,7 @@ def read(folder: Path) -> StateFile | None:
 
 
 def write(folder: Path, controller: Controller) -> None:
-    """Write this rank's state into a directory, instead of an earlier one. Waits for the device.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write this rank's state into a directory, instead of an earlier one. Waits for the device."""
     file = io.BytesIO()
     torch.save(state_dict(controller), file)
     with replacing(folder / state_name(_dist.rank()), binary=True) as target:

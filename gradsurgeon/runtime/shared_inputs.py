@@ -1,9 +1,7 @@
 """Tensors that several modules take: rules see each module's gradient before autograd sums them.
 
-Such a tensor gets one view, and this view gets one view per module that takes the tensor. Hooks on the module
-views see the contribution of each module. The hook on the common view runs after all of them, and may return another sum.
-The views are ordinary views, so a module may write to its input. No event marks the last module, so the graphs of the
-modules keep the views and hooks, which die with them.
+Such a tensor gets one view, and this view gets one view per module. The hook on the common view runs after those on the
+module views, and may return another sum. The graphs of the modules keep the views and hooks, which die with them.
 """
 
 from __future__ import annotations
