@@ -121,32 +121,19 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     yield from controller.spikes.load(state.rules, index, reshaped)
 
 
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    path: Path
-    # The content as read; `load` checks whether it is a state.
-    content: Any
-
-    def load(self, controller: Controller, *, step: int | None = None) -> int:
-        """Resume a session from the file, at another step if one is given; return the step of the state."""
-        try:
-            return load_state_dict(controller, self.content, step=step)
-        except GradSurgeonError as error:
-            raise GradSurgeonError(f"{printable(str(self.path))}: {error}") from None
-
-
-def read(folder: Path) -> StateFile | None:
-    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists."""
+def resume(folder: Path, controller: Controller, *, step: int | None = None) -> int | None:
+    """Resume a session from the state that this rank, else rank 0, left in a directory; return its step, if there is one."""
     path = folder / state_name(_dist.rank())
     if not path.exists():  # There are more ranks than before; the state is alike on all of them.
         path = folder / state_name(0)
-    try:
-        return StateFile(path, _bounded_load.load(path, _MOST_BYTES))
-    except FileNotFoundError:
+    if not path.exists():
         return None
+    try:
+        return load_state_dict(controller, _bounded_load.load(path, _MOST_BYTES), step=step)
     except (OSError, _bounded_load.RefusedError) as error:
-        text = printable(f"{path}: {error}")
-        raise GradSurgeonError(f"{text}; {_UNREADABLE}") from None
+        raise GradSurgeonError(f"{printable(f'{path}: {error}')}; {_UNREADABLE}") from None
+    except GradSurgeonError as error:
+        raise GradSurgeonError(f"{printable(str(path))}: {error}") from None
 
 
 def write(folder: Path, controller: Controller) -> None:
