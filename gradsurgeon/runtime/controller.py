@@ -38,7 +38,7 @@ from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, Ste
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-_NOT_MET = "the optimizer {kind} holds no parameter of the model, or wraps the one that does: pass the optimizer that steps"
+_NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the one that does: pass the optimizer that it wraps"
 
 
 class Controller:

@@ -41,9 +41,6 @@ class StepCounter:
             self.trips = {rule: n for rule, n in (self.trips | self.trips_now).items() if n}
             self.trips_now.clear()
 
-    def take_over(self, trips: Mapping[str, int]) -> None:
-        self.trips |= {rule: max(number, self.trips.get(rule, 0)) for rule, number in trips.items()}
-
 
 class StepCounters:
     """The counter of every tensor. Tensors share a common counter until an optimizer claims them."""
@@ -77,28 +74,8 @@ class StepCounters:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
         return max((self._resumed.get(t, self.start) for t in tensors), default=self.start)
 
-    def trips(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return the trips in a row by rule and then by parameter: a script may divide its parameters anew."""
-        found: dict[str, dict[str, int]] = {}
-        for name, counter in zip(names, self._of, strict=True):
-            for rule, number in counter.trips.items():
-                found.setdefault(rule, {})[name] = number
-        return found
-
-    def resume(
-        self,
-        steps: Mapping[int, int],
-        trips: Mapping[str, Mapping[int, int]],
-        *,
-        common: int,
-        latest: int,
-    ) -> None:
+    def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
         """Resume from the numbers of tensors; tensors without a number begin with the latest."""
-        for counter in set(self._of):
-            counter.trips = {}
-        for rule, numbers in trips.items():
-            for tensor, number in numbers.items():
-                self._of[tensor].take_over({rule: number} if number else {})
         self._resumed = dict(steps)
         self.common.step, self.start = common, latest
         for counter in set(self._of):
@@ -117,7 +94,7 @@ class StepCounters:
         for holder in earlier:
             if holder is not self.common:
                 counter.step = max(counter.step, holder.step)
-            counter.take_over(holder.trips)
+            counter.trips |= holder.trips
             # Passes that came before their optimizer was known still feed its next update.
             counter.passes = max(counter.passes, holder.passes)
         for tensor in wanted:

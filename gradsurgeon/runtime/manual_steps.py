@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
@@ -63,9 +64,6 @@ class ManualSteps:
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
         event_log.notice_once("manual", _NOTICE, step=step)
-        for stage in (*self._context.program.traps, *self._context.program.at_step):
-            if getattr(stage.rule, "then", "") == "skip-step":
-                event_log.emit("notice", _NO_SKIP, rule=stage.rule.id, step=step, warn=True)
 
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
@@ -78,7 +76,8 @@ class ManualSteps:
             return
         number, decision = self._update()
         if decision.skip and decision.cause is not None:
-            raise decision.cause.error(number)
+            cause = decision.cause
+            raise replace(cause, text=f"{cause.text}\n({_NO_SKIP})").error(number)
 
     def _update(self) -> tuple[int, StepDecision]:
         """Run the rules at `step` and count an update; return its number and the decision on it."""

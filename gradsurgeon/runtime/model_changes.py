@@ -21,7 +21,7 @@ from gradsurgeon.runtime.parameters import Place
 _SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
-_CONTAINER = "the module that the rules were applied to is gone: they act on its parts, but on no new layers; keep a reference to it"
+_CONTAINER = "the module that the rules were applied to is gone, but parts of it live on: keep a reference to it for layers to come"
 _GONE = "is gone from its module, has another name there, or is now tied to another parameter: apply the rules again"
 _RENAMED = "has a new name in the model ({names}): its rules act on, under the old name"
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one from now on"

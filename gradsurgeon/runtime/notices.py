@@ -18,7 +18,7 @@ from gradsurgeon.tensors.measure import read
 
 # By this pass most scripts have stepped their optimizers; the session searches for others.
 SETTLED = 3
-_PASSES = "bounds each backward pass, and several passes feed one update: use `at: step` to bound their sum"
+_PASSES = "bounds the contribution of each backward pass, and several passes feed one update: use `at: step` to bound the sum"
 _CALLS = "combines the losses of each backward pass, and several passes feed one update: the losses can conflict in their sum"
 _RANKS = (
     "bounds what each rank contributes, before DDP averages it: use `at: step` to bound the average"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
 
 _VERSION = 1
-_KEYS = {"version", "step", "common_step", "steps", "shapes", "in_a_row", "rules"}
+_KEYS = {"version", "step", "common_step", "steps", "shapes", "rules"}
 _MOST_BYTES = 2**30
 _NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
 _NEWER = (
@@ -40,7 +40,6 @@ class _State:
     step: _Count
     common_step: _Count
     steps: dict[str, _Count]
-    in_a_row: dict[str, dict[str, _Count]]
     rules: dict[str, CheckedLearntByRule]
     # The shapes of parameters, by name.
     shapes: dict[str, list[_Count]]
@@ -59,7 +58,6 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "in_a_row": counters.trips(names),
         "rules": controller.spikes.state(),
     }
 
@@ -106,11 +104,7 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     context = controller.context
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
-    trips = {
-        rule: {index[name]: number for name, number in of_rule.items() if name in index}
-        for rule, of_rule in state.in_a_row.items()
-    }
-    context.counters.resume(steps, trips, common=state.common_step, latest=state.step)
+    context.counters.resume(steps, common=state.common_step, latest=state.step)
     if gone := [name for name in state.steps if name not in index]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
     if new := [name for name in index if name not in state.steps]:

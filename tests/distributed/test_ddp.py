@@ -54,7 +54,7 @@ def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setu
 
 
 AVERAGE = "bounds what each rank contributes, before DDP averages it"
-SUM = "bounds each backward pass, and several passes feed one update"
+SUM = "bounds the contribution of each backward pass, and several passes feed one update"
 SAID = {
     "bound": [(0, AVERAGE)],
     "clip": [(0, AVERAGE)],

@@ -107,11 +107,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         1.0,
         "state['common_step']: Input should be a valid integer",
     ),
-    "a row below 0": (
-        ("in_a_row",),
-        {"t": {"0.weight": -1}},
-        "['in_a_row']['t']['0.weight']: Input should",
-    ),
     "no statistics": (
         ("rules", "spikes"),
         {"bound": "sigmas"},
