@@ -130,13 +130,8 @@ class BoundRule:
 class DueRules:
     """The rules of one step counter that are due, in file order, and their tensors, ascending."""
 
-    def __init__(
-        self,
-        in_backward: Sequence[BoundRule],
-        after: Sequence[BoundRule],
-        at_step: Sequence[BoundRule],
-        of_weights: Sequence[BoundRule] = (),
-    ) -> None:
+    def __init__(self, moments: Iterable[Sequence[BoundRule]]) -> None:
+        in_backward, after, at_step, of_weights = moments
         self.in_backward, self.after, self.at_step = in_backward, after, at_step
         self.of_weights = of_weights
         deciding = [bound for bound in after if bound.decides_by]
@@ -169,7 +164,7 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
     return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
 
 
-NOTHING_DUE = DueRules((), (), ())
+NOTHING_DUE = DueRules(((), (), (), ()))
 
 
 class RulesByCounter:
@@ -204,7 +199,7 @@ class RulesByCounter:
         key = counter, tuple([schedule.due(step) for schedule in self._schedules])
         if key not in self._due:
             due = ([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
-            self._due[key] = DueRules(*due)
+            self._due[key] = DueRules(due)
         return self._due[key]
 
     def any_due(self, step: int) -> bool:

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.module import (
-    register_module_forward_pre_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -129,8 +125,10 @@ def _watch() -> ExitStack:
     stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
     stack.callback(data_parallel.watch())
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
-    stack.callback(register_module_module_registration_hook(_on_registration).remove)
-    stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
+    stack.callback(module_hooks.register_module_module_registration_hook(_on_registration).remove)
+    stack.callback(
+        module_hooks.register_module_parameter_registration_hook(_on_registration).remove
+    )
     stack.callback(_look_at_models)
     return stack
 
@@ -188,7 +186,7 @@ def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Schedule a search for replaced parameters and layers before the next forward pass."""
     del name, value
     if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
-        _before_forward.append(register_module_forward_pre_hook(_look_at_models))
+        _before_forward.append(module_hooks.register_module_forward_pre_hook(_look_at_models))
 
 
 @uncompiled
