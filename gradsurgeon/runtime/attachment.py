@@ -30,7 +30,6 @@ _RECOMPILED = (
     "the rules on modules came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
     "torch.compile compiles again; to compile only once, apply the rules before the first call"
 )
-_IDLE = "gradients came, but their optimizer never stepped while the rules were on; never fired: {rules}; step it before the end"
 
 
 class Attachment:
@@ -106,11 +105,9 @@ class Attachment:
                 never.append(
                     (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
                 )
+            warn = self.controller.is_idle and not (error or sys.exc_info()[1])
             for name, text in never:
-                context.event_log.emit("never-fired", text, rule=name, step=self.step)
-            if never and self.controller.is_idle and not (error or sys.exc_info()[1]):
-                rules = ", ".join(name for name, _ in never)
-                context.event_log.warn(_IDLE.format(rules=rules))
+                context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
         finally:  # also if the script turns a warning into an error
             self._close(error)
 

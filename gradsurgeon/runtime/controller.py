@@ -190,26 +190,19 @@ class Controller:
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         if step.inside or not (counter.passes or self.manual.active):
-            self._catch_up(step, due)
+            self._catch_up(step)
         gradients = Gradients(context, due.final, step.scale)
         return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
 
-    def _catch_up(self, step: Step, due: DueRules) -> None:
-        """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
-        # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
-        # backward pass and the update that the pass feeds.
-        counter = step.counter
-        if counter.begun and not (step.inside or due.of_passes):
-            return
-        having, _ = self.context.parameters.grads(counter.tensors)
+    def _catch_up(self, step: Step) -> None:
+        """Measure gradients that came before the hooks were on, or that the script assigned."""
+        having, _ = self.context.parameters.grads(step.counter.tensors)
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
             after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
-        elif having and not counter.begun:
+        elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
-        elif having:
-            self._notices.missing_pass(counter, having)
 
     def _judge(self, step: Step, update: StepContext) -> StepDecision:
         context, due = self.context, update.due

@@ -137,8 +137,6 @@ class DueRules:
         deciding = [bound for bound in after if bound.decides_by]
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
-        # Rules that see no gradient that no backward pass has delivered.
-        self.of_passes = [b for b in (*in_backward, *after) if not isinstance(b.rule, TrapRule)]
         self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
         # Spike traps that report spikes instead of cutting them.
         self.reported = [bound for bound in self.spike_traps if not bound.rule.edits]

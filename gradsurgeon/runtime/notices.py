@@ -27,12 +27,8 @@ _REENTRANT = (
     "gets parts of a gradient, never their sum: backward passes inside one another (checkpoint(use_reentrant=True)) reached "
     "{name}; use `use_reentrant=False`, or `at: step` to get the sum"
 )
-_NOT_BY_BACKWARD = (
-    "no backward pass gave the gradients of this update (the script assigned them, or updated from them before), and "
-    "`at: {point}` sees no others: use `at: step` to see the gradients of the update"
-)
 _NO_OPTIMIZER = "gradients come to {names}, but no optimizer that has stepped owns them: give them to one, or exclude them"
-_NO_LOSS = "no gradsurgeon.backward gave the losses the rule names ({names}) on all ranks, or they reach no parameter it matched"
+_NO_LOSS = "no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
 _UNOWNED = "no optimizer that steps owns any parameter the rule matched"
 _UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
 _NONE_REACHED = "no gradient reached any parameter the rule matched"
@@ -92,13 +88,6 @@ class Notices:
                 told = (of_losses if isinstance(rule, LossRule) else text).replace("{name}", name)
                 if told and splits and rule.steps.due(step):
                     self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
-
-    def missing_pass(self, counter: StepCounter, having: Sequence[int]) -> None:
-        """Warn rules before the step of an update whose gradients no backward pass gave: the script assigned or reused them."""
-        for bound in self._context.due_rules(counter).of_passes:
-            if not set(having).isdisjoint(bound.tensors):
-                text, rule = _NOT_BY_BACKWARD.format(point=bound.rule.point), bound.rule.id
-                self._log.notice_once("no pass", text, rule=rule, step=counter.step, warn=True)
 
     def newly_unowned(self) -> list[int]:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""

@@ -281,7 +281,7 @@ def test_an_optimizer_that_never_steps_is_mentioned_in_the_end() -> None:
     session = gradsurgeon.apply(model, rules(NORMS, late))
     for _ in range(4):
         model(data(0, 5, 4)).sum().backward()
-    with pytest.warns(GradSurgeonWarning, match=r"optimizer never stepped .* never fired: late;"):
+    with pytest.warns(GradSurgeonWarning, match="rule late: never fired: no optimizer"):
         session.remove()
     (event,) = session.events
     assert (event.kind, event.rule) == ("never-fired", "late")
