@@ -119,7 +119,8 @@ def apply(
         sinks: trackers that receive aggregates and all events during training, such as
             `sinks.TensorBoard("runs/today")`. They receive the aggregates of each step, or in fast training the worst
             of every few steps; see `gradsurgeon.sinks`. If there are several ranks, rank 0 sends.
-        on_event: called with each event as it occurs, on the thread that has seen it. Its exception is logged.
+        on_event: called with each event as it occurs, on the thread that has seen it. The logger ``gradsurgeon`` gets
+            its exceptions, and training goes on.
 
     Returns:
         The session. It is a context manager that removes the rules at its end.

@@ -276,7 +276,7 @@ def test_without_ticks_a_second_pass_would_enter_twice(then: str) -> None:
 @pytest.mark.cell(
     "updates written by hand",
     "step",
-    differs="a backward pass that starts on empty gradients ends the step, unless `session.tick()` marks steps; `freeze` is refused",
+    differs="each backward pass counts as a step, unless `session.tick()` marks steps; `freeze` is refused",
 )
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("above", "per", "then"), RULES)
