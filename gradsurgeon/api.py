@@ -174,8 +174,7 @@ def attach(
     runtime = _runtime()
     if not (options.beside or replace) and runtime.applied_to(model):
         raise GradSurgeonError(
-            "rules are already applied to this model, or to a container of some of its modules: call gradsurgeon.remove(model) "
-            "first, or pass replace=True"
+            "rules are already applied to this model or its modules: call gradsurgeon.remove(model) first, or pass replace=True"
         )
     with ExitStack() as undo:
         writer = None if record is None else _writer(model, record, bound, options)

@@ -132,8 +132,7 @@ class DueRules:
 
     def __init__(self, moments: Iterable[Sequence[BoundRule]]) -> None:
         in_backward, after, at_step, of_weights = moments
-        self.in_backward, self.after, self.at_step = in_backward, after, at_step
-        self.of_weights = of_weights
+        self.after, self.at_step, self.of_weights = after, at_step, of_weights
         deciding = [bound for bound in after if bound.decides_by]
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]

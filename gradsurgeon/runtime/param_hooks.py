@@ -95,9 +95,7 @@ def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) ->
     check_layout(rule, grad, name)
     if _dist.is_partial(grad) and not rule.linear:
         raise GradSurgeonError(
-            f"rule {rule.id}: the contribution of a backward pass to {name} is still to be summed over the "
-            "ranks of its tensor-parallel group, so a bound on this rank's addend bounds nothing; "
-            "use `at: step`"
+            f"rule {rule.id}: {name} gets an addend that awaits a sum over ranks, so a bound on it bounds nothing; use `at: step`"
         )
     part = _dist.local(grad)
     out = edit_one(context, rule, part, context.scaling.scale, step)
