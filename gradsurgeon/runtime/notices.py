@@ -147,5 +147,6 @@ def _why_no_tensor(rule: Rule) -> str:
         return "the script tagged no tensor with such a name, or none with numbers to read"
     if isinstance(rule, LossRule):
         return "no two of the modules the rule matched sent gradients back to one tensor"
-    came = "gradient reached" if rule.ref.grad else "readable tensor came to"
-    return f"no {came} the {rule.ref.side} of any module the rule matched"
+    if rule.ref.grad:
+        return f"no gradient reached the {rule.ref.side} of any module the rule matched"
+    return "no forward pass went through any module the rule matched, or none with numbers to read"

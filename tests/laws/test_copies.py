@@ -514,7 +514,9 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
     parts = {"first": make(), "second": make()}
     in_a_container(parts)
-    with pytest.raises(gradsurgeon.GradSurgeonError, match="to a container of some of its modules"):
+    with pytest.raises(
+        gradsurgeon.GradSurgeonError, match="already applied to this model or its modules"
+    ):
         in_a_container(parts)
     session = in_a_container(parts, replace=True)
     train(parts["second"])
