@@ -7,7 +7,6 @@ from typing import Literal
 
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import BindError, GradSurgeonError
-from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
@@ -20,7 +19,7 @@ _COMPOUNDS = (
     f"would compound. Clear the gradients after each update, or {_TICK} right before it"
 )
 _TAKEN_OVER = (
-    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}. Rules at `step` "
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as steps. Rules at `step` "
     "acted on the last gradients, and act on them again in the first update: pass apply(..., optimizer=)"
 )
 _NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them; set requires_grad to False, or use `zero`"
@@ -32,7 +31,6 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
-        self._began = context.counters.common.step
 
     @property
     def active(self) -> bool:
@@ -92,9 +90,8 @@ class ManualSteps:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
         if self._counts == "passes":
-            text = _TAKEN_OVER.format(steps=count(counter.step - self._began, "step"))
-            warn = bool(self.edited())
-            self._context.event_log.notice_once("late", text, step=counter.step, warn=warn)
+            event_log, warn = self._context.event_log, bool(self.edited())
+            event_log.notice_once("late", _TAKEN_OVER, step=counter.step, warn=warn)
         self._counts = "nothing"
 
     def tick(self) -> bool:

@@ -588,7 +588,7 @@ def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_g
         optimizer.step()
     assert before - model.w.item() == 2.0
     assert session.step == 3
-    assert "the backward passes before it were counted as 1 step" in session.events[-1].message
+    assert "the backward passes before it were counted as steps" in session.events[-1].message
 
 
 # --- the clock ------------------------------------------------------------------------------------
