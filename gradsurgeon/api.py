@@ -214,6 +214,7 @@ def remove(model: nn.Module) -> None:
     """Remove the rules from a model without a trace; also rules from a container that is gone. No rules: no effect."""
     for attachment in _runtime().applied_to(model):
         attachment.remove()
+        attachment.context.event_log.raise_raised()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -280,7 +281,7 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
-    with nullcontext() if session is None else session.context.resting(rests=True):
+    with nullcontext() if session is None else session.context.resting():
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:
@@ -350,8 +351,7 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     if not sinks:
         return []
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
-    from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
-    from gradsurgeon.sinks.open_sinks import opened  # noqa: PLC0415 # the same
+    from gradsurgeon.sinks.delivery import Delivery, opened  # noqa: PLC0415 # most sessions have none
 
     if _dist.rank():
         for sink in sinks:

@@ -20,17 +20,17 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
 from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import SETTLED, Notices
+from gradsurgeon.runtime.notices import Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -175,24 +175,16 @@ class Controller:
         alone = not (step.inside or has_flags or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if alone and not due.bound_rules and heard.severity <= FINE:
-            self.checks.before_edits(step, None)
             return GOES_ON
-        if (rests := self._agreement.rests(heard)) == context.paused:
-            return self._act(step, due, heard, rests=rests)
-        with context.resting(rests=rests):
-            return self._act(step, due, heard, rests=rests)
-
-    def _act(self, step: Step, due: DueRules, heard: Heard, *, rests: bool) -> StepDecision:
-        context, counter = self.context, step.counter
-        if rests and not step.inside:
+        if context.paused and not step.inside:
             return self.traps.rest(counter, heard)
-        due = NOTHING_DUE if rests else due
+        due = NOTHING_DUE if context.paused else due
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         if step.inside or not (counter.passes or self.manual.active):
             self._catch_up(step)
         gradients = Gradients(context, due.final, step.scale)
-        return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
+        return self._judge(StepContext(counter, due, gradients, heard, step.overflow))
 
     def _catch_up(self, step: Step) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
@@ -204,12 +196,10 @@ class Controller:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
 
-    def _judge(self, step: Step, update: StepContext) -> StepDecision:
+    def _judge(self, update: StepContext) -> StepDecision:
         context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
-        if context.program.checks:
-            self.checks.before_edits(step, update.gradients)
         suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not decision.stops:
@@ -238,7 +228,7 @@ class Controller:
         if context.program.modules or context.program.tags:
             self.activations.missed(counter)
         counter.tick()
-        self._kept.updated(lambda: step.inside or self._is_awaited())
+        self._kept.updated()
         self._steps += 1
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.
@@ -254,17 +244,6 @@ class Controller:
     def _count_due(self, counter: StepCounter) -> None:
         if self.context.event_log.silent:
             self._notices.count_due(counter, owned=self.steps.owned)
-
-    def _is_awaited(self) -> bool:
-        """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
-        counters = self.context.counters
-        everything = range(len(self.context.program.names))
-        return any(
-            counter.passes
-            for counter in counters.among(everything)
-            # After `SETTLED` steps, no optimizer updates the parameters of the common counter.
-            if counter is not counters.common or self._steps < SETTLED
-        )
 
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
@@ -316,6 +295,7 @@ class Controller:
                 scale = self.context.scaling.stepping(optimizer)
                 if scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
+        self.context.event_log.raise_raised()
 
     @property
     def is_idle(self) -> bool:

@@ -84,6 +84,7 @@ class ManualSteps:
         self._events.step_finished(step, took_place=True)
         if decision.error is not None:
             raise decision.error
+        self._context.event_log.raise_raised()
         return number, decision
 
     def withdraw(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon.distributed.ranks import StopReason
@@ -93,6 +94,8 @@ class Step:
     inside: bool = False
     # A trap held the update back.
     skipped: bool = False
+    # Returns the optimizer, if there is one.
+    optimizer: Callable[[], Optimizer | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
