@@ -350,7 +350,7 @@ def by_pausing(model: Any, session: Any) -> None:
 
 
 def by_a_closure(model: Any, session: Any) -> None:
-    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer: Any = sgd(model)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
