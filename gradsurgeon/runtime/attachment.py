@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
 
 _RECOMPILED = (
-    "the rules on modules came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
+    "the rules on modules ({rules}) came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
     "torch.compile compiles again; to compile only once, apply the rules before the first call"
 )
 
@@ -81,7 +81,11 @@ class Attachment:
             self.controller.attach()
             # No public interface lists the modules that compiled code calls, so all compiled code must go.
             if self.context.program.modules and _torch.forget_compiled_code():
-                self.context.event_log.emit("notice", _RECOMPILED, step=self.step, warn=True)
+                on_modules = [
+                    r.id for r, _ in self.context.program.site_rules if r.target == "modules"
+                ]
+                text = _RECOMPILED.format(rules=", ".join(on_modules))
+                self.context.event_log.emit("notice", text, step=self.step, warn=True)
         except BaseException:
             self.controller.detach()
             raise
