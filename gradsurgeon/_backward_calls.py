@@ -15,13 +15,7 @@ from gradsurgeon._patching import Patch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardCall:
-    """One call of the engine.
-
-    Attributes:
-        outputs: the tensors or edges at which the pass begins.
-        inputs: the only leaves that get gradients, empty for all leaves.
-        accumulates: True for a `backward()`, False for a `torch.autograd.grad()`.
-    """
+    """One call of the engine: from ``outputs``, to ``inputs`` or all leaves; `torch.autograd.grad` does not accumulate."""
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
@@ -40,10 +34,7 @@ _running: list[BackwardCall] = []
 
 
 def before(call: Before) -> Callable[[], None]:
-    """Call a function before each backward pass; return a function that ends this.
-
-    If the function itself calls `around`, the new context is already entered for this pass.
-    """
+    """Call a function before each backward pass, which may call `around` for it; return a function that ends this."""
     return _added(_before, call)
 
 
@@ -71,7 +62,7 @@ def _added(watching: list[Any], one: object) -> Callable[[], None]:
     return end
 
 
-@_torch.uncompiled("gradsurgeon watches backward passes")
+@_torch.uncompiled
 def _watched(run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
     # By position, torch passes the gradients of the outputs, `retain_graph`, `create_graph` and the inputs.
     call = BackwardCall(outputs, args[3], bool(named.get("accumulate_grad")))

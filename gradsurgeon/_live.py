@@ -12,15 +12,10 @@ _T = TypeVar("_T")
 
 
 def instances(kind: type[_T]) -> list[_T]:
-    """Return all objects of a class and of its subclasses, uncollected garbage included.
+    """Return all objects of a class and of its subclasses, uncollected garbage included. Takes 0.1 s per million objects.
 
-    With a million live objects a call takes about 0.1 s, and 8 bytes per object while it runs.
-
-    The list of all objects holds tuples that another thread is still building. Python resizes a tuple only
-    if nothing else refers to it; otherwise that thread gets a ``SystemError``. So no other thread may run
-    while the list exists. Python switches threads only between its own instructions. Therefore one
-    instruction, the call of `list`, makes, filters and frees the list. Nothing that this call runs is
-    written in Python, and the collector, which runs finalizers, is off.
+    The list of all objects holds tuples that another thread is still building, and Python refuses to resize a tuple that
+    something else refers to. So one instruction, which no other thread interrupts, makes, filters and frees the list.
     """
     # `isinstance` would ask the object, and a proxy claims the class of the object that it wraps. Classes are
     # compared by id: a class may be unhashable, or define a comparison in Python.
@@ -42,10 +37,7 @@ def derived(kind: type[Any]) -> list[type[Any]]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable Python's cycle collector while code builds many objects that all stay alive.
-
-    With half a million objects of a large library, each full collection takes 0.1 s and finds nothing.
-    """
+    """Disable Python's cycle collector, which takes 0.1 s each time, while code builds many objects that stay alive."""
     if not gc.isenabled():
         yield
         return

@@ -1,8 +1,4 @@
-"""Temporary replacements of functions of torch and Python, and their removal.
-
-A script may wrap our replacement. Restoring the original would then also remove the wrapper of the script.
-So a patch under such a wrapper stays and only forwards calls.
-"""
+"""Temporary replacements of functions. If a script has wrapped ours, it stays and only forwards calls."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ class Patch:
         setattr(owner, name, self._ours)
 
     def undo(self) -> bool:
-        """Restore the function and return True; if a script replaced ours, only forward calls and return False.
-
-        Setting ``active`` turns a patch that only forwards calls on again.
-        """
+        """Restore the function and return True; if a script replaced ours, forward calls while ``active`` is not set again."""
         self.active = False
         if inspect.getattr_static(self._owner, self._name, None) is not self._ours:
             return False

@@ -272,21 +272,24 @@ def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None])
     return cast("RemovableHandle", cast("Any", param).register_post_accumulate_grad_hook(hook))
 
 
-def uncompiled(reason: object) -> Callable[[_Function], _Function]:
-    """Return a decorator for functions that `torch.compile` must neither trace nor compile.
+# Torch shows it in an error under ``fullgraph=True``.
+_GRAPH_BREAK = (
+    "gradsurgeon acts here, and its hooks cannot be part of a graph: compile without fullgraph=True; in a forward pass, "
+    "you can instead use rules on parameters"
+)
 
-    `torch.compiler.disable` imports the compiler, which takes seconds. Torch calls `str` on ``reason`` for the text.
+
+def uncompiled(function: _Function) -> _Function:
+    """Mark a function that `torch.compile` must neither trace nor compile.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds.
     """
-
-    def mark(function: _Function) -> _Function:
-        # The compiler runs frames of this function unchanged, and all frames that they call.
-        _skip_frames(function, callees="SKIP")
-        # A tracer that reaches a call of this function stops there.
-        cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
-        cast("Any", function)._torchdynamo_disable_msg = reason  # noqa: SLF001
-        return function
-
-    return mark
+    # The compiler runs frames of this function unchanged, and all frames that they call.
+    _skip_frames(function, callees="SKIP")
+    # A tracer that reaches a call of this function stops there.
+    cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
+    cast("Any", function)._torchdynamo_disable_msg = _GRAPH_BREAK  # noqa: SLF001
+    return function
 
 
 def compile_within_caller(function: Callable[..., Any]) -> None:

@@ -55,17 +55,11 @@ def load(rules: Rules) -> RuleSet:
             return schema.validate(schema.pack(rules))
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
-        given: object = rules
-        if isinstance(given, list | tuple):
-            other = next((type(rule).__name__ for rule in given if not isinstance(rule, Rule)), "")
-            if not other:
-                return schema.from_rules(given)
-            raise TypeError(
-                f"a list of rules must contain rules built in Python, but this one contains a {other}: give the "
-                'whole file as a dict, {"version": 1, "rules": [...]}'
-            )
+        if isinstance(rules, list | tuple) and all(isinstance(rule, Rule) for rule in rules):
+            return schema.from_rules(rules)
     raise TypeError(
-        f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
+        "rules are a path, a text, a RuleSet, a list of rules built in Python, or the whole file as a dict "
+        f'{{"version": 1, "rules": [...]}}, not {type(rules).__name__}'
     )
 
 
@@ -99,9 +93,9 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
-    The rules stay bound to the tensors that the plan shows. If a parameter or module is replaced or renamed, it
-    keeps its rules, and a warning names it. A warning also names new parameters and modules that a rule would
-    match; apply the rules again with ``replace=True`` to bind them. Lazy modules must have seen an input before.
+    The rules stay bound to the tensors that the plan shows. What replaces a parameter or module under its name comes
+    under its rules, and a warning names it. Warnings also name parameters that are gone, and new parameters and
+    modules that a rule would match: apply the rules again with ``replace=True``. Lazy modules must have seen an input before.
     Copies of the model and saved models carry no rules.
 
     Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
@@ -180,8 +174,7 @@ def attach(
     runtime = _runtime()
     if not (options.beside or replace) and runtime.applied_to(model):
         raise GradSurgeonError(
-            "rules are already applied to this model, or to a container of some of its modules: call gradsurgeon.remove(model) "
-            "first, or pass replace=True"
+            "rules are already applied to this model or its modules: call gradsurgeon.remove(model) first, or pass replace=True"
         )
     with ExitStack() as undo:
         writer = None if record is None else _writer(model, record, bound, options)
@@ -312,7 +305,7 @@ def _runtime() -> Any:
 
     # A graph that breaks at a rule on tags must not break a second time inside this call.
     _torch.compile_within_caller(tag)
-    _torch.uncompiled("gradsurgeon.backward runs a backward pass")(backward)
+    _torch.uncompiled(backward)
     return runtime
 
 

@@ -51,19 +51,6 @@ class Program:
     tags: tuple[Rule, ...] = ()
 
     @property
-    def rules(self) -> list[Rule]:
-        stages = (
-            *self.of_losses,
-            *self.checks,
-            *self.in_backward,
-            *self.after_backward,
-            *self.at_step,
-            *self.of_weights,
-        )
-        found = {stage.rule.id: stage.rule for stage in stages}
-        return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
-
-    @property
     def watched(self) -> Sequence[int]:
         """The parameters whose gradients reveal a backward pass: all, if rules are on modules alone."""
         return self.armed or range(len(self.names))

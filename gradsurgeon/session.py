@@ -86,8 +86,7 @@ class Session(RecordQueries):
         controller = self._attachment.controller
         if controller.steps.owned:
             raise GradSurgeonError(
-                "tick() marks manual updates, but a torch optimizer owns the parameters, so its "
-                "steps are counted automatically: remove the call"
+                "tick() marks manual updates, but a torch optimizer owns the parameters: remove the call"
             )
         return self._attachment.removed or controller.manual.tick()
 

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,9 +148,9 @@ def two_threads() -> dict[str, Any]:
     sys.setswitchinterval(1e-6)
     begins = Controller.backward_started
 
-    def slowly(self: Controller, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+    def slowly(self: Controller, graph: BackwardGraph) -> None:
         time.sleep(0.002)  # so that both threads come before the pass is known
-        begins(self, graph, reached)
+        begins(self, graph)
 
     Controller.backward_started = slowly  # type: ignore[method-assign]
     found: dict[str, Any] = {"events": [], "steps": [], "rows": []}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self, TypeVar, get_args
@@ -164,19 +163,6 @@ class Steps(Options):
     def due(self, step: int) -> bool:
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
-
-    def alike_until(self, step: int) -> int:
-        """Return the first later step at which the answer of `due` may change."""
-        last = sys.maxsize if self.to is None else self.to
-        if step < self.from_:
-            return self.from_
-        if step >= last:
-            return sys.maxsize
-        # The answer changes at multiples of `every`, which with `every: 1` are all steps.
-        after = (step - self.from_) % self.every
-        if self.every == 1:
-            return last
-        return step + 1 if after == 0 else min(last, step - after + self.every)
 
     def meets(self, other: Steps) -> bool:
         first, second = sorted((self, other), key=lambda steps: steps.from_)

@@ -84,9 +84,8 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         """Load the state of the rules from the checkpoint that the trainer restored, if there is one."""
         folder = self._restored()
         if isinstance(folder, (str, PathLike)):
-            if (found := session_state.read(Path(folder))) is not None:
-                found.load(session._attachment.controller)  # noqa: SLF001 # names the file in errors
-            else:
+            controller = session._attachment.controller  # noqa: SLF001 # names the file in errors
+            if session_state.resume(Path(folder), controller) is None:
                 name = state_name(_dist.rank())
                 where = printable(str(Path(folder) / name))
                 self._warn_of_restart(

@@ -183,8 +183,8 @@ class Models:
         folder = Path(settings.resume, title) if self.attached else Path(settings.resume)
         shown = printable(str(folder))
         try:
-            if (found := session_state.read(folder)) is not None:
-                end = found.load(session.controller, step=settings.start_step)
+            end = session_state.resume(folder, session.controller, step=settings.start_step)
+            if end is not None:
                 if not settings.quiet and _dist.rank() == 0:
                     say(f"the rules go on from {shown}, saved before step {end:,}")
                 return

@@ -10,34 +10,26 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.scaler_watch import unscaled
 
 _UNREADABLE = (
-    "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "
-    "is_grads_batched; on the meta device; in a trace of torch.export): the rule neither measured nor edited it; "
-    "compute this part without the transform, and export the model after session.remove()"
+    "left a tensor alone that has no numbers to read (a transform of torch.func, is_grads_batched, the meta device, "
+    "torch.export): compute this part without that, or after session.remove()"
 )
 _ODD = "torch has few operations for tensors that are nested, masked, compressed (CSR and the like) or in float8"
-_SHARDED = (
-    "did not measure a tensor that is sharded over ranks (a DTensor): measuring the full tensor would need a "
-    "collective in the middle of a forward or backward pass; log another module, or make this module return its "
-    "shard (`use_local_output=True`)"
-)
-_WRITTEN = (
-    "{name} was written in place by the operation after it, so no gradient arrived: let the next operation work out of "
-    "place, or name another module"
-)
+_SHARDED = "did not measure a tensor that is sharded over ranks: log another module, or set `use_local_output=True`"
+_WRITTEN = "{name} was written in place by the next operation, so no gradient arrived: let it work out of place"
 
 
 class NamedRule(NamedTuple):
@@ -55,10 +47,7 @@ class Due(NamedTuple):
 
 
 class ModuleCounters:
-    """Looks up the step counter of a module: the optimizer that owns its first parameter has this counter.
-
-    The owner may become known only after the forward pass, so callers ask each time.
-    """
+    """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self.all = counters
@@ -87,18 +76,10 @@ class Site:
         # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
         self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
         self._counters = counters
-        # The due rules, with the steps of a counter, the version of all counters and the mode for which they are valid.
-        self._known: tuple[Due | None, StepCounter, range, int, bool]
-        self._known = None, counters.of(owner), range(0), -1, True
 
     def now(self, *, training: bool) -> tuple[Due | None, int]:
-        """Return the due rules, or ``None``, and the step. Most calls only compare two numbers."""
-        due, counter, steps, version, trains = self._known
-        step = counter.step
-        if step in steps and version == self._counters.all.version and training is trains:
-            return due, step
-        counter, version = self._counters.of(self.owner), self._counters.all.version
-        step = counter.step
+        """Return the due rules, or ``None``, and the step."""
+        step = self._counters.of(self.owner).step
         acting = [
             (named, grad)
             for named, grad in self._rules
@@ -106,8 +87,6 @@ class Site:
         ]
         values = tuple([named for named, grad in acting if not grad])
         due = Due(values, tuple([named for named, grad in acting if grad])) if acting else None
-        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
-        self._known = due, counter, range(step, end), version, training
         return due, step
 
 
@@ -119,18 +98,14 @@ class ActivationRules:
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
         self._tags: dict[str, Site] = {}
-        # The hooks on tensors since the last update, as long as the tensors live.
-        self._hooks = hooks = dict[_Hooked, None]()
-        self._drop: Callable[[_Hooked], None] = lambda hooked: hooks.pop(hooked, None)
+        # The hooks on each tensor since the last update.
+        self._hooks: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
         # The ids of the rules that edited each tensor.
         self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
     def may_act(self) -> bool:
-        if self.context.paused:
-            return False
-        if _torch.is_capturing():
-            self.context.refuse_graph_capture()
-        return True
+        self.context.refuse_graph_capture()
+        return not self.context.paused
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         if not self.context.program.tags:
@@ -172,9 +147,7 @@ class ActivationRules:
             self._mark_edited(rule, tensor)
         hook = GradHook(self, acting, owner, tensor)
         with self.lock:
-            hooked = _Hooked(tensor, self._drop)
-            hooked.hook = hook
-            self._hooks[hooked] = None
+            self._hooks.setdefault(tensor, []).append(hook)
         _torch.register_hook(tensor, hook)
 
     def _on_value(
@@ -291,14 +264,13 @@ class ActivationRules:
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
         with self.lock:
-            for hooked in list(self._hooks):
-                hook = hooked.hook
-                if hook.arrived or self.counters.of(hook.owner) is counter:
-                    self._hooks.pop(hooked, None)
-                    tensor = hooked()
-                    if tensor is not None and hook.is_cut_off_from(tensor):
+            for tensor, hooks in list(self._hooks.items()):
+                for hook in hooks:
+                    if hook.is_cut_off_from(tensor) and self.counters.of(hook.owner) is counter:
                         text = _WRITTEN.format(name=hook.rules[0].name)
                         self.warn("in-place", text, hook.rules, hook.owner)
+                if all(hook.arrived or self.counters.of(hook.owner) is counter for hook in hooks):
+                    del self._hooks[tensor]
 
 
 class GradHook:
@@ -315,10 +287,6 @@ class GradHook:
         self._version = tensor._version  # noqa: SLF001 # counts writes
         self.arrived = False
 
-    @property
-    def __name__(self) -> str:
-        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{self.owner}"
-
     def is_cut_off_from(self, tensor: Tensor) -> bool:
         """Return whether an in-place write has come between the tensor and its gradient."""
         return not self.arrived and tensor._version != self._version  # noqa: SLF001 # as above
@@ -333,14 +301,6 @@ class GradHook:
         return None if out is grad else out
 
 
-class _Hooked(WeakIdRef):
-    """A weak reference to a tensor, with the hook on its gradient. Each reference is equal to itself alone."""
-
-    __slots__ = ("hook",)
-    __hash__, __eq__ = object.__hash__, object.__eq__
-    hook: GradHook
-
-
 class FeedsHook:
     """Tensor hook that marks a trap's flag once the flagged value takes part in a backward pass."""
 
@@ -348,7 +308,6 @@ class FeedsHook:
 
     def __init__(self, flag: Flag) -> None:
         self._flag = flag
-        self.__name__ = f"{flag.rule.id}:{flag.name}"
 
     @uncompiled
     def __call__(self, _grad: Tensor | None) -> None:

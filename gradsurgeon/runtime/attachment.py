@@ -10,28 +10,25 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradsurgeon import _live
-from gradsurgeon.compiler import compile_plan
+from gradsurgeon import _live, _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
-from gradsurgeon.runtime import compile_support, session_state
+from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.due_rules import StepCounters
-from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
+from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
     from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
-_IDLE = (
-    "gradients came, but their optimizer never stepped while the rules were on, and these rules never fired: "
-    "{rules}; step the optimizer before the session ends"
+_RECOMPILED = (
+    "the rules on modules ({rules}) came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
+    "torch.compile compiles again; to compile only once, apply the rules before the first call"
 )
 
 
@@ -46,13 +43,11 @@ class Attachment:
         writer: RunWriter | None = None,
         sinks: Sequence[Delivery] = (),
     ) -> None:
-        program = compile_plan(plan)
-        rules = plan.rules.rules
         self.plan = plan
         # Optimizers and scaler are only held weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
-        matched = [len(plan.of(rule.id)) for rule in rules]
-        event_log = EventLog(rules, matched, options.on_event)
+        matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
+        event_log = EventLog(plan.rules.rules, matched, options.on_event)
         recorder = Recorder(
             Records(),
             event_log,
@@ -62,19 +57,9 @@ class Attachment:
             state=lambda: session_state.state_dict(self.controller),
             pending=self.pending_steps,
         )
-        self.context = Context(
-            program=program,
-            parameters=Parameters(model, program.names),
-            counters=StepCounters(len(program.names), options.start_step),
-            event_log=event_log,
-            recorder=recorder,
-            mode=options.mode,
-            rules=tuple(rules),
-            outside=options.beside,
-            scaling=Scaling(options.scaler),
-        )
+        self.context = Context(model, plan, options, event_log, recorder)
         if options.scaler is not None and options.scaler.is_enabled():
-            refuse_scaling(program)
+            refuse_scaling(self.context.program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
@@ -85,10 +70,7 @@ class Attachment:
         self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
 
     def pending_steps(self) -> dict[str, int]:
-        """Return the number of the next update of each parameter whose optimizer has begun.
-
-        A record of that step waits for an update, and after the end it waits for ever.
-        """
+        """Return the number of the next update of each parameter whose optimizer has begun: records of it wait for it."""
         counters, names = self.context.counters, self.context.program.names
         found = ((name, counters[tensor]) for tensor, name in enumerate(names))
         return {name: counter.step for name, counter in found if counter.begun}
@@ -97,10 +79,14 @@ class Attachment:
         """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
         try:
             self.controller.attach()
-            compile_support.begin(self.context.program, self.context.event_log, self.step)
-            self.context.event_log.raise_raised()
+            # No public interface lists the modules that compiled code calls, so all compiled code must go.
+            if self.context.program.modules and _torch.forget_compiled_code():
+                on_modules = [
+                    r.id for r, _ in self.context.program.site_rules if r.target == "modules"
+                ]
+                text = _RECOMPILED.format(rules=", ".join(on_modules))
+                self.context.event_log.emit("notice", text, step=self.step, warn=True)
         except BaseException:
-            compile_support.end(self.context.program, self.context.event_log, None)
             self.controller.detach()
             raise
         self._when_removed = removed
@@ -123,13 +109,11 @@ class Attachment:
                 never.append(
                     (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
                 )
+            warn = self.controller.is_idle and not (error or sys.exc_info()[1])
             for name, text in never:
-                context.event_log.emit("never-fired", text, rule=name, step=self.step)
-            if never and self.controller.is_idle and not (error or sys.exc_info()[1]):
-                rules = ", ".join(name for name, _ in never)
-                context.event_log.warn(_IDLE.format(rules=rules))
+                context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
         finally:  # also if the script turns a warning into an error
-            self._close(at=self.step, error=error)
+            self._close(error)
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
@@ -152,7 +136,7 @@ class Attachment:
         if not (self._owners or self.removed):
             self._close()
 
-    def _close(self, at: int | None = None, error: BaseException | None = None) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         self.removed = True
         for owner in self._owners.values():
             owner.detach()
@@ -162,7 +146,6 @@ class Attachment:
                 stack.callback(self._when_removed)
             stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
             stack.callback(self.controller.detach)
-            compile_support.end(self.context.program, self.context.event_log, at)
             self.context.event_log.settle()
 
     @property

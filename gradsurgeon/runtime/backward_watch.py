@@ -1,8 +1,4 @@
-"""Watches backward passes: those that run now, which gradients each left, and which facts hooks collected meanwhile.
-
-Comparing the gradients before and after a pass shows which parameters the pass reached, so no parameter
-needs a hook for that.
-"""
+"""Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
@@ -29,26 +24,11 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 @dataclass(slots=True, eq=False)
 class RunningPass:
-    """A backward pass, listed among the running passes within its context.
-
-    The context raises `GradSurgeonError` if another thread runs a pass through the same leaves, and one of the two
-    must be alone.
-
-    Attributes:
-        graph: the graph that the pass runs through.
-        trains: True for a `backward()`, False for a `torch.autograd.grad()`.
-        inputs: the only tensors that get gradients; empty for all leaves.
-        is_alone: whether no other thread may run a pass that reaches the same leaves.
-        tasks: the number that autograd gave the pass, once it is known.
-        thread: the thread that started the pass.
-    """
+    """A running backward pass that gives gradients to parameters, or to ``inputs`` alone; ``tasks`` is its number in autograd."""
 
     graph: BackwardGraph
-    trains: bool = False
     inputs: Sequence[Any] = ()
-    is_alone: bool = False
     tasks: list[int] = field(default_factory=list)
-    thread: int = field(default_factory=threading.get_ident)
 
     def reaches(self, leaves: Collection[int]) -> bool:
         """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
@@ -58,18 +38,9 @@ class RunningPass:
 
     def __enter__(self) -> None:
         with lock:
-            others = [
-                other
-                for other in _running
-                if other.thread != self.thread and (other.is_alone or self.is_alone)
-            ]
-            leaves = set(map(id, self.graph.leaves())) if others else set()
-            if any(other.graph.reaches(leaves) for other in others):
-                raise GradSurgeonError(_TOGETHER)
-            if self.trains:
-                threads.add(self.thread)
-                if len(threads) > 1:  # a thread that has ended trains nothing
-                    threads.intersection_update(thread.ident for thread in threading.enumerate())
+            threads.add(threading.get_ident())
+            if len(threads) > 1:  # a thread that has ended trains nothing
+                threads.intersection_update(thread.ident for thread in threading.enumerate())
             _running.append(self)
 
     def __exit__(self, *_: object) -> None:
@@ -85,15 +56,6 @@ threads: set[int] = set()
 lock = threading.RLock()
 # By thread, the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}
-_TOGETHER = (
-    "two threads run backward passes through the same parameters. One of the passes is a gradsurgeon.backward, which "
-    "replaces the hooks on these parameters meanwhile: run both passes in one thread"
-)
-
-
-def training() -> list[RunningPass]:
-    """Return the running passes that give parameters their gradients."""
-    return [one for one in _running if one.trains]
 
 
 @contextmanager
@@ -107,16 +69,8 @@ def taking() -> Iterator[list[int]]:
         _taking.pop(me, None)
 
 
-def tasks_taken() -> list[int] | None:
-    """Return the numbers of the passes that take gradients in this thread, ``None`` if its passes train."""
-    return _taking.get(threading.get_ident())
-
-
 def is_taken() -> bool:
-    """Return, inside a backward pass, whether the pass only takes the gradients of one loss.
-
-    The training pass will see the tensors again. All threads are searched: autograd calls hooks in device threads.
-    """
+    """Return, inside a backward pass, whether it only takes the gradients of one loss, in any thread: hooks run in others."""
     if not _taking:
         return False
     task = _torch.graph_task()
@@ -125,12 +79,7 @@ def is_taken() -> bool:
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """The facts that hooks collected since the last pass through their model.
-
-    Attributes:
-        order: the tensors in the order in which they got their gradients, as far as hooks saw it.
-        module: whether a gradient came to the input or output of a module, or to a tag.
-    """
+    """Facts that hooks collected since the last pass; ``module`` if a gradient came to a module's tensor or a tag."""
 
     order: list[int] = field(default_factory=list)
     calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
@@ -148,12 +97,7 @@ class _Before:
 
 
 class BackwardWatch:
-    """Watches the backward passes that reach the model of one session.
-
-    Args:
-        context: the context of the session.
-        events: receives the passes.
-    """
+    """Watches the backward passes that reach the model of one session."""
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
         self.context = context
@@ -164,22 +108,19 @@ class BackwardWatch:
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
-        self._accumulation = _torch.Accumulation()
+        # Tells a `backward()` from a `torch.autograd.grad()`.
+        self.accumulation = _torch.Accumulation()
 
-    def is_training(self, param: Tensor) -> bool:
-        """Return True in a `backward()`, False in a `torch.autograd.grad()`; asks torch once per pass."""
-        return self._accumulation.runs(param)
-
-    def begin(self, running: RunningPass) -> _Before:
+    def begin(self, running: RunningPass) -> _Before | None:
+        """Return the gradients that exist before a pass, ``None`` if it does not reach the model."""
         with lock:
-            reached = self._reached(running)
-            self._events.backward_started(running.graph, reached)
-            if len(training()) == 1:
+            if not self._concerns(running):
+                return None
+            self._events.backward_started(running.graph)
+            if len(_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
-            tensors, grads = self.context.parameters.grads(
-                self._watched if reached is None else sorted(reached)
-            )
+            tensors, grads = self.context.parameters.grads(self._watched)
             by_tensor = dict(zip(tensors, grads, strict=True))
             held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
             return _Before(
@@ -188,21 +129,13 @@ class BackwardWatch:
             )
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
-        """Report a pass to the events, if it reached the model.
-
-        Args:
-            running: the pass.
-            before: the result of `begin` for this pass.
-            averaging: the `DistributedDataParallel` wrappers that averaged gradients in the pass.
-        """
+        """Report a pass, in which some DDP wrappers averaged, to the events, if it reached the model."""
         params = self.context.parameters
         with lock:
-            reached = self._reached(running, averaging)
-            if reached is None:
-                tensors = self._changed(before)
-            else:
-                tensors = set(params.grads(sorted(reached))[0])
-        seen = self._take_seen(reached)
+            if not self._concerns(running):
+                return
+            tensors = self._changed(before)
+        seen, self.seen = self.seen, Seen()
         order, divided = tuple(dict.fromkeys(seen.order)), False
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
@@ -232,41 +165,20 @@ class BackwardWatch:
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
         """Discard the facts that hooks collected in a pass that raised; other ranks learn of the pass."""
-        seen = self._take_seen(self._reached(running))
         self.scaling.of(running.tasks)
         if before is not None and _dist.world() > 1:
             with lock:
-                tensors = self._changed(before).union(seen.order)
+                tensors = self._changed(before).union(self.seen.order)
+            self.seen = Seen()
             self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
 
-    def end_of_grad(self) -> None:
-        """Report a `torch.autograd.grad()` whose gradients rules on modules saw, though no parameter got one."""
-        with lock:
-            if training():
-                return  # The facts may belong to a pass that another thread runs.
-            seen, self.seen = self.seen, Seen()
-        if seen.module:
-            self._events.backward_finished(BackwardPass(()))
-
-    def _reached(self, running: RunningPass, averaging: Sequence[Any] = ()) -> set[int] | None:
-        """Return the tensors that a pass reaches, if other threads also ran passes.
-
-        DDP also writes an average into parameters that only the graphs of other ranks reach.
-
-        ``None`` if only one thread ran passes, or if the leaves of the graph are not the parameters (sharding).
-        """
-        params = self.context.parameters
-        if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
-            return None
-        averaged = (param for wrapper in averaging for param in data_parallel.averaged_by(wrapper))
-        reached = params.owned([*running.graph.leaves(), *averaged])
-        return set(reached).intersection(self._watched)
-
-    def _take_seen(self, reached: set[int] | None) -> Seen:
-        if reached == set():
-            return Seen()
-        seen, self.seen = self.seen, Seen()
-        return seen
+    def _concerns(self, running: RunningPass) -> bool:
+        """Tell whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
+        if len(threads) == 1:
+            return True
+        # The leaves of the graph of a sharded model are not the parameters.
+        params = self.context.parameters.params()
+        return any(map(_dist.is_divided, params)) or running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
         tensors, grads = self.context.parameters.grads(self._watched)
@@ -301,13 +213,7 @@ Begins = Callable[[BackwardGraph, Sequence[Any]], None]
 def around_passes(
     watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
 ) -> Callable[[BackwardCall, Callable[[], Any]], Any]:
-    """Return a function that runs a backward pass.
-
-    Args:
-        watches: returns the watches of all sessions that follow a pass.
-        begins: called before a pass that trains, with its graph and with its ``inputs=``, if it was given any.
-            No lock is held during the call: the function may wait for other ranks.
-    """
+    """Return a function that runs a backward pass. ``begins`` may wait for other ranks, so no lock is held in it."""
 
     def around(call: BackwardCall, run: Callable[[], Any]) -> Any:
         known, roots = watches(), roots_of(call.outputs)
@@ -317,19 +223,14 @@ def around_passes(
             scalings = [watch.scaling for watch in known if watch.scaling.in_use]
             tell = [partial(one.began_inside, outer=outer) for one in scalings]
             return _numbered(roots, tell, run)
-        if (tasks := tasks_taken()) is not None:
+        if (tasks := _taking.get(threading.get_ident())) is not None:
             return _numbered(roots, [tasks.append], run)
         if call.accumulates:
             only = call.outputs[0] if len(call.outputs) == 1 else None
             loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
             graph = BackwardGraph(roots, loss=loss)
-            running = RunningPass(graph, trains=True, inputs=call.inputs)
-            return _train(running, known, begins, run)
-        with RunningPass(BackwardGraph(roots), inputs=call.inputs):
-            found = run()
-        for watch in known:
-            watch.end_of_grad()
-        return found
+            return _train(RunningPass(graph, call.inputs), known, begins, run)
+        return run()
 
     return around
 
@@ -349,7 +250,8 @@ def _train(
         try:
             begins(graph, running.inputs)
             for watch in watches:
-                before[watch] = watch.begin(running)
+                if (found := watch.begin(running)) is not None:
+                    before[watch] = found
             found = _numbered(graph.roots, [running.tasks.append], run) if is_scaled else run()
         except BaseException:
             averaging = data_parallel.ended(running.reaches, failed=True)
@@ -367,7 +269,7 @@ def _note_inner(roots: Sequence[Root]) -> None:
     if (node := _torch.current_node()) is not None:
         with lock:
             # If several passes run at the same time, only one of them contains the node.
-            for running in training():
+            for running in _running:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,9 @@ from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.tensors.measure import Norms
 
-TOO_LATE = (
-    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so the "
-    "others may go on with the update, and a rank that skips it alone ends up with other weights than they have"
-)
-UNKNOWN = (
-    "stopped on this rank before the update: this rank does not know the votes of the other ranks on it (the session came after "
-    "the backward pass, a rank left, or the key-value store failed), and a rank that skips it alone ends up with other weights"
+NOT_VOTED = (
+    "stopped on this rank before the update: the ranks did not vote on this, because it came after their votes (right after "
+    "backward) or the votes were lost, so the others may go on, and a rank that skips alone ends up with other weights"
 )
 _UNTOUCHED = "no weight and no optimizer state was touched"
 # The id of a trap that judged, and its report if it tripped.
@@ -38,12 +34,7 @@ Finding = tuple[str, TrapReport | None]
 
 
 class Look(NamedTuple):
-    """A question of traps on one update that the host can answer only after a read.
-
-    Attributes:
-        numbers: the numbers to read together with the numbers of all other traps; a non-finite number is a trip.
-        findings: maps, for each of ``numbers``, the tensors that tripped to findings.
-    """
+    """Numbers that traps ask the host to read; a non-finite one is a trip. ``findings`` takes the tensors that tripped."""
 
     numbers: tuple[Norms, ...]
     findings: Callable[..., Sequence[Finding]]
@@ -57,8 +48,8 @@ class Trip:
     decision: Decision | Spikes
     in_a_row: int
     report: TrapReport
-    # The reason why the other ranks may not know of it: they voted too early, or their votes are unknown.
-    unheard: str = ""
+    # Whether the other ranks may not know of it.
+    unheard: bool = False
 
     @property
     def then(self) -> str:
@@ -67,7 +58,7 @@ class Trip:
 
     @property
     def _is_forced(self) -> bool:
-        return bool(self.unheard) and self.decision.then == "skip-step"
+        return self.unheard and self.decision.then == "skip-step"
 
     @property
     def severity(self) -> int:
@@ -78,7 +69,7 @@ class Trip:
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
         if self._is_forced:
-            return self.unheard
+            return NOT_VOTED
         if self.then != self.decision.then:
             limit = f"(give_up_after: {self.decision.give_up_after})"
             return f"giving up: tripped {self.in_a_row} times in a row {limit}"
@@ -89,62 +80,9 @@ class Trip:
         }[self.then]
 
 
-class Rows:
-    """The numbers of trips in a row, by rule and tensor, because a script may rebuild its optimizer."""
-
-    def __init__(self) -> None:
-        self.lengths: dict[tuple[str, int], int] = {}
-        # The numbers with the current update, which is judged after each call of a closure.
-        self.current: dict[StepCounter, dict[str, int]] = {}
-
-    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return the numbers of trips in a row, by rule and parameter."""
-        found: dict[str, dict[str, int]] = {}
-        for (rule, tensor), number in self.lengths.items():
-            found.setdefault(rule, {})[names[tensor]] = number
-        return found
-
-    def resume(self, rows: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
-        """Resume from the result of `by_name`, given the number of each parameter by its name."""
-        self.lengths = {
-            (rule, index[name]): number
-            for rule, of_rule in rows.items()
-            for name, number in of_rule.items()
-            if number and name in index
-        }
-
-    def of(self, counter: StepCounter, rule: str) -> int:
-        return max((self.lengths.get((rule, tensor), 0) for tensor in counter.tensors), default=0)
-
-    def put(self, counter: StepCounter, rule: str, number: int) -> None:
-        if number:
-            self.lengths.update({(rule, tensor): number for tensor in counter.tensors})
-        elif self.lengths:
-            for tensor in counter.tensors:
-                self.lengths.pop((rule, tensor), None)
-
-    def count(self, counter: StepCounter, rule: str, *, tripped: bool) -> int:
-        """Count the current update; return the row with it. `done` makes the count final."""
-        times = self.of(counter, rule) + 1 if tripped else 0
-        self.current.setdefault(counter, {})[rule] = times
-        return times
-
-    def done(self, counter: StepCounter) -> None:
-        for rule, times in self.current.pop(counter, {}).items():
-            self.put(counter, rule, times)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """One update.
-
-    Attributes:
-        counter: the counter of the optimizer that makes the update.
-        due: the rules that are due in it.
-        gradients: the gradients that these rules judge or act on, as the script hands them over.
-        heard: the votes of the ranks on it.
-        overflow: whether the optimizer is about to skip it, if only the device knows.
-    """
+    """One update: its due rules, the gradients as the script hands them over, and the votes of the ranks on it."""
 
     counter: StepCounter
     due: DueRules
@@ -158,9 +96,8 @@ class StepContext:
 
 
 class Conclusions:
-    def __init__(self, context: Context, kept: KeptCalls, rows: Rows) -> None:
+    def __init__(self, context: Context, kept: KeptCalls) -> None:
         self._context = context
-        self._rows = rows
         self.diagnosis = StepDiagnosis(context, kept)
 
     def of(
@@ -172,23 +109,13 @@ class Conclusions:
         *,
         known: bool = False,
     ) -> StepDecision:
-        """Report the findings of this rank, and return the decision of all ranks.
-
-        Args:
-            counter: the counter of the update.
-            findings: the findings of the traps of this rank.
-            heard: the votes of the ranks.
-            scale: the factor of a `GradScaler`.
-            known: whether all ranks have equal findings, whatever their votes were.
-        """
+        """Report the findings of this rank, ``known`` if all ranks have equal ones, and return the decision of all ranks."""
         context, step = self._context, counter.step
         if heard.unanimous and not any(report for _, report in findings):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
-        unheard = ""
-        if heard is not ALONE and heard.severity <= FINE and not known:
-            unheard = TOO_LATE if heard.known else UNKNOWN
-        trips = self._count(counter, findings, heard, unheard)
+        unheard = heard is not ALONE and heard.severity <= FINE and not known
+        trips = self._count(counter, findings, heard, unheard=unheard)
         if not (trips or heard.objections):
             return GOES_ON
         reports = {trip.rule: trip.report for trip in trips}
@@ -206,19 +133,20 @@ class Conclusions:
         return _decided(worst, cause, step)
 
     def _count(
-        self, counter: StepCounter, findings: Sequence[Finding], heard: Heard, unheard: str
+        self, counter: StepCounter, findings: Sequence[Finding], heard: Heard, *, unheard: bool
     ) -> list[Trip]:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
         trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
         absent = sorted(elsewhere.difference(rule for rule, _ in findings))
         for rule, report in [*findings, *((rule, None) for rule in absent)]:
             tripped = report is not None or rule in elsewhere
-            times = self._rows.count(counter, rule, tripped=tripped)
+            # `StepCounter.tick` makes the count final: an update is judged after each call of a closure.
+            times = counter.trips_now[rule] = counter.trips.get(rule, 0) + 1 if tripped else 0
             if report is not None:
                 decision = self._context.decisions[rule]
                 # Norms at the update are alike on all ranks, so the others trip also.
                 votes = isinstance(decision, Decision) and decision.statistic == NONFINITE
-                trips.append(Trip(rule, decision, times, report, unheard if votes else ""))
+                trips.append(Trip(rule, decision, times, report, unheard and votes))
         return trips
 
     def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:

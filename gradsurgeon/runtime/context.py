@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
-from gradsurgeon.compiler import Program
+from gradsurgeon.actions import Decision, EditRule, Rule, Spikes, TrapRule
+from gradsurgeon.compiler import compile_plan
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.events import Event
+from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime.due_rules import (
@@ -32,18 +33,8 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.tensors.measure import read
 
-_ONLY_NONFINITE = (
-    "rule {rule}: a trap on modules and tags can only check for non-finite elements, and this trap checks "
-    "`{statistic}`; use `params`"
-)
-_NO_CAPTURE = (
-    "rule {rule}: a CUDA graph is being captured, its replays run no Python, and {reason}: capture without the rule "
-    "(session.pause() or remove()), or train without the graph"
-)
-_CAPTURED = (
-    "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no steps, firings or "
-    "changes, and report no non-finite norms"
-)
+_ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"
+_NO_CAPTURE = "a CUDA graph is being captured, and its replays run no rule: call session.pause() before the capture"
 # Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
 
@@ -167,29 +158,32 @@ class Options(NamedTuple):
     start_step: int = 0
     # The launcher applied the rules: the script has no session, or its session acts before this one.
     beside: bool = False
-    # Is called with each event; an exception from it stops the training.
+    # Is called with each event.
     on_event: Callable[[Event], object] | None = None
 
 
-@dataclass(eq=False)
 class Context:
-    program: Program
-    parameters: Parameters
-    counters: StepCounters
-    event_log: EventLog
-    recorder: Recorder
-    scaling: Scaling
-    # All rules, also rules that match nothing on this rank.
-    rules: tuple[Rule, ...]
-    mode: Mode = "act"
-    # The launcher applied the rules: the script has no session.
-    outside: bool = False
-    # No rule is due until the session resumes.
-    paused: bool = False
-    # The name of the model, if the process has several.
-    title: str = ""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        options: Options,
+        event_log: EventLog,
+        recorder: Recorder,
+    ) -> None:
+        self.event_log, self.recorder, self.mode = event_log, recorder, options.mode
+        # All rules, also rules that match nothing on this rank.
+        self.rules = tuple(plan.rules.rules)
+        self.program = compile_plan(plan)
+        self.parameters = Parameters(model, self.program.names)
+        self.counters = StepCounters(len(self.program.names), options.start_step)
+        self.scaling = Scaling(options.scaler)
+        # The launcher applied the rules: the script has no session.
+        self.outside = options.beside
+        # No rule is due until the session resumes.
+        self.paused = False
+        # The name of the model, if the process has several.
+        self.title = ""
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = self.recorder.captures
         self.flags = Flags(self.event_log)
@@ -240,18 +234,6 @@ class Context:
         return f"step {step}, rule {rule}{model}"
 
     def refuse_graph_capture(self) -> None:
-        """Raise if a CUDA graph is being captured and its replays would silence a rule."""
-        if self.paused or not _torch.is_capturing():
-            return
-        for rule, reason in rules_lost_in_replay(self.program):
-            raise GradSurgeonError(_NO_CAPTURE.format(rule=rule, reason=reason))
-        self.event_log.notice_once("cuda-graph", _CAPTURED, step=self.counters.latest)
-
-
-def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
-    """Yield each rule that needs Python, which a replay of a CUDA graph does not run, and the reason."""
-    for rule in program.rules:
-        if not isinstance(rule, EditRule | FreezeRule):
-            yield rule.id, f"`{rule.action}` must read each step from Python"
-        elif not rule.steps.always:
-            yield rule.id, "Python evaluates its `steps`"
+        """Raise if a CUDA graph is being captured."""
+        if not self.paused and _torch.is_capturing():
+            raise GradSurgeonError(_NO_CAPTURE)

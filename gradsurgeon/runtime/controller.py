@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -20,14 +20,14 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, DueRules, StepCounter
+from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
 from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import Notices, why_never
+from gradsurgeon.runtime.notices import Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
@@ -38,10 +38,7 @@ from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, Ste
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-_NOT_MET = (
-    "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
-    "torch.optim.Optimizer, so torch calls no hook when it steps: pass the optimizer that it wraps"
-)
+_NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the one that does: pass the optimizer that it wraps"
 
 
 class Controller:
@@ -69,8 +66,6 @@ class Controller:
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
         self._steps = 0
-        # A parameter that the last pass reached, in a tuple; empty before the first pass.
-        self._last: tuple[int, ...] = ()
         self._given = list(options.optimizers or ())
         self.attached = False
 
@@ -105,16 +100,14 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+    def backward_started(self, graph: BackwardGraph) -> None:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
         if self.context.program.checks:
             self.checks.before_pass(graph)
-        if reached is None or reached:
-            tensors = None if reached is None else sorted(reached)
-            having = self._kept.reaching and self.context.parameters.grads(tensors)[0]
-            self._kept.keep_loss(graph, accumulates=bool(having))
+        having = self._kept.reaching and self.context.parameters.grads()[0]
+        self._kept.keep_loss(graph, accumulates=bool(having))
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
@@ -123,21 +116,16 @@ class Controller:
                 self.context.ranks.refuse_uneven()
                 self._agreement.find_sessions(done)
             by_hand = self._note_pass(done)
-            accumulated = by_hand and self.manual.accumulates(done)
-            # The records of a pass use the counter of the step that the pass feeds.
-            with self.manual.in_step() if accumulated else nullcontext():
-                self._take_snapshots(done)
-                objections = self.traps.objections(done) if self._agreement.votes(done) else ()
+            if by_hand:
+                self.manual.refuse_compounding(done)
+            self._take_snapshots(done)
+            objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
             # Always cast the vote: other ranks may wait for it.
             self._agreement.cast(done, objections)
         if by_hand:
-            try:
-                self.manual.after(accumulated=accumulated)
-            finally:
-                if accumulated:
-                    self.traps.done(self.context.counters.common)
+            self.manual.after_pass()
 
     def backward_failed(self, done: BackwardPass) -> None:
         self._agreement.cast(done, ())
@@ -150,16 +138,11 @@ class Controller:
         if done.scale is not None:
             refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
-        self._last = done.tensors[:1] or self._last
         self._notices.arrived.update(done.tensors)
         context.flags.passed()
         params = () if done.tensors else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
-            # Asked once: searching for optimizers after each of many passes would be slow.
-            is_noticed = context.event_log.is_noticed("no parameter")
-            if not is_noticed and (self.manual.active or not self.expects_update()):
-                self.manual.note_no_parameter()
             return False
         return self.manual.active or not self.expects_update()
 
@@ -199,26 +182,19 @@ class Controller:
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         if step.inside or not (counter.passes or self.manual.active):
-            self._catch_up(step, due)
+            self._catch_up(step)
         gradients = Gradients(context, due.final, step.scale)
         return self._judge(StepContext(counter, due, gradients, heard, step.overflow))
 
-    def _catch_up(self, step: Step, due: DueRules) -> None:
-        """Measure gradients that came before the hooks were on; warn if no hook saw the gradients of this step."""
-        # Sharding a model after `apply` replaces all its parameters. A session can also begin between a
-        # backward pass and the update that the pass feeds.
-        counter = step.counter
-        if counter.begun and not (step.inside or due.of_passes):
-            return
-        having, _ = self.context.parameters.grads(counter.tensors)
+    def _catch_up(self, step: Step) -> None:
+        """Measure gradients that came before the hooks were on, or that the script assigned."""
+        having, _ = self.context.parameters.grads(step.counter.tensors)
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
             after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
-        elif having and not counter.begun:
+        elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
-        elif having:
-            self._notices.missing_pass(counter, having)
 
     def _judge(self, update: StepContext) -> StepDecision:
         context, due = self.context, update.due
@@ -293,8 +269,7 @@ class Controller:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = self._notices.awaits_sum(held)
         if not (self.steps.owned or self.manual.declared):
-            # If no rule edits at `step`, one tensor is enough.
-            matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
+            matter += [tensor for tensor in self.manual.edited() if tensor in held]
         return matter
 
     def expects_update(self) -> bool:
@@ -328,5 +303,9 @@ class Controller:
         return self._unstepped and not self._steps and self.steps.owned
 
     def why_never(self, due: int, cause: str) -> str:
-        """Return the reason that the summary gives for a rule that never fired."""
-        return why_never(due, cause, unstepped=self._unstepped, stepped=bool(self._steps))
+        """Return the final message on a rule that never fired, though it was due in some steps."""
+        if due:
+            return f"was due in {due} steps and never fired{cause and ': '}{cause}"
+        if self._steps:
+            return "was never due"
+        return "never fired: no optimizer that owns its parameters stepped while their gradients were there"

@@ -29,11 +29,17 @@ class StepCounter:
     passes: int = 0
     # Whether it has counted an update.
     begun: bool = False
+    # The trips in a row of each trap, without the current update; and with it, as far as it was judged.
+    trips: dict[str, int] = field(default_factory=dict)
+    trips_now: dict[str, int] = field(default_factory=dict)
 
     def tick(self) -> None:
         self.begun = True
         self.step += 1
         self.passes = 0
+        if self.trips_now:
+            self.trips = {rule: n for rule, n in (self.trips | self.trips_now).items() if n}
+            self.trips_now.clear()
 
 
 class StepCounters:
@@ -77,12 +83,7 @@ class StepCounters:
                 counter.step = self.begin(counter.tensors)
 
     def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
-        """Give tensors to a counter.
-
-        A schedule must not restart because the script rebuilt its optimizer, so the counter resumes from the
-        latest counter of its tensors. Other tensors of the counter return to the common counter, because
-        an optimizer may exchange its parameters.
-        """
+        """Give tensors to a counter, which goes on from their latest one: a script may rebuild its optimizer."""
         wanted = tuple(sorted(tensors))
         held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
         if held == list(wanted):
@@ -93,6 +94,7 @@ class StepCounters:
         for holder in earlier:
             if holder is not self.common:
                 counter.step = max(counter.step, holder.step)
+            counter.trips |= holder.trips
             # Passes that came before their optimizer was known still feed its next update.
             counter.passes = max(counter.passes, holder.passes)
         for tensor in wanted:
@@ -116,10 +118,6 @@ class BoundRule:
     tensors: tuple[int, ...]
     keys: dict[str, tuple[Key, ...]]
     decides_by: str
-    # Properties of the rule, copied because every step reads them.
-    edits: bool
-    keeps_zero: bool
-    may_overflow: bool
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of some of the tensors in a record; ``tensors`` are in the order of the record."""
@@ -132,20 +130,12 @@ class BoundRule:
 class DueRules:
     """The rules of one step counter that are due, in file order, and their tensors, ascending."""
 
-    def __init__(
-        self,
-        in_backward: Sequence[BoundRule],
-        after: Sequence[BoundRule],
-        at_step: Sequence[BoundRule],
-        of_weights: Sequence[BoundRule] = (),
-    ) -> None:
-        self.in_backward, self.after, self.at_step = in_backward, after, at_step
-        self.of_weights = of_weights
+    def __init__(self, moments: Iterable[Sequence[BoundRule]]) -> None:
+        in_backward, after, at_step, of_weights = moments
+        self.after, self.at_step, self.of_weights = after, at_step, of_weights
         deciding = [bound for bound in after if bound.decides_by]
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
-        # Rules that see no gradient that no backward pass has delivered.
-        self.of_passes = [b for b in (*in_backward, *after) if not isinstance(b.rule, TrapRule)]
         self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
         # Spike traps that report spikes instead of cutting them.
         self.reported = [bound for bound in self.spike_traps if not bound.rule.edits]
@@ -171,7 +161,7 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
     return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
 
 
-NOTHING_DUE = DueRules((), (), ())
+NOTHING_DUE = DueRules(((), (), (), ()))
 
 
 class RulesByCounter:
@@ -206,7 +196,7 @@ class RulesByCounter:
         key = counter, tuple([schedule.due(step) for schedule in self._schedules])
         if key not in self._due:
             due = ([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
-            self._due[key] = DueRules(*due)
+            self._due[key] = DueRules(due)
         return self._due[key]
 
     def any_due(self, step: int) -> bool:
@@ -238,5 +228,4 @@ class RulesByCounter:
                     for stat in stats
                 }
                 decides_by = self._decides_by.get(rule.id, "")
-                asked = rule.edits, rule.keeps_zero, rule.may_overflow
-                yield BoundRule(rule, counter, tensors, keys, decides_by, *asked)
+                yield BoundRule(rule, counter, tensors, keys, decides_by)

@@ -75,15 +75,9 @@ def edit_one(
     *,
     is_grad: bool = True,
 ) -> Tensor:
-    """Edit one gradient or value and count it; the result is a new tensor if it differs: autograd may share the given one.
+    """Edit one gradient or value, out of place, and count it, unless ``step`` is ``None``: autograd may share the given tensor.
 
-    Args:
-        context: the context of the session.
-        rule: the rule that edits.
-        tensor: a plain tensor of any layout.
-        scale: the factor of a scaler on it.
-        step: the step in which the edit counts; ``None`` to repeat an edit that was counted.
-        is_grad: False for a value, whose edit autograd must record even if nothing changes.
+    Autograd records the edit of a value even if nothing changes.
     """
     edit, event_log = context.edits[rule.id], context.event_log
     if step is not None:
@@ -132,7 +126,7 @@ def run_step_rules(
                 observe(context, bound_rule, gradients)
                 continue
             # A trap that does not edit has judged already.
-            skipped = not acting if bound_rule.edits else isinstance(rule, TrapRule)
+            skipped = not acting if rule.edits else isinstance(rule, TrapRule)
             tensors = [] if skipped else gradients.having(bound_rule.tensors)
             if not tensors:
                 continue
@@ -143,7 +137,7 @@ def run_step_rules(
             else:
                 gradients.edit(bound_rule, tensors, due.frozen)
             log.count_fired(rule.id, update.step, len(tensors))
-            if bound_rule.may_overflow and context.mode == "act":
+            if rule.may_overflow and context.mode == "act":
                 suspicious.update(tensors)
     return suspicious
 

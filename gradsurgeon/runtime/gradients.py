@@ -164,7 +164,7 @@ class Gradients:
     ) -> None:
         """Edit gradients in true units, and count the changed ones; ``frozen`` ones count in no norm."""
         rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
-        if not bound_rule.keeps_zero:
+        if not rule.keeps_zero:
             for tensor in tensors:
                 check_layout(rule, self._now[tensor], self._context.program.names[tensor])
         if edit.by_norm is None:

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from gradsurgeon import _dist, _torch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.backward_watch import RunningPass, taking
+from gradsurgeon.runtime.backward_watch import taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
@@ -52,8 +52,6 @@ def backward(
     with ExitStack() as stack:
         due: list[DueLossRule] = []
         if sessions:
-            # The hooks on the leaves are replaced meanwhile.
-            stack.enter_context(RunningPass(graph, is_alone=True))
             leaves = list(graph.leaves())
             due += [one for rules in sessions for one in rules.due(leaves, losses)]
         named = NamedPass(due)

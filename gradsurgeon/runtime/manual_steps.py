@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import BindError, GradSurgeonError
-from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
 
-_NOTICE = (
-    "no torch optimizer owns the parameters: each backward pass that began on empty gradients (None or zero) "
-    "counts as a step; to mark the steps yourself, {tick} right before each update"
-)
-_NO_SKIP = (
-    "`then: skip-step` cannot hide gradients from a manual update, so it raises instead: {tick}, and update "
-    "only if tick() returns True"
-)
+_TICK = "pass optimizer=[] to apply() and call session.tick()"
+_NOTICE = f"no torch optimizer owns the parameters: each backward pass counts as a step; else {_TICK} right before each update"
+_NO_SKIP = f"`then: skip-step` cannot hide gradients from a manual update, so it raises: {_TICK}, and update if it returns True"
 _COMPOUNDS = (
-    "a second backward pass reached {name} while it still held the gradient of the previous pass, which a rule "
-    "at `step` already edited or learned from: its effect would compound. No torch optimizer owns the parameters, so "
-    "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
-    "does not, clear the gradients after the update"
+    "a backward pass reached {name} while a rule at `step` had already edited or learned from its gradient: the effect "
+    f"would compound. Clear the gradients after each update, or {_TICK} right before it"
 )
 _TAKEN_OVER = (
-    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, and "
-    "the count continues from there. Rules at `step` have already acted on the gradients of the last pass, and act on "
-    "them again in the first update. Create the optimizer before the first backward pass, or pass apply(..., optimizer=)"
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as steps. Rules at `step` "
+    "acted on the last gradients, and act on them again in the first update: pass apply(..., optimizer=)"
 )
-_NO_PARAMETER = (
-    "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call with other tensors, "
-    "inputs=), so it does not count as a step; if the script updates other tensors instead of the parameters, {tick} "
-    "right before each update"
-)
-_NO_FREEZE = (
-    "weights are updated by hand, so there is no optimizer to hide a gradient from; set requires_grad to False, or "
-    "use `zero`"
-)
+_NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them; set requires_grad to False, or use `zero`"
 
 
 class ManualSteps:
@@ -50,16 +31,6 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
-        # Whether a pass was counted and judged as a step, and the decision of its traps.
-        self._counted = False
-        self._last = StepDecision()
-        self._began = context.counters.common.step
-        self._tick = "pass optimizer=[] to apply() and call session.tick()"
-        if context.outside:
-            self._tick = (
-                "apply the rules in the script by gradsurgeon.apply(model, rules, optimizer=[]) and call tick() "
-                "of that session"
-            )
 
     @property
     def active(self) -> bool:
@@ -69,17 +40,15 @@ class ManualSteps:
     def declared(self) -> bool:
         return self._counts == "ticks"
 
-    def accumulates(self, done: BackwardPass) -> bool:
-        """Return whether a pass is a further micro-batch of the counted step; raise if edits would compound."""
-        if self.declared:
-            return False
+    def refuse_compounding(self, done: BackwardPass) -> None:
+        """Raise if a pass adds to a gradient that a rule at `step` has edited or learned from."""
+        if self.declared or self._context.mode != "act" or self._context.paused:
+            return
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
-        compounded = [tensor for tensor in self.edited() if tensor in onto]
-        if compounded and self._context.mode == "act" and not self._context.paused:
+        if compounded := [tensor for tensor in self.edited() if tensor in onto]:
             name = self._context.program.names[compounded[0]]
-            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=self._tick))
-        return bool(onto)
+            raise GradSurgeonError(_COMPOUNDS.format(name=name))
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
@@ -87,74 +56,47 @@ class ManualSteps:
         acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
         return sorted({tensor for stage in acting for tensor in stage.tensors})
 
-    def note_no_parameter(self) -> None:
-        if not self.declared:
-            text, step = _NO_PARAMETER.format(tick=self._tick), self._context.counters.latest
-            self._context.event_log.notice_once("no parameter", text, step=step)
-
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
-        event_log.notice_once("manual", _NOTICE.format(tick=self._tick), step=step)
-        for stage in (*self._context.program.traps, *self._context.program.at_step):
-            if getattr(stage.rule, "then", "") == "skip-step":
-                text = _NO_SKIP.format(tick=self._tick)
-                event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
+        event_log.notice_once("manual", _NOTICE, step=step)
 
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
             raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Attribute an accumulating pass to the step that was already counted."""
-        counter = self._context.counters.common
-        back = int(self._counted)
-        counter.step -= back
-        try:
-            yield
-        finally:
-            counter.step += back
-
-    def after(self, *, accumulated: bool) -> None:
+    def after_pass(self) -> None:
         if not self.active:
             self._begin()
         if self.declared:
             return
-        step = Step(self._context.counters.common)
-        with self.in_step() if accumulated else nullcontext():
-            number, self._last = step.counter.step, self._events.step_starting(step)
-        if not accumulated:
-            self._counted = True
-            self._events.step_finished(step, took_place=True)
-        self._raise(self._last)
-        if self._last.skip and (cause := self._last.cause) is not None:
-            no_skip = _NO_SKIP.format(tick=self._tick)
-            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
+        number, decision = self._update()
+        if decision.skip and decision.cause is not None:
+            cause = decision.cause
+            raise replace(cause, text=f"{cause.text}\n({_NO_SKIP})").error(number)
 
-    def _raise(self, decision: StepDecision) -> None:
+    def _update(self) -> tuple[int, StepDecision]:
+        """Run the rules at `step` and count an update; return its number and the decision on it."""
+        step = Step(self._context.counters.common)
+        number, decision = step.counter.step, self._events.step_starting(step)
+        self._events.step_finished(step, took_place=True)
         if decision.error is not None:
             raise decision.error
         self._context.event_log.raise_raised()
+        return number, decision
 
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
-        if self._counts == "passes" and self._counted:
-            text = _TAKEN_OVER.format(steps=count(counter.step - self._began, "step"))
-            warn = bool(self.edited())
-            self._context.event_log.notice_once("late", text, step=counter.step, warn=warn)
+        if self._counts == "passes":
+            event_log, warn = self._context.event_log, bool(self.edited())
+            event_log.notice_once("late", _TAKEN_OVER, step=counter.step, warn=warn)
         self._counts = "nothing"
 
     def tick(self) -> bool:
         self._refuse_freezes()
-        first, self._counts = not self.declared, "ticks"
+        counted, self._counts = self._counts == "passes", "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.
-        if not (first and self._counted):
-            step = Step(self._context.counters.common)
-            self._last = self._events.step_starting(step)
-            self._events.step_finished(step, took_place=True)
-        self._raise(self._last)
-        return not self._last.skip
+        return counted or not self._update()[1].skip

@@ -1,14 +1,9 @@
-"""Detects how a model changed since the rules were bound: names that moved, left or came.
-
-The rules stay bound to the names in the plan. The session reports all other changes, with a remedy. It does not
-bind again by itself, because its rules would then act in ways that no reviewed plan shows.
-"""
+"""Detects how a model changed since the rules were bound. Rules stay bound to the names that a reviewed plan shows."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -23,40 +18,16 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 
-# A walk over the model is too slow for every step. The first walk happens when the session also reports rules that
-# have not fired; later walks use exponential back-off, so their cost vanishes in a long run.
-_FIRST_LOOK = 3
-
-_SWAPPED = (
-    "got new content by a conversion, which drops hooks: gradsurgeon installed its hooks again"
-)
+_SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
-_SHARDED = (
-    "its modules were sharded (fully_shard) after the rule was applied, so their gradients so far were summed as without "
-    "the rule; it acts from the next pass on. Apply the rules after fully_shard"
-)
-_CONTAINER = (
-    "the module that the rules were applied to is gone, but parts of it live on: the rules keep acting on these parts, "
-    "but not on layers added to them later. Keep a reference to the object passed to apply, such as a container of models"
-)
-_GONE = (
-    "is gone from its module, or is now tied to another parameter: its rules no longer act; apply the rules "
-    "again once the model has its final form"
-)
-_RENAMED = (
-    "has a new name ({names}): its rules keep acting, under the old name; they may have missed one step. "
-    "Call gradsurgeon.apply(..., replace=True) to bind the rules to the new names"
-)
+_CONTAINER = "the module that the rules were applied to is gone, but parts of it live on: keep a reference to it for layers to come"
+_GONE = "is gone from its module, has another name there, or is now tied to another parameter: apply the rules again"
+_RENAMED = "has a new name in the model ({names}): its rules act on, under the old name"
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one from now on"
-_NO_MODULE = (
-    "is gone from the model, or torch.jit now runs it without hooks: rules on it no longer act"
-)
+_NO_MODULE = "is gone from the model, or torch.jit runs it without hooks: rules on it no longer act"
 _UNNOTICED = "was replaced or removed: no rule acted on it since then"
-_NEW = (
-    "matches {count} that came after the rules were applied{examples}, but does not act there: call "
-    "gradsurgeon.apply(..., replace=True) once the model has its final form"
-)
+_NEW = "matches {count} that came after the rules were applied{examples}, but does not act there: apply it with replace=True"
 
 
 class ModelChanges:
@@ -77,8 +48,8 @@ class ModelChanges:
         self._module_hooks = module_hooks
         # The names of modules in the plan, and all other names that were reported.
         self._known = {name for module in plan.manifest.modules for name in module.names}
-        self._steps = 0
-        self._next = _FIRST_LOOK
+        # Whether a module got something new, so new names are to be reported after the next update.
+        self._grown = False
         self._modules = weakref.WeakSet(model.modules())
         self._swapped: set[int] = set()
         self._lock = context.parameters.lock
@@ -98,19 +69,16 @@ class ModelChanges:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
-    @contextmanager
-    def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
-        with self._context.parameters.without_references(params) as tensors:
-            yield
+    def swapped(self, params: Sequence[Tensor]) -> None:
+        tensors = self._context.parameters.owned(params)
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
 
     def after_step(self, counter: StepCounter) -> None:
-        self._steps += 1
         if self._model() is None:
             step = self._context.counters.latest
             self._context.event_log.notice_once("container", _CONTAINER, step=step, warn=True)
-        if self._steps >= self._next:
-            self._next = 2 * self._steps
+        if self._grown:
+            self._grown = False
             self.compare()
         by_counter = self._context.by_counter
         if not by_counter.any_always and self._context.rests(counter.step + 1):
@@ -123,6 +91,7 @@ class ModelChanges:
             self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
 
     def before_forward(self) -> None:
+        self._grown = True
         params = self._context.parameters.params()
         # Between passes, a sharded model has other parameters than at a step.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
@@ -149,35 +118,19 @@ class ModelChanges:
         replaced = hooks.replaced()
         params = self._context.parameters.params(replaced)
         if any(param is not None and _dist.is_sharded(param) for param in params):
-            self._adapt_to_sharding()
+            self.check()  # rules that cannot act on shards are refused
+            self._context.ranks.look_again()
         there = [tensor for tensor in replaced if hooks.rearm(tensor)]
         self._tell("hook-rearmed", self._names(there), _REPLACED)
         self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
 
-    def _adapt_to_sharding(self) -> None:
-        """Refuse rules that cannot act on shards; warn of rules on shared inputs that missed the first pass."""
-        self.check()
-        self._context.ranks.look_again()
-        if (model := self._model()) is not None:
-            # Hooks of `fully_shard` give each module a tensor of its own, so ours must run before them.
-            rules = self._module_hooks.put_first(named_modules(model))
-            event_log, step = self._context.event_log, self._context.counters.latest
-            for rule, *_ in event_log.never_fired():
-                if rule in rules:
-                    event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
-
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
-        """Find the parameters and modules of the plan in the current model, and report the changes.
-
-        Args:
-            closing: the session ends, so changes that went unnoticed become events without warnings.
-            new: whether to report new names that rules match.
-        """
+        """Find the parameters and modules of the plan in the model, and report changes; without warnings if it is ``closing``."""
         with self._lock:
             if (model := self._model()) is None or self._over:
                 return
             self._modules = weakref.WeakSet(model.modules())
-            names = self._follow_params(model, warn=not closing)
+            names = self._follow_params(model)
             modules = named_modules(model)
             exchanged = self._module_hooks.refresh(modules)
             gone = [name for name, there in exchanged if not there]
@@ -192,32 +145,30 @@ class ModelChanges:
             if new and (unknown := {*names, *modules} - self._known):
                 self._tell_of_new(model, unknown, warn=not closing)
 
-    def _follow_params(self, model: nn.Module, *, warn: bool) -> set[str]:
+    def _follow_params(self, model: nn.Module) -> set[str]:
         """Look the parameters up at their current places; return the names of parameters that are new."""
         index = {name: tensor for tensor, name in enumerate(self._context.program.names)}
         places: dict[int, Place] = {}
-        moved: dict[int, tuple[str, Place]] = {}
-        others: dict[str, Tensor] = {}
+        others: dict[str, int] = {}
+        renamed: dict[int, str] = {}
+        known, found = self._context.parameters.tensor_at(), set[int]()
         for slot in slots(model):
             place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
-            param = place[0][place[1]]
-            # A known parameter was in the model before, maybe in another place.
-            tensor, carried = index.get(slot.name), self._context.parameters.tensor_of(param)
+            param = id(place[0][place[1]])
+            # A wrapper around a module gives its parameters other names, and leaves them where they are.
+            tensor = index.get(slot.name, known.get((id(place[0]), place[1])))
             if tensor is None:
                 others[slot.name] = param
-                if carried is not None:
-                    moved.setdefault(carried, (slot.name, place))
-            elif carried in (None, tensor):
+            elif param not in found:  # else it is tied to a parameter with rules of its own
+                found.add(param)
                 places.setdefault(tensor, place)
-        renamed = {i: name for i, (name, _) in moved.items() if i not in places}
-        places |= {tensor: moved[tensor][1] for tensor in renamed}
+                if slot.name not in index and slot.name not in self._known:
+                    renamed[tensor] = slot.name
         self._context.parameters.move(places)
-        news = {i: name for i, name in renamed.items() if name not in self._known}
-        text = _RENAMED.format(names=shorten_names(list(news.values())))
-        self._tell("hook-rearmed", self._names(news), text, warn=warn)
-        self._known.update(news.values())
-        followed = {id(table[key]) for table, key in places.values()}
-        return {name for name, param in others.items() if id(param) not in followed}
+        text = _RENAMED.format(names=shorten_names(list(renamed.values())))
+        self._tell("hook-rearmed", self._names(renamed), text)
+        self._known.update(renamed.values())
+        return {name for name, param in others.items() if param not in found}
 
     def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))

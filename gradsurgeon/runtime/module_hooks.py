@@ -1,8 +1,6 @@
-"""Hooks on modules: rules act on a module's input and output, as values and as gradients.
+"""Hooks on modules, for values and gradients. Gradients are seen by hooks on outputs, and on views of inputs.
 
-The package uses no full backward hooks: these break if a module works in place, and they miss mappings. A hook
-on the output tensor sees the gradient of an output. For an input, the hook sits on a view that only this module
-consumes. It therefore sees this module's own contribution, not the sum over all consumers.
+Full backward hooks break if a module works in place, and miss mappings.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
 from gradsurgeon.planning import class_names, is_scripted
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule, Site
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.tensors.structure import (
     Arguments,
@@ -53,11 +51,8 @@ class _ModuleHook:
 
     def _acting(self, module: nn.Module) -> tuple[ActivationRules, Due, int] | None:
         due, step = self._site.now(training=module.training)
-        # A CUDA graph would replay without the resting rules, and the session reports it.
-        if due is None and not _torch.is_capturing():
-            return None
-        activations = self._activations()
-        if activations is None or not activations.may_act() or due is None:
+        activations = None if due is None else self._activations()
+        if due is None or activations is None or not activations.may_act():
             return None
         return activations, due, step
 
@@ -186,14 +181,6 @@ class ModuleHooks:
                 acts = module is not None and self._put(program, module)
                 exchanged.append((program.name, acts))
         return exchanged
-
-    def put_first(self, modules: Mapping[str, nn.Module]) -> list[str]:
-        """Move hooks that must run first before hooks registered since; return the ids of their rules."""
-        shared = [program for program in self._programs if program.on_shared]
-        for program in shared:
-            self._take_off(program.name)
-        self.refresh(modules)
-        return list(dict.fromkeys(rule.id for program in shared for rule in program.on_shared))
 
     def detach(self) -> None:
         for name in list(self._hooked):

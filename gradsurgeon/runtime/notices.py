@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -18,48 +18,25 @@ from gradsurgeon.tensors.measure import read
 
 # By this pass most scripts have stepped their optimizers; the session searches for others.
 SETTLED = 3
-_PASSES = (
-    "bounds the contribution of each backward pass, and several passes feed one update: their sum can "
-    "exceed the bound; use `at: step` to bound the sum"
-)
-_CALLS = (
-    "combines the losses of each backward pass, and several passes feed one update: the losses can conflict "
-    "again in the sum of the passes"
-)
+_PASSES = "bounds the contribution of each backward pass, and several passes feed one update: use `at: step` to bound the sum"
+_CALLS = "combines the losses of each backward pass, and several passes feed one update: the losses can conflict in their sum"
 _RANKS = (
-    "bounds what each rank contributes, before DDP averages it over the ranks: the result depends on "
-    "how the batch is divided among them; use `at: step` to bound the average"
+    "bounds what each rank contributes, before DDP averages it: use `at: step` to bound the average"
 )
 _REENTRANT = (
-    "gets parts of a gradient, never their sum: backward passes ran inside one another, as "
-    "checkpoint(use_reentrant=True) makes them, and more than one of them reached {name}; use "
-    "`use_reentrant=False`, or `at: step` to get the sum"
+    "gets parts of a gradient, never their sum: backward passes inside one another (checkpoint(use_reentrant=True)) reached "
+    "{name}; use `use_reentrant=False`, or `at: step` to get the sum"
 )
-_NOT_BY_BACKWARD = (
-    "no backward pass gave the gradients of this update (the script assigns them, as "
-    "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
-    "gradients that a backward pass delivers (`at: {point}`): use `at: step` to see the gradients of the update"
-)
-_NO_OPTIMIZER = (
-    "gradients come to {names}, but no optimizer that has stepped so far owns these parameters: this rule acts right "
-    "before an update, so it does not act there; give them to an optimizer, or exclude them"
-)
+_NO_OPTIMIZER = "gradients come to {names}, but no optimizer that has stepped owns them: give them to one, or exclude them"
+_NO_LOSS = "no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
 _UNOWNED = "no optimizer that steps owns any parameter the rule matched"
 _UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
 _NONE_REACHED = "no gradient reached any parameter the rule matched"
-_CLEARED = (
-    "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
-    "backward or after step(), not between them"
-)
+_CLEARED = "the script cleared the gradients between backward and the update: call zero_grad() before backward or after step()"
 
 
 class Notices:
-    """Knows which gradients came, and reports each rule that misses some of them once.
-
-    Args:
-        context: the context of the session.
-        counter_of: returns the counter of a module.
-    """
+    """Knows which gradients came, and reports each rule that misses some of them once."""
 
     def __init__(self, context: Context, counter_of: Callable[[str], StepCounter]) -> None:
         self._context = context
@@ -67,9 +44,8 @@ class Notices:
         self._counter_of = counter_of
         # The tensors that got gradients since their last update.
         self.arrived: set[int] = set()
-        # The number of updates after which each parameter had a gradient and no owner, and the reported ones.
+        # The number of updates after which each parameter had a gradient and no owner.
         self._unowned: Counter[int] = Counter()
-        self._told: defaultdict[str, set[int]] = defaultdict(set)
 
     def awaits_sum(self, held: Mapping[int, Tensor]) -> list[int]:
         """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
@@ -92,38 +68,26 @@ class Notices:
             return
         if done.held and any(read(list(done.held.values()))):
             several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
-            self._say("accumulation", several, lambda rule: _CALLS if _of_loss(rule) else _PASSES)
+            self._say("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
             averaged, param = context.ranks.averaged(), context.parameters.param
             reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
-            self._say("ranks", reduced, lambda rule: "" if _of_loss(rule) else _RANKS)
+            self._say("ranks", reduced, _RANKS)
         parts = (tensor for tensor, times in done.calls.items() if times > 1)
-        self._say("reentrant", parts, lambda rule: "" if _of_loss(rule) else _REENTRANT)
+        self._say("reentrant", parts, _REENTRANT)
 
-    def _say(self, topic: str, tensors: Iterable[int], text_of: Callable[[Rule], str]) -> None:
+    def _say(self, topic: str, tensors: Iterable[int], text: str, *, of_losses: str = "") -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for tensor in tensors:
-            step = self._context.counters[tensor].step
+            step, name = self._context.counters[tensor].step, self._context.program.names[tensor]
             for rule in self._context.program.contributing.get(tensor, ()):
                 # Sums of scaled parts are right, but the sum of their statistics is not.
                 splits = not rule.linear or (
                     topic == "reentrant" and not isinstance(rule, EditRule)
                 )
-                if splits and rule.steps.due(step) and not self._log.is_noticed(topic, rule.id):
-                    text = text_of(rule).replace("{name}", self._context.program.names[tensor])
-                    if text:
-                        self._log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
-
-    def missing_pass(self, counter: StepCounter, having: Sequence[int]) -> None:
-        """Warn the rules at `backward` and `accumulated` about an update whose gradients came from no backward pass.
-
-        The script either assigned the gradients or updates twice from one gradient. These cases look alike: an
-        unchanged tensor can have new content.
-        """
-        for bound in self._context.due_rules(counter).of_passes:
-            if not set(having).isdisjoint(bound.tensors):
-                text, rule = _NOT_BY_BACKWARD.format(point=bound.rule.point), bound.rule.id
-                self._log.notice_once("no pass", text, rule=rule, step=counter.step, warn=True)
+                told = (of_losses if isinstance(rule, LossRule) else text).replace("{name}", name)
+                if told and splits and rule.steps.due(step):
+                    self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
 
     def newly_unowned(self) -> list[int]:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""
@@ -143,17 +107,13 @@ class Notices:
         for stage in program.checks:
             if isinstance(stage.rule, CheckRule) and stage.rule.tells_owners:
                 settled.difference_update(stage.tensors)
-        stages = {stage.rule.id: stage for stage in (*program.traps, *program.at_step)}
-        for rule, stage in stages.items() if settled else ():
-            news = [t for t in stage.tensors if t in settled and t not in self._told[rule]]
-            cause = self._log.cause(rule)
-            # A rule that was not due yet may still meet their optimizer. One notice per rule is enough.
-            if news and (cause or rule not in self._log.silent):
-                self._told[rule].update(news)
-                if cause != _UNOWNED:
-                    names = shorten_names([program.names[tensor] for tensor in news])
-                    text = _NO_OPTIMIZER.format(names=names)
-                    self._log.emit("notice", text, rule=rule, step=step, warn=True)
+        for stage in (*program.traps, *program.at_step) if settled else ():
+            names = [program.names[tensor] for tensor in stage.tensors if tensor in settled]
+            rule, cause = stage.rule.id, self._log.cause(stage.rule.id)
+            # A rule that was not due yet may still meet their optimizer.
+            if names and cause != _UNOWNED and (cause or rule not in self._log.silent):
+                text = _NO_OPTIMIZER.format(names=shorten_names(names))
+                self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
@@ -163,7 +123,7 @@ class Notices:
             self._log.note_due(bound.rule.id, counter.step, cause)
         for rule, owner in context.program.site_rules:
             if self._counter_of(owner) is counter and context.is_due(rule, counter):
-                cause = partial(_why_no_tensor, context, rule)
+                cause = partial(_why_no_tensor, rule)
                 self._log.note_due(rule.id, counter.step, cause)
 
     def _why_silent(self, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
@@ -176,52 +136,17 @@ class Notices:
         if not any(param.requires_grad for param in there):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):
-            return _why_no_loss(rule)
+            return _NO_LOSS.format(names=", ".join(map(printable, rule.losses or ())))
         if all(param.grad is None for param in there):
             return _NONE_REACHED if self.arrived.isdisjoint(tensors) else _CLEARED
         return _UNOWNED if owned and counters[tensors[0]] is counters.common else _UNSEEN
 
 
-def _of_loss(rule: Rule) -> bool:
-    return isinstance(rule, LossRule)
-
-
-def _why_no_loss(rule: LossRule) -> str:
-    names = ", ".join(map(printable, rule.losses or ()))
-    return f"no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
-
-
-def _why_no_tensor(context: Context, rule: Rule) -> str:
-    if context.event_log.is_noticed("unreadable", rule.id):
-        return "all tensors the rule matched had no numbers to read"
+def _why_no_tensor(rule: Rule) -> str:
     if rule.target == "tensors":
-        return "the script tagged no tensor with such a name"
+        return "the script tagged no tensor with such a name, or none with numbers to read"
     if isinstance(rule, LossRule):
         return "no two of the modules the rule matched sent gradients back to one tensor"
     if rule.ref.grad:
         return f"no gradient reached the {rule.ref.side} of any module the rule matched"
-    return "no forward pass went through any module the rule matched"
-
-
-def why_never(due: int, cause: str, *, unstepped: bool, stepped: bool) -> str:
-    """Return the final message on a rule that never fired.
-
-    Args:
-        due: the number of steps in which it was due.
-        cause: why the rule did not fire, empty if unknown.
-        unstepped: whether gradients came and no update followed.
-        stepped: whether there was any update.
-    """
-    if cause:
-        was_due = f"was due in {due} steps and " if due else ""
-        return f"{was_due}never fired: {cause}"
-    if due:
-        return "was due and never fired"
-    if unstepped:
-        return "never fired: gradients came, but no optimizer that owns them ever stepped"
-    if not stepped:
-        return (
-            "never fired: no parameter had a gradient at the end of a backward pass (hooks that update inside backward, "
-            "as LOMO does, drop each gradient before), and nothing was updated"
-        )
-    return "was never due"
+    return "no forward pass went through any module the rule matched, or none with numbers to read"

@@ -19,9 +19,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _live, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -294,11 +294,7 @@ class OptimizerWatch:
                 return
         decision = self._events.step_starting(update)
         update.judged = True
-        raised = event_log.raised()
-        if decision.error is not None and raised is not None:
-            # Scripts catch a trap's error by its type; the context shows the other error also.
-            decision.error.__context__ = raised
-        error = decision.error or raised
+        error = decision.error or event_log.raised()
         if decision.skip and has_moved and decision.cause is not None:
             error = decision.cause.error(update.counter.step)
         if error is not None:

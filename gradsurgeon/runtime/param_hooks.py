@@ -1,23 +1,19 @@
-"""The hooks on parameters: all of them are installed or none, and removal leaves no trace.
-
-The hooks hold the session weakly. A post-accumulate hook that reaches a parameter would make a cycle that
-Python cannot collect.
-"""
+"""The hooks on parameters: all are installed or none. A post-accumulate hook must reach no parameter, even by the session."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.gradients import check_layout
@@ -36,17 +32,10 @@ class Hook:
         self._passes = weakref.ref(passes)
         self.tensor = tensor
         self._rules = passes.context.program.per_tensor.get(tensor, ())
-        # torch shows this name in its messages about wrong return values.
-        label = "+".join(rule.id for rule in self._rules) or "gradsurgeon"
-        self.__name__ = f"{label}:{passes.context.program.names[tensor]}"
 
 
 class ArrivalHook(Hook):
-    """Post-accumulate hook for training on several ranks: records facts that are lost after the pass.
-
-    It records this rank's contribution before DDP averages it. It also records the order in which parameters got their
-    gradients, because the graph of a sharded model knows other tensors than the parameters.
-    """
+    """Post-accumulate hook on several ranks: notes this rank's contribution before an average, and the order of arrival."""
 
     @uncompiled
     def __call__(self, param: Tensor) -> None:
@@ -76,7 +65,7 @@ class TensorHook(Hook):
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
         if param is None or not due:
             return None
-        if not passes.is_training(param):
+        if not passes.accumulation.runs(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
@@ -106,9 +95,7 @@ def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) ->
     check_layout(rule, grad, name)
     if _dist.is_partial(grad) and not rule.linear:
         raise GradSurgeonError(
-            f"rule {rule.id}: the contribution of a backward pass to {name} is still to be summed over the "
-            "ranks of its tensor-parallel group, so a bound on this rank's addend bounds nothing; "
-            "use `at: step`"
+            f"rule {rule.id}: {name} gets an addend that awaits a sum over ranks, so a bound on it bounds nothing; use `at: step`"
         )
     part = _dist.local(grad)
     out = edit_one(context, rule, part, context.scaling.scale, step)
@@ -137,11 +124,6 @@ class ParamHooks:
             for handle in self._put(tensor, param):
                 self._handles.setdefault(tensor, []).append(handle)
         return param is not None
-
-    def forget(self, tensors: Iterable[int]) -> None:
-        """Expect no parameter under these names from now on."""
-        for tensor in tensors:
-            self._ids[tensor] = id(None)
 
     def replaced(self) -> list[int]:
         now = list(map(id, self._context.parameters.params(self._armed)))

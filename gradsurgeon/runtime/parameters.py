@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from threading import RLock
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from gradsurgeon import _dist
 from gradsurgeon.planning import slots
@@ -27,11 +25,7 @@ def held(place: Place) -> Tensor | None:
 
 
 class Parameters:
-    """Parameters by index, looked up where their owner keeps them.
-
-    It holds the ``_parameters`` dictionaries of the owners, not the modules. The session thereby reaches the
-    model weakly, and a dictionary look-up sees a replaced parameter.
-    """
+    """Parameters by index, looked up in the ``_parameters`` of their owners: the session reaches the model weakly."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         # Held while threads compare parameters with the model, and while copies replace them: this session also
@@ -41,24 +35,19 @@ class Parameters:
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
-        self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
-        # The ids of the sharded parameters, by tensor.
-        self._divided: dict[int, int] = {}
-        self.identify(range(len(names)))
+        # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
+        # weak references.
+        self._shards: dict[int, Tensor] = {}
+        self._find_shards()
 
     def param(self, tensor: int) -> Tensor | None:
         return self._as_divided(tensor, held(self._places[tensor]))
 
     def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
-        """Return this rank's shard if `fully_shard` shows the whole parameter, between a forward and its backward pass.
-
-        The optimizer owns the shards, even if an evaluation without a backward pass comes before its step.
-        """
-        if param is None or tensor not in self._divided or _dist.is_sharded(param):
+        """Return this rank's shard, which the optimizer owns, where `fully_shard` shows the whole parameter."""
+        if param is None or tensor not in self._shards or _dist.is_sharded(param):
             return param
-        reference, _ = self._identities.get(self._divided[tensor], (None, tensor))
-        part = None if reference is None else reference()
-        return param if part is None else part
+        return self._shards[tensor]
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return all or some parameters, with ``None`` for names that are gone."""
@@ -69,7 +58,7 @@ class Parameters:
             params = [owner[key] for owner, key in places]
         except KeyError:  # some names are gone
             params = list(map(held, places))
-        if not self._divided:
+        if not self._shards:
             return params
         numbers = range(len(params)) if wanted is None else wanted
         return list(map(self._as_divided, numbers, params))
@@ -78,11 +67,7 @@ class Parameters:
         return list(map(id, self.params()))
 
     def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
-        """Return the tensors, among all or some, that have a gradient now, and these gradients.
-
-        Args:
-            tensors: their indices, in ascending order.
-        """
+        """Return the tensors that have a gradient now, among all or some in ascending order, and these gradients."""
         wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)
@@ -95,51 +80,27 @@ class Parameters:
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
-    def identify(self, tensors: Iterable[int]) -> None:
-        """Track parameters by identity, under any name, as long as they live."""
-        for tensor in tensors:
-            if (param := self.param(tensor)) is not None:
-                self._identities[id(param)] = TensorWeakRef(param), tensor
-                if _dist.is_sharded(param):
-                    self._divided[tensor] = id(param)
-
-    def tensor_of(self, param: Tensor) -> int | None:
-        """Return the tensor that a parameter was when it was identified."""
-        reference, tensor = self._identities.get(id(param), (None, None))
-        return tensor if reference is not None and reference() is param else None
-
-    @contextmanager
-    def without_references(self, params: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Hold no weak references to some parameters in this context: torch swaps no tensor that has any.
-
-        Yields:
-            The tensors that these parameters are.
-        """
-        tensors = [tensor for param in params if (tensor := self.tensor_of(param)) is not None]
-        for param in params:
-            self._identities.pop(id(param), None)
-        try:
-            yield tensors
-        finally:
-            self.identify(tensors)
+    def _find_shards(self) -> None:
+        self._shards = {
+            tensor: param
+            for tensor, param in enumerate(map(held, self._places))
+            if param is not None and _dist.is_sharded(param)
+        }
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         wanted = {id(param) for param in params}
         return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
 
-    def owned_in_order(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the tensors of ``params``, in their order."""
-        by_id = {identity: tensor for tensor, identity in enumerate(self.ids())}
-        return [by_id[id(param)] for param in params if id(param) in by_id]
+    def tensor_at(self) -> dict[tuple[int, str], int]:
+        """Return the tensors by the id of the dictionary and the key where they are looked up."""
+        return {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
 
     def move(self, places: Mapping[int, Place]) -> None:
         """Look tensors up at new places from now on; tensors without a place are gone."""
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
-        self._identities.clear()
-        self._divided.clear()
-        self.identify(range(len(self._places)))
+        self._find_shards()
 
     def forget(self) -> None:
         self.move({})

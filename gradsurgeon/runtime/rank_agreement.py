@@ -38,13 +38,11 @@ class Heard:
 
     Attributes:
         voter: the voter that read the votes; ``None`` if this rank decides alone.
-        known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
-    known: bool = True
 
     @property
     def severity(self) -> int:
@@ -156,7 +154,7 @@ class RankAgreement:
                 context.ranks.wrappers_of(counter.tensors)
                 or context.ranks.shard_groups(counter.tensors)
             )
-            return Heard(known=False) if missed else ALONE
+            return Heard() if missed else ALONE
         told = last.voter.decision(last.number)
         decision = told or Decision()
         names = context.program.names
@@ -167,7 +165,7 @@ class RankAgreement:
             if one.concerns not in names or names.index(one.concerns) in tensors
         )
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
-        return Heard(last.voter, objections, unanimous, told is not None)
+        return Heard(last.voter, objections, unanimous)
 
     def close(self) -> None:
         self._voted.clear()

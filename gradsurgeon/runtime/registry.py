@@ -12,23 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.module import (
-    register_module_forward_pre_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics import replay
 from gradsurgeon.runtime import loss_backward
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -66,11 +62,7 @@ def applied_to(model: nn.Module) -> list[Attachment]:
 
 
 def watch_steps() -> None:
-    """Watch every optimizer step, with or without a session, until `unwatch_steps`.
-
-    Code that attaches a session from within a step must have called this before: torch does not allow
-    its table of hooks to grow during an iteration.
-    """
+    """Watch every optimizer step until `unwatch_steps`; called before a step in which a session may be attached."""
     first = _watching_steps[:1] or [register_optimizer_step_pre_hook(_on_step)]
     _watching_steps.extend(first)
 
@@ -132,8 +124,10 @@ def _watch() -> ExitStack:
     stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
     stack.callback(data_parallel.watch())
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
-    stack.callback(register_module_module_registration_hook(_on_registration).remove)
-    stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
+    stack.callback(module_hooks.register_module_module_registration_hook(_on_registration).remove)
+    stack.callback(
+        module_hooks.register_module_parameter_registration_hook(_on_registration).remove
+    )
     stack.callback(_look_at_models)
     return stack
 
@@ -181,10 +175,9 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Exchange the contents of two tensors, as conversions do, and reinstall their hooks afterwards."""
-    with ExitStack() as stack:
-        for controller in _controllers():
-            stack.enter_context(controller.model.swapping((first, second)))
-        original(first, second)
+    original(first, second)
+    for controller in _controllers():
+        controller.model.swapped((first, second))
 
 
 @uncompiled
@@ -192,7 +185,7 @@ def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Schedule a search for replaced parameters and layers before the next forward pass."""
     del name, value
     if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
-        _before_forward.append(register_module_forward_pre_hook(_look_at_models))
+        _before_forward.append(module_hooks.register_module_forward_pre_hook(_look_at_models))
 
 
 @uncompiled

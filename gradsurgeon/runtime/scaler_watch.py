@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _live, _numbers, _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
-from gradsurgeon.runtime.compile_support import uncompiled
 
 # A pass that raises, or returns gradients, leaves its entry behind.
 _MOST_PASSES = 16

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
 
 _VERSION = 1
-_KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
-# A damaged state of a large model has as many flaws as the model has parameters.
-_MOST_SHOWN = 20
+_KEYS = {"version", "step", "common_step", "steps", "shapes", "rules"}
 _MOST_BYTES = 2**30
 _NOT_OURS = "this is not the state of a session: `session.state_dict()` makes one"
 _NEWER = (
@@ -43,10 +40,9 @@ class _State:
     step: _Count
     common_step: _Count
     steps: dict[str, _Count]
-    in_a_row: dict[str, dict[str, _Count]]
     rules: dict[str, CheckedLearntByRule]
-    # The shapes of parameters, by name; states of earlier versions have none.
-    shapes: dict[str, list[_Count]] = field(default_factory=dict)
+    # The shapes of parameters, by name.
+    shapes: dict[str, list[_Count]]
 
 
 _FORM = TypeAdapter(_State)
@@ -62,22 +58,15 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "in_a_row": controller.traps.rows.by_name(names),
         "rules": controller.spikes.state(),
     }
 
 
 def load_state_dict(controller: Controller, state: Any, *, step: int | None = None) -> int:
-    """Resume a session from a state, and report mismatches; return the step of the state.
-
-    Args:
-        controller: the controller of the session.
-        state: the result of `state_dict`.
-        step: the number of the next update of every optimizer, if it differs from the state.
+    """Resume a session from the result of `state_dict`, at another step if one is given; return the step of the state.
 
     Raises:
-        GradSurgeonError: the state is not of a session, is damaged, or is of a newer version; nothing has
-            changed then.
+        GradSurgeonError: this is not the state of a session, or it is damaged; nothing has changed then.
     """
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise GradSurgeonError(_NOT_OURS)
@@ -90,12 +79,10 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
             dict(state), context={bound.name: bound.rows for bound in bounds}
         )
     except ValidationError as found:
-        flaws = [_told(error) for error in found.errors(include_url=False)]
-        more = [f"... and {len(flaws) - _MOST_SHOWN:,} more"] if len(flaws) > _MOST_SHOWN else []
-        problems = f"{len(flaws):,} problem{'s' * (len(flaws) > 1)}"
-        head = f"{problems} in the state of a session; nothing was changed"
-        lines = [head, *flaws[:_MOST_SHOWN], *more, _RESTART]
-        raise GradSurgeonError("\n".join(lines)) from None
+        flaw = found.errors(include_url=False)[0]
+        place = "".join(f"[{part!r}]" for part in flaw["loc"])
+        text = f"state{place}: {flaw['msg']}"
+        raise GradSurgeonError(f"{printable(text)}; {_RESTART}") from None
     end = sound.step
     if step is not None:
         sound = replace(sound, step=step, common_step=step, steps=dict.fromkeys(sound.steps, step))
@@ -103,16 +90,6 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     for rule, text in mismatches:
         context.event_log.emit("notice", text, rule=rule, step=context.counters.latest, warn=True)
     return end
-
-
-def _told(error: Any) -> str:
-    place = "".join(f"[{part!r}]" for part in error["loc"])
-    told = printable(error["msg"].removeprefix("Input "))
-    if error["type"] == "missing":
-        told = "is missing"
-    elif error["type"] != "state":
-        told = f"{printable(reprlib.repr(error['input']))} {told}"
-    return f"state{printable(place)}: {told}"
 
 
 def _shapes(controller: Controller) -> dict[str, list[int]]:
@@ -128,7 +105,6 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
     steps = {index[name]: step for name, step in state.steps.items() if name in index}
     context.counters.resume(steps, common=state.common_step, latest=state.step)
-    controller.traps.rows.resume(state.in_a_row, index)
     if gone := [name for name in state.steps if name not in index]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
     if new := [name for name in index if name not in state.steps]:
@@ -139,64 +115,24 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     yield from controller.spikes.load(state.rules, index, reshaped)
 
 
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    path: Path
-    # The content as read; `load` checks whether it is a state.
-    content: Any
-    # Empty, or a note that this is the file of another rank.
-    notice: str = ""
-
-    def load(self, controller: Controller, *, step: int | None = None) -> int:
-        """Resume a session from the file, at another step if one is given; return the step of the state.
-
-        Raises:
-            GradSurgeonError: the file holds no session state; nothing has changed then.
-        """
-        try:
-            end = load_state_dict(controller, self.content, step=step)
-        except GradSurgeonError as error:
-            raise GradSurgeonError(f"{printable(str(self.path))}: {error}") from None
-        if self.notice:
-            at = controller.context.counters.latest
-            controller.context.event_log.emit("notice", self.notice, step=at)
-        return end
-
-
-def read(folder: Path) -> StateFile | None:
-    """Return the state that this rank left in a directory, else rank 0's state; ``None`` if neither exists.
-
-    Raises:
-        GradSurgeonError: the file cannot be read.
-    """
-    rank, notice = _dist.rank(), ""
-    path = folder / state_name(rank)
+def resume(folder: Path, controller: Controller, *, step: int | None = None) -> int | None:
+    """Resume a session from the state that this rank, else rank 0, left in a directory; return its step, if there is one."""
+    path = folder / state_name(_dist.rank())
     if not path.exists():  # There are more ranks than before; the state is alike on all of them.
         path = folder / state_name(0)
-        notice = f"rank {rank} has no state in {printable(str(folder))}, and resumes from the state of rank 0"
-    try:
-        return StateFile(path, _bounded_load.load(path, _MOST_BYTES), notice)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        why = f"cannot be read: {printable(error.strerror or str(error))}"
-    except _bounded_load.RefusedError as error:
-        why = printable(str(error))
-    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_UNREADABLE}")
+    try:
+        return load_state_dict(controller, _bounded_load.load(path, _MOST_BYTES), step=step)
+    except (OSError, _bounded_load.RefusedError) as error:
+        raise GradSurgeonError(f"{printable(f'{path}: {error}')}; {_UNREADABLE}") from None
+    except GradSurgeonError as error:
+        raise GradSurgeonError(f"{printable(str(path))}: {error}") from None
 
 
 def write(folder: Path, controller: Controller) -> None:
-    """Write this rank's state into a directory, instead of an earlier one. Waits for the device.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write this rank's state into a directory, instead of an earlier one. Waits for the device."""
     file = io.BytesIO()
     torch.save(state_dict(controller), file)
     with replacing(folder / state_name(_dist.rank()), binary=True) as target:
         target.write(file.getvalue())
-    # An earlier training with more ranks has left files that must not pass for files of this training.
-    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
-        of = path.stem.rpartition("-")[2]
-        if of.isdecimal() and int(of) >= _dist.world():
-            path.unlink()

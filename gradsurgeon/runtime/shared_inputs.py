@@ -1,9 +1,7 @@
 """Tensors that several modules take: rules see each module's gradient before autograd sums them.
 
-Such a tensor gets one view, and this view gets one view per module that takes the tensor. Hooks on the module
-views see the contribution of each module. The hook on the common view runs after all of them, and may return another sum.
-The views are ordinary views, so a module may write to its input. No event marks the last module, so the graphs of the
-modules keep the views and hooks, which die with them.
+Such a tensor gets one view, and this view gets one view per module. The hook on the common view runs after those on the
+module views, and may return another sum. The graphs of the modules keep the views and hooks, which die with them.
 """
 
 from __future__ import annotations
@@ -17,42 +15,27 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import is_only_grad
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
 from gradsurgeon.runtime.backward_watch import is_taken
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
 _Hook = Callable[[Tensor | None], None]
 
 _IN_PLACE = (
-    "{owner} works in place on the tensor that it shares with others, so its gradient cannot be told from theirs; let it "
-    "work out of place"
+    "{owner} works in place on the tensor that it shares with others: let it work out of place"
 )
-_SHARDED = (
-    "{owner} takes a tensor that is divided over ranks (a DTensor), whose gradients cannot be compared during a backward "
-    "pass: let the module before it return a plain tensor (`use_local_output=True`)"
-)
-_WRITTEN = (
-    "{before} took a tensor that was written in place before {owner} took it, so their gradients do not meet: let the "
-    "operation that writes work out of place"
-)
+_SHARDED = "{owner} takes a tensor that is divided over ranks: let the module before it return a plain one (`use_local_output=True`)"
+_WRITTEN = "{before} took a tensor that was written in place before {owner} took it: let the operation that writes work out of place"
 _APART = (
-    "{missing} took a tensor together with {there} and sends nothing back in this backward pass, which {why}: gradients "
-    "of several passes cannot be combined. Call `.backward()` once, on the sum of the losses"
+    "{missing} took a tensor together with {there} and sends nothing back in this pass, which keeps its graph or is not the "
+    "first one through it: call `.backward()` once, on the sum of the losses"
 )
-_KEPT = "keeps the graph for another pass (retain_graph=True)"
-_LATER = "is not the first one through it"
-_REENTRANT = (
-    "{there} takes its tensor in a checkpoint with use_reentrant=True. This runs it in a backward pass of its own, so its "
-    "gradient meets no other one; use use_reentrant=False"
-)
-_GRAPH = (
-    "a backward pass with create_graph=True goes through the gradients of {there}, but weights have no gradient; pause "
-    "the session around this pass"
-)
+_REENTRANT = "{there} takes its tensor in a checkpoint with use_reentrant=True, a backward pass of its own: use use_reentrant=False"
+_GRAPH = "a pass with create_graph=True goes through the gradients of {there}: pause the session around it"
 
 
 class SharedInputs:
@@ -131,10 +114,12 @@ class SharedInputs:
         for rule, _ in meeting.rules:
             matched = meeting.matched[rule.id]
             there = [name for name in given if name in matched]
-            missing = [n for n in meeting.outstanding() if n in matched and n not in given]
+            waiting = [
+                name for name, hooks in meeting.taken.items() if any(hook() for hook in hooks)
+            ]
+            missing = [n for n in waiting if n in matched and n not in given]
             if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
-                why = _KEPT if _torch.keeps_graph() else _LATER
-                text = _APART.format(missing=_listed(missing), there=_listed(there), why=why)
+                text = _APART.format(missing=_listed(missing), there=_listed(there))
                 self._refuse(rule, "apart", text)
             elif there and meeting.in_reentrant and len(matched) == 1:
                 self._refuse(rule, "apart", _REENTRANT.format(there=_listed(there)))
@@ -175,7 +160,6 @@ class _Fork:
                 self.meeting.give(module, grad)
 
         self.meeting.expect(module, rules, give)
-        give.__name__ = f"{self.meeting.__name__}:{module}"
         cast("Any", give).__torch_unserializable__ = True
         view = self._common.view_as(self._common)
         _torch.register_hook(view, give)
@@ -204,20 +188,12 @@ class _Meeting:
         self._task = -1
         self._given: dict[str, Tensor] = {}
 
-    @property
-    def __name__(self) -> str:
-        return f"{'+'.join(rule.id for rule, _ in self.rules)}:{'+'.join(self.taken)}"
-
     def expect(self, module: str, rules: Sequence[NamedRule], hook: _Hook) -> None:
         self.taken.setdefault(module, []).append(weakref.ref(hook))
         for named in rules:
             if named.rule.id not in self.matched:
                 self.rules.append(named)
             self.matched.setdefault(named.rule.id, set()).add(module)
-
-    def outstanding(self) -> list[str]:
-        """Return the modules that can still send a gradient back, because something has kept their output."""
-        return [name for name, hooks in self.taken.items() if any(hook() for hook in hooks)]
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()

@@ -51,7 +51,7 @@ class SpikeTraps:
             with torch.no_grad():
                 one = self._compare(bound_rule, update.gradients, tensors, update.overflow)
             judged[bound_rule.rule.id] = one
-            if not bound_rule.edits:
+            if not bound_rule.rule.edits:
                 self._context.event_log.count_fired(bound_rule.rule.id, update.step)
                 looks.append(Look((one.flags,), partial(self._findings, one, arrived)))
         return looks

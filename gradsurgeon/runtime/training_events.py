@@ -1,13 +1,10 @@
-"""Training events of a model: the facts, and the protocol by which detectors report them.
-
-Detectors know torch and no rules. Each detector reports to one receiver, the controller of a session, which
-knows the order in which rules act.
-"""
+"""Training events of a model, and the protocol by which detectors, which know no rules, report them to the controller."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,13 +27,10 @@ class BackwardPass:
     """One backward pass that has ended.
 
     Attributes:
-        tensors: the tensors that got a gradient.
-        graph: gives the order in which they got it, if it differs from the order of ``tensors``.
-        calls: the number of hook calls per tensor with rules at `backward`.
+        tensors: those that got a gradient.
+        graph: their order, if it differs from that of ``tensors``.
         logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
-        contributed: the norms of this rank's own contributions, if an average over ranks followed.
-        scale: the scale of a `GradScaler` on its gradients.
-        averaging: the `DistributedDataParallel` wrappers that averaged in it.
+        contributed: norms of this rank's own contributions, before an average.
         held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
     """
 
@@ -63,17 +57,13 @@ class GradientSnapshot:
 
     @property
     def order(self) -> list[int]:
-        graph = self.done.graph
-        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
         got = set(self.tensors).intersection(self.done.tensors)
-        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
+        came = chain.from_iterable(self.arrived)
+        return [tensor for tensor in (*came, *self.done.tensors) if tensor in got]
 
     @property
     def arrived(self) -> list[list[int]]:
-        """Return all tensors that the pass reached, in the order in which their gradients came.
-
-        Tensors of unknown relative order share a list; -1 marks a leaf that is no parameter of the model.
-        """
+        """Return all tensors of the pass in the order of their gradients, in one list where it is unknown; -1 is no parameter."""
         if self.done.graph is not None:
             by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
             groups = self.done.graph.groups()
@@ -85,10 +75,7 @@ class GradientSnapshot:
         return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
 
     def without_graph(self) -> GradientSnapshot:
-        """Return a copy without the graph, because the graph keeps all tensors of its nodes alive.
-
-        The copy keeps the order of the gradients, unless all norms are known to be finite: then no report needs it.
-        """
+        """Return a copy without the graph, which keeps tensors alive; with the order that a report may need."""
         finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
         first = () if finite else self.order
         tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
@@ -136,13 +123,8 @@ GOES_ON = StepDecision()
 class TrainingEvents(Protocol):
     """The events that a controller receives, in the order in which they happen."""
 
-    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
-        """Receive a backward pass before it runs. It may run through another model.
-
-        Args:
-            graph: the graph of the pass.
-            reached: if other threads train also, the only tensors whose gradients may be read now.
-        """
+    def backward_started(self, graph: BackwardGraph) -> None:
+        """Receive the graph of a backward pass before it runs. It may run through another model."""
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a finished backward pass. DDP has averaged them."""

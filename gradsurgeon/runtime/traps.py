@@ -16,7 +16,7 @@ from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, Rows, StepContext, Trip
+from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, StepContext, Trip
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
@@ -51,8 +51,7 @@ class Traps:
         self._context = context
         self._names = context.program.names
         self._spikes = spikes
-        self.rows = Rows()
-        self._conclusions = Conclusions(context, kept, self.rows)
+        self._conclusions = Conclusions(context, kept)
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
         # The number of all skips that were no trap.
@@ -74,8 +73,6 @@ class Traps:
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
-        if self.rows.current:
-            self.rows.done(counter)
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
@@ -97,7 +94,7 @@ class Traps:
                 decision = context.decisions[rule]
                 if report is None or not decides(decision):
                     continue
-                trip = Trip(rule, decision, self.rows.of(counter, rule) + 1, report)
+                trip = Trip(rule, decision, counter.trips.get(rule, 0) + 1, report)
                 text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
                 where = rule, trip.severity, concerns, report.name
                 found.append(Objection(rank, *where, text, report.guilty))
@@ -230,7 +227,7 @@ class Traps:
             rule = bound.rule.id
             event_log.count_fired(rule, step)
             if limits[rule] < NEVER:
-                self.rows.put(counter, rule, max(self.rows.of(counter, rule), limits[rule] - 1))
+                counter.trips[rule] = max(counter.trips.get(rule, 0), limits[rule] - 1)
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         found = self._findings(stuck, evidence, f"the GradScaler keeps skipping ({why}): ")
         goes_on = "the GradScaler skips the update"
@@ -273,11 +270,12 @@ class Traps:
     def _conclude(
         self, update: StepContext, findings: Sequence[Finding], *, known: bool = False
     ) -> StepDecision:
-        rows = self.rows.lengths or self.rows.current
+        counter = update.counter
+        rows = counter.trips or counter.trips_now
         if update.heard is ALONE and not rows and not any(report for _, report in findings):
             return GOES_ON
-        scale = self._scale(update.counter)
-        return self._conclusions.of(update.counter, findings, update.heard, scale, known=known)
+        scale = self._scale(counter)
+        return self._conclusions.of(counter, findings, update.heard, scale, known=known)
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))

@@ -1,9 +1,4 @@
-"""The order in which a backward pass produced its gradients, read from its graph afterwards.
-
-A hook on every parameter would report the order as it happens, at the price of one Python call per parameter
-and pass. The graph gives the same order. It is read only on demand: for the report of a trap, and to know
-which leaves a pass reaches if several threads train.
-"""
+"""The order in which a backward pass produced its gradients, read on demand from its graph instead of by hooks."""
 
 from __future__ import annotations
 
@@ -32,13 +27,11 @@ NO_GRAPH = -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossNode:
-    """A node between the outputs of a model and its loss.
+    """A node between a model's outputs and its loss.
 
     Attributes:
-        name: the name of the node.
-        saved: the tensors and numbers that it keeps for the backward pass, by name; the pass releases them.
-        made_of: per argument, the place of the node that made it; -1 for an output of the model or a leaf, and
-            `NO_GRAPH` for an argument without a graph.
+        saved: what it keeps for the backward pass, by name; the pass releases it.
+        made_of: per argument, the place of its node; -1 for an output of the model or a leaf, `NO_GRAPH` without a graph.
     """
 
     name: str
@@ -67,24 +60,14 @@ def _saved(node: Any) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class BackwardGraph:
-    """The graph of one backward pass, without the tensors that it has released.
-
-    Attributes:
-        roots: the nodes or leaves where the pass began.
-        inner: the roots of passes that ran inside it, by the node that ran them: reentrant checkpointing
-            runs one pass for each of its regions.
-        loss: the detached value where the pass began, if it is one number.
-    """
+    """The graph of one backward pass. ``inner`` has the roots of passes inside it, by the node that ran them."""
 
     roots: Sequence[Root]
     inner: dict[Any, list[Sequence[Root]]] = field(default_factory=dict)
     loss: Tensor | None = None
 
     def nodes_after(self, number: int, most: int) -> list[LossNode]:
-        """Return the nodes made after a node with a given number, oldest first.
-
-        Return none if there are more than ``most``: so many nodes are not a loss but another part of the model.
-        """
+        """Return the nodes made after a node with a given number, oldest first; none if there are more than ``most``."""
         pending: list[Any] = [root for root in self.roots if not isinstance(root, Tensor)]
         met: dict[Any, int] = {}
         made_of: dict[Any, list[Any]] = {}
@@ -106,18 +89,11 @@ class BackwardGraph:
         ]
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield the leaves in the order in which their gradients were accumulated.
-
-        On each device the engine runs the newest node whose gradient is complete. Between leaves of one node the
-        order means nothing.
-        """
+        """Yield the leaves in the order in which their gradients were accumulated: the newest complete node of a device is first."""
         return (leaf for leaf in self._visited() if leaf is not None)
 
     def reaches(self, leaves: Collection[int]) -> bool:
-        """Tell whether a pass through the graph reaches any of some leaves, by their ids.
-
-        The search stops at the first hit: parameters lie near the end of a model as well as near its start.
-        """
+        """Tell whether a pass through the graph reaches any of some leaves, by their ids; stops at the first hit."""
         return any(_is_leaf(node) and id(node.variable) in leaves for node in self.nodes())
 
     def nodes(self) -> Iterator[Any]:

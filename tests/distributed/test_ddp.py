@@ -53,7 +53,7 @@ def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setu
             assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
 
 
-AVERAGE = "bounds what each rank contributes, before DDP averages it over the ranks"
+AVERAGE = "bounds what each rank contributes, before DDP averages it"
 SUM = "bounds the contribution of each backward pass, and several passes feed one update"
 SAID = {
     "bound": [(0, AVERAGE)],

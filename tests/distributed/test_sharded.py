@@ -196,7 +196,7 @@ def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_mee
         assert found["refused"]["kind"] == "BindError"
         assert "rule c: 6 parameters are divided by tensor parallel" in found["refused"]["text"]
         assert found["pending"]["text"].startswith(
-            "rule b: the contribution of a backward pass to norm.weight is still to be summed"
+            "rule b: norm.weight gets an addend that awaits a sum over ranks"
         )
 
 

@@ -43,7 +43,7 @@ def test_a_session_that_came_after_the_pass_does_not_skip_alone(
 ) -> None:
     assert [rank["replaced_between"]["moved"] for rank in ranks] == [[True, True], [True, False]]
     error = ranks[1]["replaced_between"]["error"]
-    assert "this rank does not know the votes of the other ranks on it" in error
+    assert "stopped on this rank before the update: the ranks did not vote on this" in error
     assert "0.own" in error
     assert not ranks[0]["replaced_between"]["error"]
 

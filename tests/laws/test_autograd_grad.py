@@ -258,7 +258,7 @@ def test_a_module_that_runs_in_transforms_alone_is_said_to() -> None:
             optimizer.step()
     texts = [str(one.message) for one in warned]
     assert any(
-        text.endswith("has not fired yet: all tensors the rule matched had no numbers to read")
+        "has not fired yet: no gradient reached" in text or "none with numbers to read" in text
         for text in texts
     )
     assert sum("left a tensor alone" in text for text in texts) == 1
@@ -274,8 +274,7 @@ def test_a_script_that_updates_other_tensors_marks_its_steps() -> None:
             assert session.step == number
             assert session.tick()
     assert session.status()["r0"].fired == 2
-    (notice,) = [event.message for event in session.events]
-    assert "gave no gradient to any parameter" in notice
+    assert session.events == []
 
 
 def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
@@ -298,7 +297,7 @@ def test_rules_on_parameters_of_a_script_that_never_trains_them() -> None:
         func_grad(model)
     (event,) = session.events
     assert (event.kind, event.rule) == ("never-fired", "r0")
-    assert "no parameter had a gradient at the end of a backward pass" in event.message
+    assert "no optimizer that owns its parameters stepped" in event.message
 
 
 # --- second derivatives in training ---------------------------------------------------------------

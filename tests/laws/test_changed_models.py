@@ -140,19 +140,18 @@ def spectral(model: Any) -> None:
 
 
 @singly(change=[pruned, parametrized, spectral], point=POINTS)
-def test_a_parameter_that_is_renamed_keeps_its_rules(point: str, change: Any) -> None:
+def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: Any) -> None:
     model = make()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point, "0.weight")) as session:
         step(model, optimizer)
-        change(model)
-        with pytest.warns(GradSurgeonWarning, match=r"0\.weight has a new name \(0\.") as warned:
-            step(model, optimizer)
-        assert told(session, warned) == [("hook-rearmed", "", "0.weight")]
         fired = lengths(session)["it"]
-        for number in range(1, 4):
+        change(model)
+        with pytest.warns(GradSurgeonWarning, match=r"0\.weight .* has another name") as warned:
             step(model, optimizer)
-            assert lengths(session)["it"] == fired + number
+        assert told(session, warned) == [("hook-lost", "", "0.weight")]
+        step(model, optimizer)
+        assert lengths(session)["it"] == fired
     assert len(session.events) == 1
 
 
@@ -238,14 +237,10 @@ def test_what_is_taken_out_is_lost() -> None:
         step(model, optimizer)
         del model[2]
         optimizer = sgd(model)
-        with pytest.warns(GradSurgeonWarning, match="is gone from its module") as warned:
-            for _ in range(3):
-                step(model, optimizer)
-        assert told(session, warned) == [
-            ("hook-lost", "", "2.weight"),
-            ("hook-lost", "", "2.bias"),
-        ]
-    assert len(session.events) == 2
+        for _ in range(3):
+            step(model, optimizer)
+    found = [(event.kind, event.rule, event.name) for event in session.events]
+    assert found == [("hook-lost", "", "2.weight"), ("hook-lost", "", "2.bias")]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +303,9 @@ def test_adapters_are_said_not_to_be_under_the_rules(
             ("hook-rearmed", "", "0.bias"),
             ("notice", "it", ""),
         ]
-        assert "has a new name (0.base.weight, 0.base.bias)" in session.events[0].message
+        assert "has a new name in the model (0.base.weight, 0.base.bias)" in (
+            session.events[0].message
+        )
         assert "matches 2 parameters that came after the rules were applied (0.down, 0.up)" in (
             session.events[2].message
         )
@@ -406,7 +403,7 @@ def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
         optimizer = sgd(model)
         with pytest.warns(
             GradSurgeonWarning,
-            match=r"head\.weight is gone from its module, or is now tied to another",
+            match=r"head\.weight is gone from its module, .* or is now tied to another",
         ) as said:
             step(model, optimizer)
         assert told(session, said) == [("hook-lost", "", "head.weight")]
@@ -594,9 +591,7 @@ def test_what_keeps_parameters_keeps_hooks_without_a_word(change: Any) -> None:
     assert session.events == []
 
 
-def test_gradients_assigned_by_hand_are_mentioned_once_for_each_rule_that_does_not_see_them() -> (
-    None
-):
+def test_gradients_assigned_by_hand_are_seen_at_the_update_and_by_no_rule_at_backward() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = {"action": "norm-log", "params": "*"}
@@ -604,23 +599,17 @@ def test_gradients_assigned_by_hand_are_mentioned_once_for_each_rule_that_does_n
     rules = {"version": 1, "rules": [*ZERO["rules"], *more]}
     with (
         gradsurgeon.apply(model, rules, optimizer=optimizer) as session,
-        pytest.warns(GradSurgeonWarning, match="no backward pass gave") as said,
+        pytest.warns(GradSurgeonWarning, match="no backward pass that the rule could see") as said,
     ):
-        for number in range(1, 3):
+        for number in range(1, 4):
             for param in model.parameters():
                 param.grad = torch.full_like(param, float(number))
             optimizer.step()
-        found = dict(session.history("0.bias", rule="late"))
-        assert found == pytest.approx({0: 3**0.5, 1: 12**0.5})
-        assert model[0].weight.grad.eq(2.0).all()
-    assert [str(one.message).split(": ")[0] for one in said] == ["rule zero", "rule early"]
-    assert all(
-        "use `at: step` to see the gradients of the update" in str(one.message) for one in said
-    )
-    assert [(e.kind, e.rule) for e in session.events if e.kind != "never-fired"] == [
-        ("notice", "zero"),
-        ("notice", "early"),
-    ]
+        for rule in ("late", "early"):
+            found = dict(session.history("0.bias", rule=rule))
+            assert found == pytest.approx({0: 3**0.5, 1: 12**0.5, 2: 27**0.5})
+        assert model[0].weight.grad.eq(3.0).all()
+    assert [str(one.message).split(": ")[0] for one in said] == ["rule zero"]
 
 
 def test_hooks_that_somebody_has_taken_off_come_back() -> None:

@@ -183,7 +183,7 @@ def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
         model, session = run_twice(True, **rule, at="backward")
     (event,) = session.events
     assert (event.kind, event.rule, event.step) == ("notice", "it", 0)
-    assert "more than one of them reached shared." in event.message
+    assert "(checkpoint(use_reentrant=True)) reached shared." in event.message
     assert "`use_reentrant=False`" in event.message
     assert len(warned) == 1
     status = session.status()["it"]

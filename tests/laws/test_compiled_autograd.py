@@ -322,14 +322,9 @@ def test_autograd_grad_is_left_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "text"),
-    [
-        ("clamp-backward", r"acts here \(rules: clamp-backward\)"),
-        ("clamp-output-grad", r"acts here \(rules: clamp-output-grad\)"),
-    ],
-)
-def test_one_whole_graph_is_refused_by_torch(rule: str, text: str) -> None:
+@pytest.mark.parametrize("rule", ["clamp-backward", "clamp-output-grad"])
+def test_one_whole_graph_is_refused_by_torch(rule: str) -> None:
+    text = "gradsurgeon acts here"
     model = made()
     own = [one for one in rules() if one["id"] == rule]
     with gradsurgeon.apply(model, {"version": 1, "rules": own}) as session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import subprocess
 import sys
 import warnings
@@ -123,7 +122,7 @@ def test_a_tag_is_a_graph_break_where_a_rule_is_on_tags() -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
     assert (
-        "no call of gradsurgeon.tag() is part of a graph"
+        "no call of gradsurgeon.tag(), of a module with rules"
         in gradsurgeon.plan(model, only(TAGGED)).warnings[0]
     )
     with gradsurgeon.apply(model, only(TAGGED)):
@@ -166,7 +165,7 @@ def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
     with (
         gradsurgeon.apply(model, only(on("outer.inner"))) as session,
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"acts here \(rules: [^)]*\bit\b"),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"),
     ):
         model(data(0, 5, 4))
     assert session.status()["it"].fired == 0
@@ -182,25 +181,17 @@ def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
         assert session.status()["it"].fired == 1
 
 
-@pytest.mark.parametrize(
-    ("rule", "named"),
-    [(on("outer.norm"), "it, params"), (TAGGED, "params, tagged")],
-    ids=["module", "tag"],
-)
+@pytest.mark.parametrize("rule", [on("outer.norm"), TAGGED], ids=["module", "tag"])
 @pytest.mark.parametrize("when", ["after apply", "around the model"])
 def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
-    when: str, rule: dict[str, Any], named: str
+    when: str, rule: dict[str, Any]
 ) -> None:
     model = Net()
     with gradsurgeon.apply(model, only(rule, PARAMS)) as session:
         called = model if when == "after apply" else functools.partial(model)
         whole: Any = torch.compile(called, backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):
             whole(data(0, 5, 4))
-        # Models of other tests may not have been collected yet.
-        told = re.search(r"gradsurgeon acts here \(rules: ([^)]*)\)", str(caught.value))
-        assert told is not None
-        assert set(named.split(", ")) <= set(told[1].split(", "))
         session.pause()
 
 

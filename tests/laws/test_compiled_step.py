@@ -187,9 +187,7 @@ def test_one_whole_graph_is_refused_by_torch() -> None:
     with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
         model(data(0, 5, 4)).sum().backward()
         step: Any = torch.compile(optimizer.step, backend="eager", fullgraph=True)
-        # Models of other tests may not have been collected yet.
-        text = r"gradsurgeon acts here \(rules: clip[,)]"
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):
             step()
         optimizer.step()
         session.pause()

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
-from gradsurgeon.runtime import Options, compile_support, registry
+from gradsurgeon.runtime import Options, registry
 
 PARAMS: list[dict[str, Any]] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
@@ -350,7 +350,7 @@ def by_pausing(model: Any, session: Any) -> None:
 
 
 def by_a_closure(model: Any, session: Any) -> None:
-    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer: Any = sgd(model)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -436,7 +436,6 @@ def ends(way: Callable[[Any, Any], None], **options: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.filterwarnings("ignore:rule trap. `then. skip-step` cannot hide")
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__.replace("_", " ") for way in WAYS])
 def test_model_and_session_are_freed_after_use(way: Callable[[Any, Any], None]) -> None:
     gone = ends(way)
@@ -462,7 +461,6 @@ def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None
     run = gradsurgeon.open_run(tmp_path / "run")
     assert run.states == {0: "finished"}
     assert len(run.history("0.weight", rule="norms")) == 2
-    assert not compile_support._programs
     assert not registry._watching
 
 
@@ -495,7 +493,8 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
             del session
         before = [param.detach().clone() for param in first.parameters()]
         with pytest.warns(
-            gradsurgeon.GradSurgeonWarning, match="Keep a reference to the object passed to apply"
+            gradsurgeon.GradSurgeonWarning,
+            match="is gone, but parts of it live on: keep a reference to it",
         ):
             train(first)
         train(second)
@@ -515,7 +514,9 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
     parts = {"first": make(), "second": make()}
     in_a_container(parts)
-    with pytest.raises(gradsurgeon.GradSurgeonError, match="to a container of some of its modules"):
+    with pytest.raises(
+        gradsurgeon.GradSurgeonError, match="already applied to this model or its modules"
+    ):
         in_a_container(parts)
     session = in_a_container(parts, replace=True)
     train(parts["second"])

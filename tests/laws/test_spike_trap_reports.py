@@ -201,12 +201,11 @@ def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
 def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
     param = nn.Linear(4, 1, bias=False)
     rule = spike_trap(then="skip-step", give_up_after=4)
-    with gradsurgeon.apply(param, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(param, {"version": 1, "rules": [rule]}):
         for step in range(33):
             optimizer = torch.optim.SGD(param.parameters(), lr=0.0)
             param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
             optimizer.step()
-        assert session.state_dict()["in_a_row"] == {"spikes": {"weight": 3}}
         param.weight.grad = torch.randn(1, 4) * 1e6
         with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
             torch.optim.SGD(param.parameters(), lr=0.0).step()

@@ -1,4 +1,4 @@
-"""Threads and losses by name: passes of two threads through one model are refused, other passes are left alone."""
+"""Threads and losses by name: passes of other threads are left alone."""
 
 from __future__ import annotations
 
@@ -86,34 +86,3 @@ def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
         model.seg.weight.register_hook(meet)
     at_once(*(partial(gradsurgeon.backward, two(model, x)) for model in models))
     assert not inside.broken
-
-
-@pytest.mark.parametrize("other", ["named", "plain", "asked for"])
-def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None:
-    model: Any = Heads()
-    x = torch.randn(5, 6)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
-    inside, refused = threading.Event(), threading.Event()
-
-    def hold(grad: Tensor) -> None:
-        inside.set()
-        assert refused.wait(20)
-
-    model.seg.weight.register_hook(hold)
-
-    def second() -> None:
-        assert inside.wait(20)
-        with pytest.raises(gradsurgeon.GradSurgeonError, match="run both passes in one thread"):
-            if other == "named":
-                gradsurgeon.backward(two(model, x))
-            elif other == "plain":
-                two(model, x)["depth"].backward()
-            else:
-                torch.autograd.grad(two(model, x)["depth"], trunk_of(model))
-        refused.set()
-
-    at_once(partial(gradsurgeon.backward, two(model, x)), second)
-    model.zero_grad()
-    gradsurgeon.backward(two(model, x))
-    found = torch.cat([param.grad.flatten() for param in trunk_of(model)])  # type: ignore[union-attr]
-    torch.testing.assert_close(found, combined(model, x), rtol=1e-9, atol=1e-12)

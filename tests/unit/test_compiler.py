@@ -51,4 +51,3 @@ def test_one_hook_per_tensor_runs_its_rules_in_file_order() -> None:
         "b.weight": ["h1", "h2"],
         "b.bias": ["h1", "off"],
     }
-    assert [one.id for one in program.rules] == ["h1", "h2", "off", "low"]

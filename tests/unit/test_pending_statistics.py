@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradsurgeon
 from gradsurgeon import _numbers
-from gradsurgeon.actions import ObserverRule, Steps
+from gradsurgeon.actions import ObserverRule
 from gradsurgeon.recording import device_queue
 from gradsurgeon.recording.device_queue import PendingStatistics
 from gradsurgeon.statistics import STATISTICS, columns_of
@@ -161,29 +161,6 @@ def test_rules_and_steps_are_apart() -> None:
     taken = [(row.key.rule, row.key.stat, row.step, v.item()) for row, v in pending.take()]
     assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
     assert len(pending) == 0
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        Steps(),
-        Steps(from_=3),
-        Steps(to=4),
-        Steps(from_=2, to=9),
-        Steps(every=3),
-        Steps(from_=2, every=3),
-        Steps(from_=1, to=10, every=4),
-        Steps(from_=5, to=6, every=7),
-    ],
-)
-def test_steps_are_alike_until_the_one_that_is_named(steps: Steps) -> None:
-    for step in range(30):
-        end = steps.alike_until(step)
-        assert end > step
-        assert {steps.due(later) for later in range(step, min(end, 40))} == {steps.due(step)}
-        # No end is named where nothing can change: else it would be worked out in every step.
-        if end < 40 and steps.every == 1:
-            assert steps.due(end) != steps.due(step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex128])

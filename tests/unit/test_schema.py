@@ -348,6 +348,6 @@ class TestProblems:
         with pytest.raises(TypeError) as caught:
             gradsurgeon.load(rules)
         assert str(caught.value) == (
-            "a list of rules must contain rules built in Python, but this one contains a dict: give the whole file "
-            'as a dict, {"version": 1, "rules": [...]}'
+            "rules are a path, a text, a RuleSet, a list of rules built in Python, or the whole file as a dict "
+            '{"version": 1, "rules": [...]}, not list'
         )

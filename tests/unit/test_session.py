@@ -217,8 +217,8 @@ def test_gradients_that_are_cleared_before_the_update_are_a_cause_of_their_own(a
         **({"min": 0} if action == "clamp" else {}),
     }
     cause = (
-        "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
-        "backward or after step(), not between them"
+        "the script cleared the gradients between backward and the update: call zero_grad() before backward or after "
+        "step()"
     )
     with gradsurgeon.apply(model, rules(NORMS, final)) as session, pytest.warns(GradSurgeonWarning):
         for number in range(5):
@@ -281,11 +281,11 @@ def test_an_optimizer_that_never_steps_is_mentioned_in_the_end() -> None:
     session = gradsurgeon.apply(model, rules(NORMS, late))
     for _ in range(4):
         model(data(0, 5, 4)).sum().backward()
-    with pytest.warns(GradSurgeonWarning, match=r"optimizer never stepped .* never fired: late;"):
+    with pytest.warns(GradSurgeonWarning, match="rule late: never fired: no optimizer"):
         session.remove()
     (event,) = session.events
     assert (event.kind, event.rule) == ("never-fired", "late")
-    assert "no optimizer that owns them ever stepped" in event.message
+    assert "no optimizer that owns its parameters stepped" in event.message
     del optimizer  # alive until here
 
 

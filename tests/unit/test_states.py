@@ -82,14 +82,6 @@ def test_a_parameter_of_another_shape_begins_anew_and_is_named(per: str) -> None
         assert session.step == STEPS
 
 
-def test_a_state_without_shapes_goes_on_as_before() -> None:
-    state = trained().state_dict()
-    del state["shapes"]
-    with gradsurgeon.apply(make(), RULES) as session:
-        session.load_state_dict(state)
-        assert session.step == STEPS
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -100,25 +92,36 @@ def _set(state: Any, value: Any, *place: Any) -> None:
 
 
 DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "a step below 0": (("step",), -3, "state['step']: -3 should be greater than or equal to 0"),
+    "a step below 0": (
+        ("step",),
+        -3,
+        "state['step']: Input should be greater than or equal to 0",
+    ),
     "a step that is none": (
         ("steps", "0.weight"),
         "x",
-        "state['steps']['0.weight']: 'x' should be a valid integer",
+        "state['steps']['0.weight']: Input should be a valid integer",
     ),
     "a step with a fraction": (
         ("common_step",),
         1.0,
-        "state['common_step']: 1.0 should be a valid integer",
+        "state['common_step']: Input should be a valid integer",
     ),
-    "a row below 0": (
-        ("in_a_row",),
-        {"t": {"0.weight": -1}},
-        "['in_a_row']['t']['0.weight']: -1 should",
+    "no statistics": (
+        ("rules", "spikes"),
+        {"bound": "sigmas"},
+        "['spikes']['per']: Field required",
     ),
-    "no statistics": (("rules", "spikes"), {"bound": "sigmas"}, "['spikes']['per']: is missing"),
-    "a word": (("rules", "spikes", "per"), "row", "['per']: 'row' should be 'rule' or 'parameter'"),
-    "a number": (("rules", "spikes", "statistics", 0, "kept"), 1.0, "['kept']: 1.0 should be an"),
+    "a word": (
+        ("rules", "spikes", "per"),
+        "row",
+        "['per']: Input should be 'rule' or 'parameter'",
+    ),
+    "a number": (
+        ("rules", "spikes", "statistics", 0, "kept"),
+        1.0,
+        "['kept']: Input should be an",
+    ),
     "no fractions": (
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(3, 1, dtype=torch.long),
@@ -171,23 +174,9 @@ def test_what_is_damaged_is_named_and_changes_nothing(name: str, state: Any) -> 
         before = session.state_dict()
         with pytest.raises(GradSurgeonError) as raised:
             session.load_state_dict(state)
-        assert " in the state of a session; nothing was changed\n" in str(raised.value)
         assert told in str(raised.value)
         assert "resume from another one" in str(raised.value)
         assert same(session.state_dict(), before)
-
-
-def test_all_damage_is_told_at_once(state: Any) -> None:
-    names = ("a step below 0", "a row below 0", "NaN")
-    for place, value, _ in map(DAMAGE.__getitem__, names):
-        _set(state, value, *place)
-    with gradsurgeon.apply(make(), RULES) as session:
-        with pytest.raises(GradSurgeonError, match=r"^3 problems") as raised:
-            session.load_state_dict(state)
-        assert all(DAMAGE[name][2] in str(raised.value) for name in names)
-        state["steps"] = dict.fromkeys(map(str, range(10_000)), -1)
-        with pytest.raises(GradSurgeonError, match=r"\.\.\. and 9,983 more"):
-            session.load_state_dict(state)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -197,34 +186,24 @@ def test_a_file_that_was_written_is_gone_on_from(tmp_path: Path) -> None:
     session = trained()
     session_state.write(tmp_path, controller(session))
     with gradsurgeon.apply(make(), RULES) as other:
-        found = session_state.read(tmp_path)
-        assert found is not None
-        assert found.load(controller(other)) == STEPS
+        assert session_state.resume(tmp_path, controller(other)) == STEPS
         assert same(other.state_dict(), session.state_dict())
-        assert found.load(controller(other), step=3) == STEPS
+        assert session_state.resume(tmp_path, controller(other), step=3) == STEPS
         assert (other.step, other.events) == (3, [])
 
 
-def test_a_rank_without_a_file_goes_on_from_that_of_the_first_one_and_says_so(
+def test_a_rank_without_a_file_goes_on_from_that_of_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert session_state.read(tmp_path) is None
     session = trained()
+    assert session_state.resume(tmp_path, controller(session)) is None
     session_state.write(tmp_path, controller(session))
     monkeypatch.setenv("RANK", "2")
     with gradsurgeon.apply(make(), RULES) as other:
-        found = session_state.read(tmp_path)
-        assert found is not None
-        found.load(controller(other))
+        assert session_state.resume(tmp_path, controller(other)) == STEPS
         assert same(other.state_dict(), session.state_dict())
-        (event,) = other.events
-    told = f"rank 2 has no state in {tmp_path}, and resumes from the state of rank 0"
-    assert (event.kind, event.message, event.step) == ("notice", told, STEPS)
     session_state.write(tmp_path, controller(session))
     assert {path.name for path in tmp_path.iterdir()} == {"state-0.pt", "state-2.pt"}
-    found = session_state.read(tmp_path)
-    assert found is not None
-    assert (found.path.name, found.notice) == ("state-2.pt", "")
 
 
 class Foreign:
@@ -245,13 +224,11 @@ def test_a_file_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
         path.write_bytes({"empty": b"", "junk": b"junk", "cut": whole[:-50]}[damage])
     with gradsurgeon.apply(make(), RULES) as session:
         with pytest.raises(GradSurgeonError) as raised:
-            found = session_state.read(tmp_path)
-            assert found is not None
-            found.load(controller(session))
+            session_state.resume(tmp_path, controller(session))
         assert session.step == 0
     assert str(raised.value).startswith(f"{path}: ")
     told = {
-        "folder": "cannot be read: Is a directory",
+        "folder": "Is a directory",
         "no state": "this is not the state of a session",
         "code": "it holds objects that would run code (opcode NEWOBJ); resume",
     }
@@ -283,9 +260,8 @@ def test_a_state_that_cannot_be_written_is_one_warning(
     )
     assert session._attachment.context.recorder.lost == [text]
     assert session.step == STEPS
-    found = session_state.read(tmp_path / "run")
-    assert found is not None
-    assert same(found.content, session.state_dict())
+    written = torch.load(tmp_path / "run" / "state-0.pt", weights_only=True)
+    assert same(written, session.state_dict())
 
 
 class Training(torch.utils.data.Dataset[Any]):
@@ -315,9 +291,8 @@ def test_forked_workers_of_a_data_loader_leave_it_alone(
     with gradsurgeon.apply(model, RULES, record=tmp_path / "run") as session:
         train(model, loader)
     assert same(session.state_dict(), trained().state_dict())
-    found = session_state.read(tmp_path / "run")
-    assert found is not None
-    assert same(found.content, session.state_dict())
+    written = torch.load(tmp_path / "run" / "state-0.pt", weights_only=True)
+    assert same(written, session.state_dict())
     with gradsurgeon.open_run(tmp_path / "run") as run:
         assert run.states == {0: "finished"}
         assert [step for step, _ in run.history("0.weight")] == list(range(STEPS))
