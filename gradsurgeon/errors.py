@@ -1,4 +1,4 @@
-"""Every error and warning of the package: `GradSurgeonError` and its kinds, and `GradSurgeonWarning`."""
+"""Every error and warning of the package."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class GradSurgeonWarning(UserWarning):
 
 
 def warn(text: str, stacklevel: int) -> None:
-    """Issue a warning, counting frames from the caller; a closed or broken stderr does not matter."""
+    """Issue a warning; a closed or broken stderr does not matter."""
     try:
         warnings.warn(text, GradSurgeonWarning, stacklevel + 1)
     except GradSurgeonWarning:

@@ -39,7 +39,7 @@ class Event:
 
 
 def is_trip(event: Event, edits: Container[str] = ()) -> bool:
-    """Tell whether a trap tripped; ``edits`` are rules that edit, such as a `spike-trap` with `then: clip`."""
+    """Tell whether a trap tripped; ``edits`` are rules that clip instead."""
     return event.kind in TRIPS and event.rule not in edits
 
 

@@ -66,13 +66,13 @@ class Pattern:
 
 
 def _quiet() -> "warnings.catch_warnings[None]":
-    """Return a context without the warnings of `re` about its own changes, which a rule file cannot mend."""
+    """Return a context without the warnings of `re` about its own changes."""
     return warnings.catch_warnings(action="ignore")
 
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a glob, or a regular expression after ``re:``, or raise `PatternError` if it is malformed or slow."""
+    """Compile a glob, or an expression after ``re:``, or raise `PatternError`."""
     if len(text) > _MAX_TEXT:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
@@ -268,7 +268,7 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 
 
 def _join(pieces: Iterable[str | None]) -> str:
-    """Join pieces into an expression without backtracking: between two stars the first fit is as good as any."""
+    """Join pieces: between two stars the first fit is as good as any."""
     chunks = [""]
     for piece in pieces:
         if piece is not None:

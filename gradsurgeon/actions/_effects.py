@@ -69,7 +69,7 @@ NEVER = sys.maxsize
 
 
 class Judgement:
-    """What becomes of an update that a trap judges; ``kind`` is that of the event, ``error`` stops the update."""
+    """What becomes of an update that a trap judges."""
 
     __slots__ = ()
     kind: ClassVar[EventKind] = "trap"
@@ -126,7 +126,7 @@ class RunningBound:
 
 @dataclass(frozen=True, slots=True)
 class Spikes(Judgement):
-    """Whether an update with a norm above a running bound takes place; `clip` acts among the edits at the step."""
+    """Whether an update with a norm above a running bound takes place."""
 
     kind: ClassVar[EventKind] = "spike"
     error: ClassVar[type[TrapError]] = GradientSpikeError

@@ -1,4 +1,4 @@
-"""The values of options, the tensor that a rule means, and the description of a wrong value."""
+"""The values of options, and their descriptions."""
 
 from __future__ import annotations
 

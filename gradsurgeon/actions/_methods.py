@@ -1,4 +1,4 @@
-"""The methods that combine several gradients: a table, so that reading a rule needs no torch."""
+"""The methods that combine several gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRA = "surgery"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to weigh the gradients of losses: a class of `torchjd.aggregation`, and what a rule may say of it.
+    """One way to weigh the gradients of losses.
 
     Attributes:
         size: the result without conflict and without `preference`, as part of a sentence; a test checks each.

@@ -19,7 +19,7 @@ NO_MATCH = "matches nothing in this model"
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Return the plan of rules, or raise `BindError`; without ``alone`` another model may have missing names."""
+    """Return a plan; without ``alone`` another model may have missing names."""
     matcher = Matcher(manifest)
     matched = MatchedRules(rules, matcher)
     complaints = [
@@ -105,7 +105,7 @@ def _cost(plan: Plan) -> Iterator[str]:
 
 
 def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
-    """Return a warning about patterns of curves that match no recorded parameter; empty without such patterns."""
+    """Return a warning about patterns of curves that match nothing, or no text."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
     if any(rule.target != "params" for rule in rules):
         return ""

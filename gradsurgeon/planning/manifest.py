@@ -125,7 +125,7 @@ class Manifest:
 
 
 def is_scripted(kind: Collection[str]) -> bool:
-    """Tell whether `torch.jit` calls modules of a class, given by its names, and runs none of their hooks."""
+    """Tell whether `torch.jit` runs no hook of modules of a class."""
     return "ScriptModule" in kind and "TopLevelTracedModule" not in kind
 
 

@@ -1,4 +1,4 @@
-"""The names of a model as a file, `params.json` or the header of a ``.safetensors`` file, perhaps of a stranger."""
+"""The names of a model as a file, perhaps of a stranger."""
 
 import hashlib
 import json

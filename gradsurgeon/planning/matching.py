@@ -219,7 +219,7 @@ def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
 def chains_of(
     rules: Sequence[Rule], names: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return, per tensor, the ids of its rules in order of effect; ``names`` has the matches of each rule."""
+    """Return, per tensor, the ids of its rules in order of effect."""
     chains: dict[str, list[str]] = {}
     for rule in in_order(rules):
         suffix = "" if rule.target == "params" else f" {rule.ref}"

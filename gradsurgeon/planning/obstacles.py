@@ -91,7 +91,7 @@ def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return the complaints about rules that match too little over several models, given by title, together."""
+    """Return the complaints about rules that match too little over all models."""
     complaints: list[str] = []
     matchers = {title: Matcher(one) for title, one in models.items()}
     together: dict[tuple[str, ...], dict[str, NameIndex]] = {}

@@ -82,7 +82,7 @@ class Plan:
     @cached_property
     @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
-        """Per parameter, or tensor such as ``conv1 output.grad``, the ids of its rules in order of effect."""
+        """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
         names = {rule.id: [one.name for one in self.of(rule.id)] for rule in self.rules.rules}
         chains = chains_of(self.rules.rules, names)
         place = {param.name: number for number, param in enumerate(self.manifest.params)}

@@ -201,7 +201,7 @@ def _default(rule: Rule, name: str) -> object:
 
 
 def _given(rule: Rule) -> dict[str, Any]:
-    """Return the options of a rule as in its file, without defaults, but with the ``at`` or ``tensor`` it acts on."""
+    """Return the options of a rule without defaults, but with its ``at`` or ``tensor``."""
     plain = rule.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     options = {
         key: list(dict.fromkeys(value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Write problems for people, programs, pull requests and code scanning, with a user's text escaped for each."""
+"""Write problems in each format, with a user's text escaped for it."""
 
 import json
 import os

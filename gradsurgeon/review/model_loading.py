@@ -12,7 +12,7 @@ from gradsurgeon.errors import ModelError, printable
 
 
 def load_model(spec: str, *, with_values: bool = False) -> Any:
-    """Return the model that ``MODULE:NAME`` names or builds, on the meta device unless values are needed."""
+    """Return the model that ``MODULE:NAME`` names or builds."""
     with redirect_stdout(sys.stderr):  # stdout has our answer
         needed = (
             "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"

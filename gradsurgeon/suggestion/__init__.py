@@ -41,7 +41,7 @@ class Suggestion(NamedTuple):
 
 
 def suggest(run: Run, share: float) -> Suggestion:
-    """Return rules whose thresholds would have bitten in a share of the steps of a run, or raise `RecordError`."""
+    """Return rules whose thresholds would have bitten in a share of the steps."""
     where = printable(str(run.path))
     used = sources(run)
     if not used:

@@ -26,7 +26,7 @@ def _template_of(name: str) -> str:
 
 
 def groups_of(behaviours: Mapping[str, Behaviour], most: int) -> list[list[str]]:
-    """Return groups of names that behave alike, at most ``most``: first of those that differ in numbers only."""
+    """Return groups of names that behave alike, at most ``most``."""
     templates: dict[str, list[list[str]]] = {}
     for name in behaviours:
         templates.setdefault(_template_of(name), []).append([name])
@@ -68,7 +68,7 @@ def _cut(parts: Sequence[_Part], number: int, most: float) -> Iterator[list[_Par
 
 
 def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
-    """Return a few patterns that select these parameters and no others; ``known`` has canonical names by all names."""
+    """Return a few patterns that select these parameters and no others."""
     left, chosen = set(names), list[str]()
     for candidates in (_wide, fold_names, _single):
         matched = {text: _matched(text, known) for text in candidates(sorted(left))}

@@ -1,4 +1,4 @@
-"""How each parameter of a run behaves, by a sample, and the norms of groups of parameters, block by block."""
+"""How the parameters of a run behave, and the norms of groups of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Behaviour = tuple[float, float, float]
 
 
 class GroupNorms(NamedTuple):
-    """The finite norms over a group of parameters with their steps, and the number of steps that have none."""
+    """The finite norms over a group of parameters, with their steps."""
 
     norms: Floats
     steps: Any

@@ -38,19 +38,19 @@ class TestLint:
         )
         assert [(int(line), int(col), check) for line, col, check in found] == [
             (5, 13, "unknown-action"),
-            (8, 5, "missing-key"),
             (8, 9, "bad-value"),
-            (16, 5, "unknown-key"),
-            (17, 9, "bad-value"),
-            (18, 10, "bad-value"),
-            (21, 9, "duplicate-rule-id"),
-            (23, 13, "bad-pattern"),
-            (24, 13, "wrong-type"),
-            (26, 5, "missing-key"),
-            (28, 17, "bad-value"),
-            (33, 15, "wrong-type"),
-            (34, 28, "bad-value"),
-            (35, 13, "wrong-type"),
+            (12, 5, "missing-key"),
+            (20, 5, "unknown-key"),
+            (25, 9, "bad-value"),
+            (26, 10, "bad-value"),
+            (29, 9, "duplicate-rule-id"),
+            (31, 13, "bad-pattern"),
+            (32, 13, "wrong-type"),
+            (34, 5, "missing-key"),
+            (36, 17, "bad-value"),
+            (41, 15, "wrong-type"),
+            (42, 28, "bad-value"),
+            (43, 13, "wrong-type"),
         ]
         assert len(done.stdout.splitlines()) == 14
         assert done.stderr == "rules.yaml: 14 errors\n"
@@ -128,7 +128,7 @@ class TestLint:
             "file [bad-include]\n"
             "     2 | include: [parts/wrong.yaml, parts/gone.yaml]\n"
             "       |                             ^^^^^^^^^^^^^^^\n"
-            "       = correct the path\n\n"
+            "       = correct the path; packs are written gradsurgeon:NAME@N\n\n"
             "parts/wrong.yaml:3:25: error: unknown action `norm-lg` [unknown-action]\n"
             '     3 |   - {id: norms, action: norm-lg, params: "*"}\n'
             "       |                         ^^^^^^^\n"

@@ -98,7 +98,7 @@ class TestExplain:
         )
         assert "    # gradient  [3, 4]\n    # recorded  l2 5\n" in norms
         assert "    # gradient  [1, nan]\n    # trips     yes\n" in trap
-        assert " It has no `at`: it looks after each backward pass" in trap
+        assert " It has no `at`: it acts at a moment of its own" in trap
 
     @pytest.mark.parametrize("action", sorted(ACTIONS))
     def test_the_examples_can_be_pasted(

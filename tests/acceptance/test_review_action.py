@@ -225,7 +225,7 @@ def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) 
     assert job.outputs["changed"] == "true"
     lines = job.summary.splitlines()
     assert "### `rules.yaml`" in lines
-    assert "1 added, 1 changed; 2 of 2 parameters under rules" in job.summary
+    assert "1 added, 0 removed, 1 changed; 2 of 2 parameters under rules" in job.summary
     # Before and after: the parameters that the rule acts on, and the numbers in them.
     assert "+ no-bias  zero on 0 -> 1 parameters (0 -> 2 elements)" in lines
     assert "! bound  clip-norm on 1 -> 2 parameters (6 -> 8 elements)" in lines

@@ -180,7 +180,7 @@ class TestHugeFiles:
         )
         problems = lint(tmp_path, rules)
         assert [one.check for one in problems] == ["scale-by-zero"] * 100 + ["too-large"]
-        assert problems[-1].message == "and 200 more warnings, from here on"
+        assert problems[-1].message == "and 200 more problems, from here on"
 
     def test_hostile_patterns_do_not_hold_up_the_reader(self, tmp_path: pathlib.Path) -> None:
         texts = [f"*{'?' * index}a*{{0..99999}}*[!b]{'?' * 40}*" for index in range(30)]
