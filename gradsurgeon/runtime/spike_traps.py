@@ -152,30 +152,24 @@ class SpikeTraps:
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()
-        for rule in [rule for rule in rules if rule not in self._context.spikes]:
-            told = "which learns nothing here or is gone: ignored"
-            yield "", f"the state knows a rule {printable(rule)}, {told}"
+        for rule in sorted(rules.keys() - self._context.spikes.keys()):
+            yield (
+                "",
+                f"the state knows a rule {printable(rule)}, which learns nothing here: ignored",
+            )
         for rule, spikes in self._context.spikes.items():
             if (learnt := rules.get(rule)) is None:
                 yield rule, "the state does not have this rule: the rule restarts"
                 continue
             params, per = set(self._params(rule)), "rule" if spikes.over_rule else "parameter"
             odd = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
-            if (learnt.bound, learnt.per) != (spikes.bound.name, per):
-                old, new = (
-                    f"`{learnt.bound}`, per: {learnt.per}",
-                    f"`{spikes.bound.name}`, per: {per}",
-                )
-                yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
-                continue
-            if odd:
-                names = shorten_names(sorted(odd))
-                what = "" if spikes.over_rule else " with those"
-                yield (
-                    rule,
-                    f"{names}: not in the rule and in the state alike, or of another shape: the rule restarts{what}",
-                )
-            if not (odd and spikes.over_rule):
+            is_same = (learnt.bound, learnt.per) == (spikes.bound.name, per)
+            if is_same and odd:
+                yield rule, f"{shorten_names(sorted(odd))}: new, gone or reshaped, so they restart"
+            elif not is_same:
+                old = f"has learnt as `{learnt.bound}`, per: {learnt.per}"
+                yield rule, f"{old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts"
+            if is_same and not (odd and spikes.over_rule):
                 self._resume(rule, learnt, index)
 
     def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:

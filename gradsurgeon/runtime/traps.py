@@ -55,8 +55,6 @@ class Traps:
         self._conclusions = Conclusions(context, kept, self.rows)
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
-        # The number of all skips that were no trap.
-        self._unexplained = 0
         # Snapshots after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -223,7 +221,8 @@ class Traps:
             return []
         limits = {rule: decision.patience for rule, decision in context.decisions.items()}
         stuck = [bound for bound in due if low or skips >= limits[bound.rule.id]]
-        if not stuck:
+        # Overflows come in rows until the scale fits: not each is worth running the step again.
+        if not stuck and skips == 1:
             self._diagnose_skip(counter, due[0].rule.id, evidence)
         for bound in stuck:
             # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
@@ -247,19 +246,11 @@ class Traps:
 
     def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
         """Say once where a NaN of a skipped step was born, if it is no overflow."""
-        self._unexplained += 1
-        # The first skips are usual, until the scale fits: not each is worth running the step again.
-        if self._unexplained & (self._unexplained - 1):
-            return
+        step, context = counter.step, self._context
         report, scale = evidence.report(self._names), self._scale(counter)
-        found = self._conclusions.diagnosis.of_skip(counter.step, scale, report)
-        if found is not None:
-            text = "\n".join(
-                [f"{self._context.place(counter.step, rule)}: {_NO_OVERFLOW}", *found.text()]
-            )
-            self._context.event_log.notice_once(
-                "no-overflow", text, rule=rule, step=counter.step, warn=True
-            )
+        if (found := self._conclusions.diagnosis.of_skip(step, scale, report)) is not None:
+            text = "\n".join([f"{context.place(step, rule)}: {_NO_OVERFLOW}", *found.text()])
+            context.event_log.notice_once("no-overflow", text, rule=rule, step=step, warn=True)
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
