@@ -165,7 +165,12 @@ class SpikeTraps:
             odd = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
             is_same = (learnt.bound, learnt.per) == (spikes.bound.name, per)
             if is_same and odd:
-                yield rule, f"{shorten_names(sorted(odd))}: new, gone or reshaped, so they restart"
+                what = "the rule restarts" if spikes.over_rule else "they restart"
+                names = shorten_names(sorted(odd))
+                yield (
+                    rule,
+                    f"acts on other parameters or shapes than in the state ({names}): {what}",
+                )
             elif not is_same:
                 old = f"has learnt as `{learnt.bound}`, per: {learnt.per}"
                 yield rule, f"{old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts"
