@@ -49,7 +49,7 @@ class SpikeTraps:
             if not tensors:
                 continue
             with torch.no_grad():
-                one = self._compare(bound_rule, update.gradients, tensors, update.overflow)
+                one = self._compare(bound_rule, update, tensors)
             judged[bound_rule.rule.id] = one
             if not bound_rule.edits:
                 self._context.event_log.count_fired(bound_rule.rule.id, update.step)
@@ -64,16 +64,12 @@ class SpikeTraps:
         return [(judged.bound_rule.rule.id, report)]
 
     def _compare(
-        self,
-        bound_rule: BoundRule,
-        gradients: Gradients,
-        tensors: Sequence[int],
-        overflow: Tensor | None,
+        self, bound_rule: BoundRule, update: StepContext, tensors: Sequence[int]
     ) -> JudgedNorms:
         spikes = self._context.spikes[bound_rule.rule.id]
-        each = wide(gradients.norms(tensors, 2.0))
-        if overflow is not None:
-            each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
+        each = wide(update.gradients.norms(tensors, 2.0))
+        if update.overflow is not None:
+            each = each.masked_fill(update.overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
         statistic = self._statistic(bound_rule, each.device)
         columns, kept = None, statistic.kept
