@@ -12,11 +12,11 @@ from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
-from gradsurgeon.recording.previews import CaptureKey
+from gradsurgeon.recording.captured import CaptureKey
 from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.store import Logged, Lookup, RecordQueries
+from gradsurgeon.store import Lookup, RecordQueries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -205,8 +205,8 @@ class Session(RecordQueries):
         for rule in self.plan.rules.rules:
             if isinstance(rule, ObserverRule):
                 bound = {binding.name for binding in self.plan.of(rule.id)}
-                names = frozenset(bound | measured.get(rule.id, set()))
-                logged[rule.id] = Logged(getattr(rule, "stats", ()), names)
+                names = bound | measured.get(rule.id, set())
+                logged[rule.id] = getattr(rule, "stats", ()), names
         things: list[Module | Param] = [*manifest.params, *manifest.modules]
         aliases = {alias: thing.name for thing in things for alias in thing.aliases}
         known = dict.fromkeys(thing.name for thing in things)
@@ -218,11 +218,8 @@ class Session(RecordQueries):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._attachment.remove()
-        event_log = self._attachment.context.event_log
-        if kind is None:
-            event_log.raise_raised()
-        else:  # the script's own exception goes on
-            event_log.log_raised()
+        if kind is None:  # else the script's own exception goes on
+            self._attachment.context.event_log.raise_raised()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and files get `None` instead of the session, without a name of this package.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -56,12 +56,11 @@ class Conflict(LossRule):
         Field(description="Compare all matches of the rule at once, or each by itself."),
     ] = "rule"
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        if given.get("modules") is not None and given.get("per", "rule") != "rule":
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        if self.modules is not None and self.per != "rule":
             message = "`per` is for `params`: on modules the gradients of one tensor are compared"
-            yield Flaw("per", message, "remove it", key=True)
+            yield Flaw("per", message, "remove it")
 
     def compile(self) -> Comparison:
         """Return the comparison of pairs."""

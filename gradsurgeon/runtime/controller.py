@@ -27,7 +27,7 @@ from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import SETTLED, Notices, why_never
+from gradsurgeon.runtime.notices import Notices, why_never
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
@@ -252,7 +252,7 @@ class Controller:
         if context.program.modules or context.program.tags:
             self.activations.missed(counter)
         counter.tick()
-        self._kept.updated(lambda: step.inside or self._is_awaited())
+        self._kept.updated()
         self._steps += 1
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.
@@ -268,17 +268,6 @@ class Controller:
     def _count_due(self, counter: StepCounter) -> None:
         if self.context.event_log.silent:
             self._notices.count_due(counter, owned=self.steps.owned)
-
-    def _is_awaited(self) -> bool:
-        """Return whether the passes of this step also feed another optimizer that has not stepped yet."""
-        counters = self.context.counters
-        everything = range(len(self.context.program.names))
-        return any(
-            counter.passes
-            for counter in counters.among(everything)
-            # After `SETTLED` steps, no optimizer updates the parameters of the common counter.
-            if counter is not counters.common or self._steps < SETTLED
-        )
 
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""

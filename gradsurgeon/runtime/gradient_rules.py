@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.recording.rows import by_column
+from gradsurgeon.recording.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
