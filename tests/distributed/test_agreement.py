@@ -86,7 +86,7 @@ def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
     assert (first["rank"], first["name"]) == (0, "2.weight")
     assert (second["rank"], second["name"]) == (1, "0.weight")
     assert "NaN  2.weight  4 elements\n" in first["text"]
-    assert "NaN  0.weight  8 elements\n" in second["text"]
+    assert "NaN     0.weight  8 elements\n" in second["text"]
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
