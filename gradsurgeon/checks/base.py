@@ -245,27 +245,22 @@ class Update(Moment):
 class Check:
     """Looks at a training and returns findings. It changes nothing. Each method may be left out."""
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+    def before_pass(self, starting: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right before a backward pass."""
-        del starting
         return ()
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at a backward pass that has ended."""
-        del done
         return ()
 
-    def before_unscaling(self, update: Update) -> Iterable[Finding]:
+    def before_unscaling(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients that a `GradScaler` is about to unscale, because the script has not."""
-        del update
         return ()
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right before an update, before rules at `step` act."""
-        del update
         return ()
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
+    def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right after an update."""
-        del update
         return ()

@@ -53,6 +53,7 @@ class _Owner:
     waiting: dict[int, tuple[list[_Row], Sequence[int]]] = field(default_factory=dict)
     alike: int = 0
     is_local: bool = False
+    is_averaged: bool = False
     # A difference without a wrapper: a fault if the ranks are alike again, else they train apart.
     parted: Finding | None = None
 
@@ -85,17 +86,16 @@ class RanksCheck(Check):
 
         def arrived(values: Tensor) -> Iterator[Finding]:
             owner.rows.append(_Row(update.step, passes, tuple(values.tolist())))
-            yield from _exchanged(owner, tensors, mail, is_averaged=bool(averaged))
+            yield from _exchanged(owner, tensors, mail)
 
+        owner.is_averaged = bool(averaged)
         if tensors:
             has_weights = passes <= _SETTLED or passes % _LATER == 0
             update.later(_measured(update, tensors, has_weights=has_weights), arrived)
         return ()
 
 
-def _exchanged(
-    owner: _Owner, tensors: Sequence[int], mail: Mail, *, is_averaged: bool
-) -> Iterator[Finding]:
+def _exchanged(owner: _Owner, tensors: Sequence[int], mail: Mail) -> Iterator[Finding]:
     """Send a full batch, and compare the batches that all ranks have sent by now."""
     if len(owner.rows) < min(BATCH, 1 + owner.sent):
         return
@@ -112,35 +112,29 @@ def _exchanged(
             return
         ours, matched = owner.waiting.pop(number)
         others = dict(zip(mail.ranks[1:], theirs, strict=True))
-        yield from _compared(owner, matched, ours, others, is_averaged=is_averaged)
+        yield from _compared(owner, matched, ours, others)
 
 
 def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
     """Return the norm of each gradient, -1 without one, and perhaps of a sample of each weight."""
-    having, device = [t for t in tensors if t in update.grads], update.params[tensors[0]].device
-    norms: dict[int, Tensor] = {}
-    weights: dict[int, Tensor] = {}
-    for some in by_device(having, update.grads):
-        measured = _numbers.norms([update.grads[t] for t in some])
-        norms.update(zip(some, measured.unbind(), strict=True))
-    for some in by_device(tensors if has_weights else (), update.params):
-        samples = _numbers.norms([sample(update.params[t]) for t in some])
-        weights.update(zip(some, samples.unbind(), strict=True))
+    device = update.params[tensors[0]].device
+    norms = _norms({t: update.grads[t] for t in tensors if t in update.grads})
     absent = torch.tensor(-1.0, device="cpu")
-    numbers = [
-        *(norms.get(t, absent) for t in tensors),
-        *(weights[t] for t in tensors if has_weights),
-    ]
+    numbers = [norms.get(t, absent) for t in tensors]
+    if has_weights:
+        numbers += _norms({t: sample(update.params[t]) for t in tensors}).values()
     return torch.stack([number.to(device) for number in numbers])
 
 
+def _norms(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for some in by_device(of, of):
+        found |= zip(some, _numbers.norms([of[t] for t in some]).unbind(), strict=True)
+    return {tensor: found[tensor] for tensor in of}
+
+
 def _compared(
-    owner: _Owner,
-    tensors: Sequence[int],
-    ours: Sequence[_Row],
-    theirs: Mapping[int, Rows],
-    *,
-    is_averaged: bool,
+    owner: _Owner, tensors: Sequence[int], ours: Sequence[_Row], theirs: Mapping[int, Rows]
 ) -> Iterator[Finding]:
     """Compare rows with those of the other ranks, which are by rank and number of passes."""
     count = len(tensors)
@@ -150,9 +144,9 @@ def _compared(
             continue
         apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
         if apart:
-            remedy = _LOST if owner.alike or not is_averaged else _BYPASSED
+            remedy = _LOST if owner.alike or not owner.is_averaged else _BYPASSED
             found = _finding("gradients", _GRADIENTS + remedy, row, tensors, apart)
-            if is_averaged:
+            if owner.is_averaged:
                 yield found
             elif owner.parted is not None:
                 # Alike for a while, then apart: a sweep, or local SGD.
@@ -167,7 +161,7 @@ def _compared(
             yield owner.parted
             owner.parted = None
         apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
-        if apart and (is_averaged or owner.alike >= ALIKE_UPDATES):
+        if apart and (owner.is_averaged or owner.alike >= ALIKE_UPDATES):
             yield _finding("weights", _WEIGHTS, row, tensors, apart)
 
 

@@ -32,9 +32,6 @@ class _Running:
     stage: Stage
     check: Check
     raises: bool
-    members: frozenset[int]
-    # Whether it is due in each step; asked many times in a step.
-    always: bool
 
 
 class Checks:
@@ -44,13 +41,7 @@ class Checks:
         self._context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
-            _Running(
-                stage,
-                effect.check,
-                effect.then == "raise",
-                frozenset(stage.tensors),
-                stage.rule.steps.always,
-            )
+            _Running(stage, effect.check, effect.then == "raise")
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
@@ -84,7 +75,7 @@ class Checks:
             return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in known]
 
         for running, counter in self._due(method):
-            if method == "before_pass" or not running.members.isdisjoint(reached):
+            if method == "before_pass" or not set(reached).isdisjoint(running.stage.tensors):
                 facts = self._facts(running, counter)
                 moment = Pass(**facts, reached=reached, graph=graph, strangers=strangers)
                 self._tell(running, moment.step, getattr(running.check, method)(moment))
@@ -117,7 +108,7 @@ class Checks:
         due, context = [], self._context
         for one in () if context.paused else self._having[method]:
             clock = counter or context.counters[one.stage.tensors[0]]
-            if one.always or one.stage.rule.steps.due(clock.step):
+            if one.stage.rule.steps.due(clock.step):
                 due.append((one, clock))
         return due
 

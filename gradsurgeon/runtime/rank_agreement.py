@@ -181,7 +181,7 @@ class RankAgreement:
         for bound in due.at_step if context.ranks.is_reducing else ():
             rule, tensors = bound.rule, bound.tensors
             # A rule that stops or skips an update by norms at the update itself.
-            judges, one_norm = _decides(rule), getattr(rule, "per", "") == "rule"
+            judges, one_norm = _decides(rule), rule.edits and getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))

@@ -49,7 +49,7 @@ class SpikeTraps:
             if not tensors:
                 continue
             with torch.no_grad():
-                one = self._compare(bound_rule, update.gradients, tensors, update.overflow)
+                one = self._compare(bound_rule, update, tensors)
             judged[bound_rule.rule.id] = one
             if not bound_rule.rule.edits:
                 self._context.event_log.count_fired(bound_rule.rule.id, update.step)
@@ -64,16 +64,12 @@ class SpikeTraps:
         return [(judged.bound_rule.rule.id, report)]
 
     def _compare(
-        self,
-        bound_rule: BoundRule,
-        gradients: Gradients,
-        tensors: Sequence[int],
-        overflow: Tensor | None,
+        self, bound_rule: BoundRule, update: StepContext, tensors: Sequence[int]
     ) -> JudgedNorms:
         spikes = self._context.spikes[bound_rule.rule.id]
-        each = wide(gradients.norms(tensors, 2.0))
-        if overflow is not None:
-            each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
+        each = wide(update.gradients.norms(tensors, 2.0))
+        if update.overflow is not None:
+            each = each.masked_fill(update.overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
         statistic = self._statistic(bound_rule, each.device)
         columns, kept = None, statistic.kept
@@ -152,30 +148,29 @@ class SpikeTraps:
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()
-        for rule in [rule for rule in rules if rule not in self._context.spikes]:
-            told = "which learns nothing here or is gone: ignored"
-            yield "", f"the state knows a rule {printable(rule)}, {told}"
+        for rule in sorted(rules.keys() - self._context.spikes.keys()):
+            yield (
+                "",
+                f"the state knows a rule {printable(rule)}, which learns nothing here: ignored",
+            )
         for rule, spikes in self._context.spikes.items():
             if (learnt := rules.get(rule)) is None:
                 yield rule, "the state does not have this rule: the rule restarts"
                 continue
             params, per = set(self._params(rule)), "rule" if spikes.over_rule else "parameter"
             odd = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
-            if (learnt.bound, learnt.per) != (spikes.bound.name, per):
-                old, new = (
-                    f"`{learnt.bound}`, per: {learnt.per}",
-                    f"`{spikes.bound.name}`, per: {per}",
-                )
-                yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
-                continue
-            if odd:
+            is_same = (learnt.bound, learnt.per) == (spikes.bound.name, per)
+            if is_same and odd:
+                what = "the rule restarts" if spikes.over_rule else "they restart"
                 names = shorten_names(sorted(odd))
-                what = "" if spikes.over_rule else " with those"
                 yield (
                     rule,
-                    f"{names}: not in the rule and in the state alike, or of another shape: the rule restarts{what}",
+                    f"acts on other parameters or shapes than in the state ({names}): {what}",
                 )
-            if not (odd and spikes.over_rule):
+            elif not is_same:
+                old = f"has learnt as `{learnt.bound}`, per: {learnt.per}"
+                yield rule, f"{old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts"
+            if is_same and not (odd and spikes.over_rule):
                 self._resume(rule, learnt, index)
 
     def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
 _LACKING = "all ranks must run a divided model again: {ranks} did not come, or have no memory for whole parameters"
-# The kinds of faults that a lower loss scale does not mend.
-_NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
 
 class StepDiagnosis:
@@ -59,16 +57,6 @@ class StepDiagnosis:
                 diagnoses[rule] = diagnosis
         return diagnoses
 
-    def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
-        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help. For one process only."""
-        if not self.pending or _dist.world() > 1:
-            return None
-        with suppress(Exception), self._context.resting():  # a skip needs no diagnosis
-            found = diagnose(self._failed(step, scale, [report]))
-            fault = "" if found.cause is None else found.cause.fault
-            return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
-        return None
-
     def _failed(
         self, step: int, scale: Tensor | None, reports: Collection[TrapReport]
     ) -> FailedStep:
@@ -91,8 +79,8 @@ class StepDiagnosis:
         own: Diagnosis | None = None
         if (divided := self._divided()) is not None:
             # All ranks run the step again together, with whole parameters.
-            told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
-            if lacking := [rank for rank in heard.voter.ranks if not told.get(rank)]:
+            fits = heard.voter.meet(fully_shard.fits(divided), LIMIT)
+            if lacking := [rank for rank in heard.voter.ranks if not fits.get(rank)]:
                 why = _LACKING.format(ranks=_dist.named(lacking))
                 return Diagnosis("not reproduced", (why,), failed.step, failed.rank)
             for call in failed.kept.calls:
@@ -102,7 +90,10 @@ class StepDiagnosis:
             own = self._run(replace(failed, together=True), rules, around)
         elif reports:
             own = self._run(failed, rules)
-        return _most_telling(own, heard.voter.meet(own, LIMIT))
+        told: dict[int, Diagnosis | None] = heard.voter.meet(own, LIMIT)
+        every = [own, *(told[rank] for rank in sorted(told))]
+        # A diagnosis that blames an operation or tensor says most.
+        return next((one for one in every if one is not None and one.where), own)
 
     def _divided(self) -> nn.Module | None:
         """Return the model if `fully_shard` divides it, so that ranks run it again together."""
@@ -138,11 +129,3 @@ class StepDiagnosis:
         decisions = (self._context.decisions[rule] for rule in rules)
         wanted = any(isinstance(one, Decision) and one.bundle for one in decisions)
         return Path("gradsurgeon-traps") if wanted else None
-
-
-def _most_telling(
-    own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
-) -> Diagnosis | None:
-    """Return the diagnosis of this rank if it blames an operation or tensor, else the first other one that does."""
-    told = [other for _, other in sorted(others.items()) if other is not None]
-    return next((one for one in (own, *told) if one is not None and one.where), own)

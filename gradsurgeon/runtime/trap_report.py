@@ -155,10 +155,15 @@ def gradient_report(
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)
-    kinds = [bad[tensor].kind if tensor in bad else "finite" for tensor in order]
-    notes = [_note(bad.get(tensor), norms.get(tensor)) for tensor in order]
-    marked = [tensor in bad for tensor in order]
-    lines = _table("in the order in which backward produced them:", marked, kinds, labels, notes)
+    rows = [
+        (
+            bad[tensor].kind if tensor in bad else "",
+            label,
+            _note(bad.get(tensor), norms.get(tensor)),
+        )
+        for tensor, label in zip(order, labels, strict=True)
+    ]
+    lines = _table("in the order in which backward produced them:", "finite", rows)
     if edited:
         lines.append(_EDITED)
     elif first > 0:
@@ -185,41 +190,43 @@ def _note(bad: NonfiniteCount | None, norm: float | None) -> str:
 def threshold_report(
     stat: str, names: Sequence[str], values: Sequence[float], tripped: Sequence[bool]
 ) -> TrapReport:
-    labels, first = list(map(printable, names)), tripped.index(True)
-    words = ["refused" if bad else "let pass" for bad in tripped]
-    notes = [f"{stat} {value:.3g}" for value in values]
+    rows = [
+        ("refused" * bad, printable(name), f"{stat} {value:.3g}")
+        for name, value, bad in zip(names, values, tripped, strict=True)
+    ]
     head = f"{sum(tripped)} of {len(names)} gradients are refused for their {stat}"
-    lines = _table("in the order of the model:", tripped, words, labels, notes)
-    return TrapReport(names[first], head, lines, goes_on=GOES_ON, reduced=False)
+    lines = _table("in the order of the model:", "let pass", rows)
+    return TrapReport(names[tripped.index(True)], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
-    bad = [count > 0 for _, count in flags]
-    labels = [f"the {flag.what} of {printable(flag.name)}" for flag, _ in flags]
-    words = ["non-finite" if count else "finite" for _, count in flags]
-    notes = [f"{count:,} elements" if count else "" for _, count in flags]
-    lines = _table("in the order in which they came:", bad, words, labels, notes)
-    lines.append(f"the first non-finite one is {labels[bad.index(True)]}")
-    head = f"{sum(bad)} of {len(flags)} tensors are not finite"
-    modules = tuple(flag.name for flag, count in flags if count)
+    rows = [
+        (
+            "non-finite" * bool(bad),
+            f"the {flag.what} of {printable(flag.name)}",
+            f"{bad:,} elements" * bool(bad),
+        )
+        for flag, bad in flags
+    ]
+    lines = _table("in the order in which they came:", "finite", rows)
+    lines.append(f"the first non-finite one is {next(label for word, label, _ in rows if word)}")
+    modules = tuple(flag.name for flag, bad in flags if bad)
+    head = f"{len(modules)} of {len(flags)} tensors are not finite"
     return TrapReport(modules[0], head, lines, reduced=False, modules=modules)
 
 
-def _table(
-    title: str,
-    marked: Sequence[bool],
-    words: Sequence[str],
-    labels: Sequence[str],
-    notes: Sequence[str],
-) -> list[str]:
-    """Return a title and aligned rows around the first marked one, with counts of the rows that are left out."""
-    marks = [">" if mark else " " for mark in marked]
-    rows = list(zip(map(" ".join, zip(marks, words, strict=True)), labels, notes, strict=True))
-    start = max(0, min(marked.index(True) - _SHOWN // 2, len(rows) - _SHOWN))
+def _table(title: str, fine: str, rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return a title and aligned rows around the first bad one, with counts of the rows that are left out.
+
+    A row is a word, a label and a note; it is ``fine`` without a word.
+    """
+    first = next(place for place, (word, _, _) in enumerate(rows) if word)
+    cells = [(f"> {word}" if word else f"  {fine}", label, note) for word, label, note in rows]
+    start = max(0, min(first - _SHOWN // 2, len(rows) - _SHOWN))
     above = [f"    ... {start} more before"] if start else []
     after = len(rows) - start - _SHOWN
     below = [f"    ... {after} more after"] if after > 0 else []
-    return [title, *above, *grid(rows[start : start + _SHOWN]), *below]
+    return [title, *above, *grid(cells[start : start + _SHOWN]), *below]
 
 
 _SPIKES_SHOWN = 8

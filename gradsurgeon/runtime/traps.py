@@ -43,7 +43,6 @@ _OVERFLOW = (
 )
 _REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
-_NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
 class Traps:
@@ -54,8 +53,6 @@ class Traps:
         self._conclusions = Conclusions(context, kept)
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
-        # The number of all skips that were no trap.
-        self._unexplained = 0
         # Snapshots after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -220,8 +217,6 @@ class Traps:
             return []
         limits = {rule: decision.patience for rule, decision in context.decisions.items()}
         stuck = [bound for bound in due if low or skips >= limits[bound.rule.id]]
-        if not stuck:
-            self._diagnose_skip(counter, due[0].rule.id, evidence)
         for bound in stuck:
             # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
             rule = bound.rule.id
@@ -241,22 +236,6 @@ class Traps:
         norms = measure.as_dict(seen or measure.norms_here(*parameters.grads(trapped)))
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         return GradientEvidence(snapshots, list(norms), bad)
-
-    def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
-        """Say once where a NaN of a skipped step was born, if it is no overflow."""
-        self._unexplained += 1
-        # The first skips are usual, until the scale fits: not each is worth running the step again.
-        if self._unexplained & (self._unexplained - 1):
-            return
-        report, scale = evidence.report(self._names), self._scale(counter)
-        found = self._conclusions.diagnosis.of_skip(counter.step, scale, report)
-        if found is not None:
-            text = "\n".join(
-                [f"{self._context.place(counter.step, rule)}: {_NO_OVERFLOW}", *found.text()]
-            )
-            self._context.event_log.notice_once(
-                "no-overflow", text, rule=rule, step=counter.step, warn=True
-            )
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""

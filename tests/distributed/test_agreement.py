@@ -46,7 +46,7 @@ def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, A
         error = rank["DDP params raise"]["error"]
         assert (error["rank"], error["name"]) == (1, "2.bias")
         assert "; rank 1 contributed NaN or Inf\n" in error["text"]
-        assert "NaN     2.bias    1 element\n" in error["text"]
+        assert "NaN  2.bias    1 element\n" in error["text"]
 
 
 @pytest.mark.parametrize("spoilt", [0, 1])
@@ -85,7 +85,7 @@ def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["FSDP2 params raise"]["error"] for rank in ranks)
     assert (first["rank"], first["name"]) == (0, "2.weight")
     assert (second["rank"], second["name"]) == (1, "0.weight")
-    assert "NaN     2.weight  4 elements\n" in first["text"]
+    assert "NaN  2.weight  4 elements\n" in first["text"]
     assert "NaN     0.weight  8 elements\n" in second["text"]
 
 

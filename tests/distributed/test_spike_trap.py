@@ -138,7 +138,7 @@ def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
     for found in (other, own):
         told = [text for text in found["texts"] if "differ by rank" in text]
         assert len(told) == 1
-        assert "leaves alone (own.weight)" in told[0]
+        assert "averages and others (own.weight)" in told[0]
         assert found["events"][0] == ["notice", 0, ""]
     other, own = (rank["apart"]["over all but its own"] for rank in ranks)
     assert other["weights"] == own["weights"]

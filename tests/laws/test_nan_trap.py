@@ -364,7 +364,7 @@ def test_a_sparse_gradient_is_watched() -> None:
         optimizer.step()
     assert caught.value.name == "emb.weight"
     # Rows 1 and 3: one bad element each, the duplicate is an addend.
-    assert "> NaN     emb.weight  2 elements" in str(caught.value)
+    assert "> NaN  emb.weight  2 elements" in str(caught.value)
 
 
 def test_the_error_survives_pickling() -> None:
