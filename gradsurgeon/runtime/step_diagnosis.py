@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
 _LACKING = "all ranks must run a divided model again: {ranks} did not come, or have no memory for whole parameters"
+# The kinds of faults that a lower loss scale does not mend.
+_NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
 
 class StepDiagnosis:
@@ -56,6 +58,16 @@ class StepDiagnosis:
             if (diagnosis := self._run(failed, [rule])) is not None:
                 diagnoses[rule] = diagnosis
         return diagnoses
+
+    def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
+        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help. For one process only."""
+        if not self.pending or _dist.world() > 1:
+            return None
+        with suppress(Exception), self._context.resting():  # a skip needs no diagnosis
+            found = diagnose(self._failed(step, scale, [report]))
+            fault = "" if found.cause is None else found.cause.fault
+            return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
+        return None
 
     def _failed(
         self, step: int, scale: Tensor | None, reports: Collection[TrapReport]

@@ -43,6 +43,7 @@ _OVERFLOW = (
 )
 _REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
+_NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
 class Traps:
@@ -217,6 +218,9 @@ class Traps:
             return []
         limits = {rule: decision.patience for rule, decision in context.decisions.items()}
         stuck = [bound for bound in due if low or skips >= limits[bound.rule.id]]
+        # Overflows come in rows until the scale fits: not each is worth running the step again.
+        if not stuck and skips == 1:
+            self._diagnose_skip(counter, due[0].rule.id, evidence)
         for bound in stuck:
             # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
             rule = bound.rule.id
@@ -236,6 +240,14 @@ class Traps:
         norms = measure.as_dict(seen or measure.norms_here(*parameters.grads(trapped)))
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         return GradientEvidence(snapshots, list(norms), bad)
+
+    def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
+        """Say once where a NaN of a skipped step was born, if it is no overflow."""
+        step, context = counter.step, self._context
+        report, scale = evidence.report(self._names), self._scale(counter)
+        if (found := self._conclusions.diagnosis.of_skip(step, scale, report)) is not None:
+            text = "\n".join([f"{context.place(step, rule)}: {_NO_OVERFLOW}", *found.text()])
+            context.event_log.notice_once("no-overflow", text, rule=rule, step=step, warn=True)
 
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""

@@ -209,6 +209,57 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     assert "\nthe GradScaler skips the update\n" in str(told[0].message)
 
 
+class Masked(nn.Sequential):
+    """Its forward is finite; the gradient of the square root is not where ``masked``."""
+
+    masked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return torch.where(y > 0, y, torch.sqrt(y - y)) if self.masked else y
+
+
+def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
+    model = Masked(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**127)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+        train(model, optimizer, scaler, steps=1)
+        assert [e.kind for e in session.events] == ["scaler-skip"], "an overflow"
+        train(model, optimizer, scaler, steps=2)
+        model.masked = True
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+            train(model, optimizer, scaler, steps=3)
+        kinds = [e.kind for e in session.events]
+        assert kinds == ["scaler-skip"] * 2 + ["notice"] + ["scaler-skip"] * 2
+        assert session.status()["r0"].fired == 2
+    (text,) = (str(one.message) for one in told)
+    assert "step 3, rule r0: the GradScaler skips a step that no loss scale can mend" in text
+    assert "NaN born in the backward pass" in text
+    assert "torch.sqrt(y - y)" in text
+    assert "cause: mathematics" in text
+
+
+@pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")
+def test_running_a_skipped_step_again_changes_nothing() -> None:
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Masked(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=2.0**127)
+        session = gradsurgeon.apply(model, rules({"action": "nan-trap"})) if watched else None
+        for step in range(8):
+            model.masked = step in (2, 3)
+            train(model, optimizer, scaler, steps=1)
+        if session is not None:
+            assert "notice" in {event.kind for event in session.events}, "a step was run again"
+            session.remove()
+        ends.append([*model.state_dict().values(), torch.rand(3), torch.tensor(scaler.get_scale())])
+    for plain, under_rules in zip(*ends, strict=True):
+        assert torch.equal(plain, under_rules)
+
+
 def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=0.5)
