@@ -63,7 +63,6 @@ def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any
 
 
 def check(path: Path, most_bytes: int) -> None:
-    """Refuse a file as `load` does; nothing is loaded."""
     with _opened(path, most_bytes):
         pass
 

@@ -207,7 +207,6 @@ def _by_rows(grad: Tensor) -> Tensor:
 
 
 def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
     # torch refuses the maximum norm of an empty tensor.
     filled = list(grads)
     if not all(map(Tensor.numel, grads)):
@@ -217,7 +216,6 @@ def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """Return a half-precision tensor in float32, which holds small values; return other tensors unchanged."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
@@ -299,8 +297,6 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 class Segments(NamedTuple):
-    """Small gradients that lie one after another in one tensor."""
-
     flat: Tensor
     lengths: Tensor  # the number of elements of each gradient, at least 1
 

@@ -86,7 +86,6 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
-    """Return a step as plain containers and tensors."""
     called = failed.called
     params = (param for module in called.values() for param in module.parameters())
     weights = {
@@ -156,7 +155,6 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
 
 
 def check(folder: Path) -> None:
-    """Refuse a directory that is no bundle."""
     if not (folder / STEP).is_file():
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 
@@ -224,7 +222,6 @@ class _Reader:
 
 
 def _tree_of(module: nn.Module) -> dict[str, object]:
-    """Return the classes of the modules and the shapes of the parameters by name."""
     shapes = {name: list(param.shape) for name, param in module.named_parameters()}
     # `fully_shard` puts a class of its own before the class of the script.
     kinds = {name: type(one).__name__ for name, one in module.named_modules()}

@@ -98,7 +98,6 @@ def diagnose(
 
 
 def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
-    """Replay calls until one is to blame; add to ``reasons`` why others show nothing."""
     outside: tuple[Replayed, Source] | None = None
     for call in failed.kept.calls:
         replayed = replay(call)
@@ -184,7 +183,6 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
 def _told(
     replayed: Replayed, source: Source, failed: FailedStep, reasons: tuple[str, ...]
 ) -> Diagnosis:
-    """Return a diagnosis that blames a source."""
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
     told = ((loss and _source_in(loss)) or source).told

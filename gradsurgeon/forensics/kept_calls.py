@@ -76,7 +76,6 @@ class KeptCalls:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that was kept for a step."""
         self.step, self.reaching = KeptStep(), 0
 
     def updated(self) -> None:
@@ -199,7 +198,6 @@ class _Hook:
                 kept.spare(error)
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Act after a call, also if it has raised."""
         del hooked, args
         if (kept := self._watching()) is not None:
             try:

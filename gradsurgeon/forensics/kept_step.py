@@ -64,7 +64,6 @@ class KeptCall:
 
     @property
     def prefix(self) -> str:
-        """The prefix of names inside the module: empty for the root."""
         return "" if self.name == "." else f"{self.name}."
 
 
@@ -148,6 +147,5 @@ class FailedStep:
 
     @property
     def called(self) -> dict[str, nn.Module]:
-        """The modules that were called and still live, by name."""
         found = ((call.name, call.module()) for call in self.kept.calls)
         return {name: module for name, module in found if module is not None}

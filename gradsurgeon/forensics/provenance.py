@@ -62,8 +62,6 @@ _LARGEST_COPY = 2**28
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types there
-    """Follows non-finite numbers through the operations that run under it, forward and backward."""
-
     def __init__(self, modules: ModuleCalls, stop_at: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above
         self._modules = modules
@@ -173,7 +171,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
     ) -> list[Source]:
-        """Return the sources of the NaN, Inf or -Inf in a result."""
         taken, fresh = taken_from(call, output, kind)
         infinite = [one for one in taken if one[1] != "NaN"]
         known = [self._known(call, *one) for one in taken if kind != "NaN" or one[1] == "NaN"]
@@ -276,7 +273,6 @@ def _is_view(schema: Any) -> bool:
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes into."""
     found: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -145,7 +145,6 @@ def _go_back(
     named: Mapping[str, Tensor],
     provenance: Provenance,
 ) -> None:
-    """Run the backward pass from the kept gradients of the outputs."""
     driven = {
         path: grad
         for path, grad in found.call.grads.items()
@@ -177,7 +176,6 @@ def _go_back(
 
 
 def _nodes_below(start: Any) -> set[Any]:
-    """Return the nodes of the graph below a node."""
     pending, met = [start], {None}
     while pending:
         new = {following for following, _ in pending.pop().next_functions} - met

@@ -32,7 +32,6 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: Iterable[str] = ()) -> RandomState:
-        """Return the state of the host, and of other devices by name."""
         states = {"cpu": torch.get_rng_state()}
         for device in {*devices} - {"cpu"}:
             states[device] = torch.get_device_module(device).get_rng_state(device)

@@ -39,7 +39,6 @@ class Settings:
 
 
 def is_off(environment: Mapping[str, str]) -> bool:
-    """Tell whether the user has turned everything off."""
     value = environment.get(DISABLE, "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
 

@@ -58,8 +58,6 @@ def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
 
 
 class _LogLines(logging.Handler):
-    """Shows log lines of the package as lines of the launcher."""
-
     def emit(self, record: logging.LogRecord) -> None:
         rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
         write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
@@ -96,7 +94,6 @@ class TrainingDetector:
         self._undo.callback(self._stop_waiting)
 
     def uninstall(self) -> None:
-        """Stop waiting. The sessions stay on the models."""
         self._undo.close()
 
     def search_built(self) -> None:
