@@ -171,7 +171,8 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     later = calls[calls.index(call) + 1 :]
     following = next((one.buffers for one in later if one.name == call.name), {})
     then = {**dict(failed.called[call.name].named_buffers()), **call.weights, **following}
-    for name, (before, after) in replayed.moved.items():
+    for name, before in call.buffers.items():
+        after = replayed.buffers.get(name, before)
         # A counter of calls would be equal after any call.
         if after.is_floating_point() and after.shape == before.shape == then[name].shape:
             changed = (after != before) & after.isfinite()

@@ -18,6 +18,8 @@ from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
+# Of the random states; Python keeps each of 625 words as an object.
+_RANDOM_BYTES = 50_000
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
 
@@ -121,7 +123,7 @@ class KeptCalls:
             iterators=tuple(iterators),
         )
         held = [*given, *call.buffers.values()]
-        call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
+        call.bytes = _RANDOM_BYTES + sum([x.numel() * x.element_size() for x in held])
         self._running[-1] = call
 
     def end(self, output: Any) -> None:

@@ -40,7 +40,7 @@ class Replayed:
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
         compared: how finite outputs compare with those of the call.
-        moved: the buffers before and after the replay, by name.
+        buffers: the buffers after the replay, by name.
     """
 
     call: KeptCall
@@ -49,7 +49,7 @@ class Replayed:
     modules: dict[str, Source] = field(default_factory=dict)
     returned: set[Path] = field(default_factory=set)
     compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
-    moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -77,7 +77,6 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
     }
     then = {**dict(module.named_buffers()), **call.weights, **call.buffers}
     buffers = {name: then[name].detach().clone() for name, _ in module.named_buffers()}
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     # Copies without their graph, so the forward pass may write to them.
@@ -115,10 +114,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
                 found.outputs[path] = nonfinite_kind(tensor), source
         _go_back(found, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
-        after = dict(module.named_buffers())
-        found.moved = {
-            name: (before[name], after[name].detach()) for name in before if name in after
-        }
+        found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
 
 
 def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:

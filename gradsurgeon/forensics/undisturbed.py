@@ -37,12 +37,6 @@ class RandomState:
             states[device] = torch.get_device_module(device).get_rng_state(device)
         return cls(states, _state_of_python(), _state_of_numpy())
 
-    @property
-    def nbytes(self) -> int:
-        # Each word is an object of Python.
-        host = 36 * 625 * ((self.python is not None) + (self.numpy is not None))
-        return host + sum([state.nbytes for state in self.torch.values()])
-
     def set(self) -> None:
         for name, state in self.torch.items():
             if name == "cpu":
