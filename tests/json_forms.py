@@ -29,7 +29,7 @@ and `last` norm; `spike` (`step`, `value`, and how many `times` the median befor
 
 **`conflicts`**: `rule`, `losses`, `steps`, `one_call_in` (of long runs one call in so many is read), and `pairs`. A pair has `part` (a parameter or
 module, empty for all matches), `first`, `second`, `calls`, `missing` (calls in which a loss had no finite gradient; they are left out), the
-mean `cosine`, the `least` one, `below` (the share of calls below 0), `below_from` (the first such step, or `null`), `ratio` (geometric mean) and `opposed` (mean).
+mean `cosine`, the `least` one, `below` (the share of calls below 0), `below_from` (the first such step, or `null`) and `ratio` (geometric mean).
 
 **`combined`**: `rule`, `steps`, `one_call_in`, `calls`, `changed` (the share in which the result differs from the sum), the mean `distance` from the
 sum, the `largest` distance and its `largest_step`, and `weights` (`name`, `calls`, `mean`, `least`, `largest`).

@@ -12,7 +12,7 @@ from gradsurgeon import packs
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import messages
 from gradsurgeon.launcher.settings import Settings, is_off
-from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
+from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import state_name
 

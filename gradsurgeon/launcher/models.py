@@ -22,8 +22,7 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
-from gradsurgeon.sinks.places import at_place
-from gradsurgeon.sinks.sink import Sink
+from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
 

@@ -7,7 +7,7 @@ import warnings
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
+from gradsurgeon.errors import BindError, GradSurgeonWarning, RecordError, printable
 from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
@@ -49,8 +49,8 @@ class ScriptEnd:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
             try:
                 manifest_file.write(model.session.plan.manifest, path)
-            except OSError as error:
-                say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
+            except (OSError, RecordError) as error:
+                say(f"dry run: error: cannot write {printable(str(path))}: {printable(str(error))}")
                 code = 2
             else:
                 say(f"dry run: wrote {printable(str(path))}")

@@ -14,12 +14,12 @@ from gradsurgeon.report.tables import Table
 
 _PAIRS, _WEIGHTS = 28, 20
 _TAGGED_HEAD = ("loss", "history", "first", "least", "max", "last", "non-finite")
-_PAIR_HEAD = ("losses", "history", "mean cosine", "least", "< 0", "ratio", "opposed", "calls")
+_PAIR_HEAD = ("losses", "history", "mean cosine", "least", "< 0", "ratio", "calls")
 _WEIGHT_HEAD = ("loss", "history", "mean weight", "least", "largest", "calls")
 _PAIR_HINTS = (
     "history: the mean cosine of a few calls each, from -1 (▁) to 1 (█)",
     "cosine < 0: a small step down one loss is a step up the other",
-    "ratio: norm of the first over the second; opposed: share of elements with opposite signs, by norm",
+    "ratio: norm of the first over the second",
 )
 
 
@@ -76,7 +76,7 @@ def pair_name(pair: Pair) -> str:
 
 def _cells(pair: Pair) -> list[str]:
     cosines, shares = _cosine(pair.cosine), _share(pair.below)
-    numbers = (cosines, _cosine(pair.least), shares, _number(pair.ratio), _share(pair.opposed))
+    numbers = (cosines, _cosine(pair.least), shares, _number(pair.ratio))
     return [pair_name(pair), "", *numbers, f"{pair.calls:,}"]
 
 

@@ -19,7 +19,6 @@ from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,
     LOSS_STATS,
-    OPPOSED,
     RATIO,
     WEIGHT,
     RuleInfo,
@@ -62,7 +61,6 @@ class Pair(NamedTuple):
         below: the share of calls in which it was below 0.
         below_from: the first step in which it was, `None` if it never was.
         ratio: the geometric mean of the norm of the first over that of the second.
-        opposed: the mean share of elements with opposite signs, by norm.
         curve: step and cosine of each call.
     """
 
@@ -76,7 +74,6 @@ class Pair(NamedTuple):
     below: float
     below_from: int | None
     ratio: float
-    opposed: float
     curve: Curve
 
     @property
@@ -145,8 +142,7 @@ class OfLosses(NamedTuple):
     def stats(self) -> frozenset[str]:
         """The statistics that are shown."""
         return frozenset(
-            (COSINE, RATIO, OPPOSED) * bool(self.compared)
-            + (WEIGHT, DISTANCE) * bool(self.combined)
+            (COSINE, RATIO) * bool(self.compared) + (WEIGHT, DISTANCE) * bool(self.combined)
         )
 
 
@@ -275,7 +271,6 @@ def _pairs(curves: Mapping[str, Mapping[str, Curve]], named: Collection[str]) ->
                 below_from=int(steps[cosines < 0][0]) if (cosines < 0).any() else None,
                 # A mean of ratios would not be as far from 2 as from 1/2.
                 ratio=math.exp(_mean(np.log(ratios[ratios > 0]))),
-                opposed=_mean(curves.get(OPPOSED, {}).get(name, _NONE).values),
                 curve=Curve(steps, cosines),
             )
         )

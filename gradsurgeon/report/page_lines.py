@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from gradsurgeon.report.loss_tables import combined_table, compared_table, pair_name
 from gradsurgeon.report.losses import Combined, Compared, Curve
-from gradsurgeon.store.json_text import json_number
+from gradsurgeon.store.layout import json_number
 
 _MOST_POINTS = 1500
 _CURVES, _WEIGHTS = 8, 20

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.report.losses import Combined, Compared
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.store.json_text import json_number
+from gradsurgeon.store.layout import json_number
 
 if TYPE_CHECKING:
     from gradsurgeon.report.ending import Ending

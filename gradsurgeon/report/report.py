@@ -25,7 +25,8 @@ from gradsurgeon.report.rules_and_events import (
 )
 from gradsurgeon.report.sparkline import LEGEND
 from gradsurgeon.report.tables import Table
-from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
+from gradsurgeon.store import Records, WholeSeries
+from gradsurgeon.store.memory import NOTHING_RECORDED
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History

@@ -7,7 +7,7 @@ Those of sharded gradients take one collective: all ranks must call them with th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -39,8 +39,6 @@ class NonfiniteCount:
 
     kind: str
     number: int
-    # The ranks whose shard holds such elements; empty if all ranks hold the same gradient.
-    ranks: tuple[int, ...] = ()
 
 
 def norms(
@@ -223,17 +221,8 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     for tensor, grad in sorted(grads.items()):
         kind, number = _numbers.first_nonfinite(_dist.local(grad))
         if number:
-            ranks = (_dist.rank(),) if _dist.spread(grad) else ()
-            by_tensor[tensor] = NonfiniteCount(kind, number, ranks)
+            by_tensor[tensor] = NonfiniteCount(kind, number)
     return by_tensor
-
-
-def merged(counts: Iterable[NonfiniteCount]) -> NonfiniteCount:
-    """Merge the counts of several ranks, each for its own part of one gradient."""
-    found = list(counts)
-    kind = "NaN" if any(one.kind == "NaN" for one in found) else "Inf"
-    ranks = sorted({rank for one in found for rank in one.ranks})
-    return NonfiniteCount(kind, sum(one.number for one in found if one.kind == kind), (*ranks,))
 
 
 def nonfinite(*several: Norms) -> list[list[int]]:

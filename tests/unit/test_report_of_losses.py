@@ -23,9 +23,10 @@ from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import look, screen
 from gradsurgeon.report.sparkline import level_line
 from gradsurgeon.report.web_page import page_data
-from gradsurgeon.sinks.summary import Measured, summary
+from gradsurgeon.sinks.delivery import summary
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import unpack_absent
+from gradsurgeon.store.memory import Measured
 from gradsurgeon.store.writer import RunWriter
 
 NAN = math.nan
@@ -35,7 +36,6 @@ LOSSES = ("seg", "depth", "edges")
 STEPS = (0, 1, 2, 2)
 COSINES = ((-0.5, 0.25, 0.5), (-0.75, NAN, NAN), (0.25, 0.5, -0.125), (-0.25, 0.75, 0.5))
 RATIOS = ((2.0, 100.0, 0.5), (8.0, NAN, NAN), (0.5, 1000.0, 0.5), (2.0, 10000.0, 4.0))
-OPPOSED = ((0.5, 0.0, 0.25), (0.75, NAN, NAN), (0.25, 0.5, 0.5), (0.5, 0.25, 0.75))
 WEIGHTS = ((1.0, 1.0, 1.0), (0.5, 0.25, 2.0), (1.5, 0.5, 4.0), (1.0, 0.5, 1.0))
 DISTANCES = (0.0, 0.5, math.inf, 1.0)
 
@@ -58,7 +58,7 @@ def about(**more: Any) -> dict[str, Any]:
         "roles": {
             "tasks": {
                 "role": "observe",
-                "stats": ["cosine", "ratio", "opposed"],
+                "stats": ["cosine", "ratio"],
                 "losses": list(LOSSES),
             },
             "surgery": {
@@ -73,7 +73,7 @@ def about(**more: Any) -> dict[str, Any]:
 
 def fill(writer: RunWriter, *, times: float = 1.0, prefix: str = "") -> None:
     pairs = tuple(prefix + pair for pair in PAIRS)
-    for stat, rows in (("cosine", COSINES), ("ratio", RATIOS), ("opposed", OPPOSED)):
+    for stat, rows in (("cosine", COSINES), ("ratio", RATIOS)):
         for step, row in zip(STEPS, rows, strict=True):
             numbers = values(*(times * value for value in row))
             writer.add(Key("tasks", stat, "backward", pairs), step, numbers, frozenset())
@@ -149,7 +149,6 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
             "below": 0.75,
             "below_from": 0,
             "ratio": 2.0,  # the fourth root of 16
-            "opposed": 0.5,
         },
         {
             "first": "seg",
@@ -161,7 +160,6 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
             "below": 0.0,
             "below_from": None,
             "ratio": 1000.0,
-            "opposed": 0.25,
         },
         {
             "first": "depth",
@@ -173,7 +171,6 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
             "below": 1 / 3,
             "below_from": 2,
             "ratio": 1.0,
-            "opposed": 0.5,
         },
     ]
     for pair, numbers in zip(found["pairs"], wanted, strict=True):
@@ -211,7 +208,7 @@ def test_the_text_says_what_is_left_out(run: pathlib.Path) -> None:
     assert "norms: no l2" not in text
     lines = [line.split() for line in text.splitlines()]
     row = next(line for line in lines if line[:1] == ["seg/depth"])
-    assert row[2:8] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
+    assert row[2:7] == ["-0.31", "-0.75", "75%", "2", "4"]
     assert "1 pair of 3 conflict on average; the worst: seg/depth, mean cosine -0.31, below" in text
     assert "left out: 2 times a loss of a pair gave no gradient" in text
     assert "  changed the sum in 75% of calls; distance from it, over its norm: mean 0.5" in text
@@ -401,27 +398,25 @@ def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
-    assert row[2:] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
+    assert row[2:] == ["-0.31", "-0.75", "75%", "2", "4"]
     row = next(line.split() for line in lines if line.startswith("  edges  "))
     assert row[2:] == ["2", "1", "4", "4"]
 
 
-def test_trackers_get_mean_and_least() -> None:
+def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
         found = summary(Measured(key, 3, values(*row), frozenset()), "tasks")
-        return None if found is None else found.scalars
+        return None if found is None else found[0]
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
         "tasks/seg/depth/cosine": -0.5,
         "tasks/depth/edges/cosine": 0.25,
-        "tasks/cosine/mean": -0.125,
-        "tasks/cosine/largest": 0.25,
-        "tasks/cosine/least": -0.5,
     }
     many = [f"w{place}:seg/depth" for place in range(100)]
     assert sent("cosine", many, *[0.0] * 99, -0.5) == {
-        "tasks/cosine/mean": -0.005,
+        "tasks/cosine/not finite": 0.0,
+        "tasks/cosine/median": 0.0,
         "tasks/cosine/largest": 0.0,
         "tasks/cosine/least": -0.5,
     }
