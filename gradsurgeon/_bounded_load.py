@@ -79,7 +79,6 @@ def _opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
         except (OSError, RefusedError):
             raise
         except Exception as error:
-            # The text of torch advises to load the file as code.
             raise RefusedError("it is damaged, no whole file of `torch.save`") from error
 
 

@@ -265,7 +265,7 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     for (device, dtype), group in kinds.items():
         there = factor.to(device)
         if dtype in HALF:
-            # CUDA would round a 0-dim factor to half precision first. The kernel that `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
+            # CUDA would round a 0-dim factor to half precision; the kernel of `GradScaler` multiplies in float32.
             ignored = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
         else:

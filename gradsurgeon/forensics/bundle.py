@@ -36,7 +36,6 @@ STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
 MAX_BYTES = 4 * 2**30
-# Weights, the kept calls, and some more.
 _MOST_BYTES = 6 * 2**30
 _LONGEST = 300
 # The parts of a step and of a call that are in a bundle as they are.
@@ -75,7 +74,6 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         _bounded_load.check(made / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
         made.chmod(folder.stat().st_mode & 0o777)
-        # A bundle is never overwritten.
         name, number = f"trap-step{failed.step}-rank{failed.rank}", 1
         while (place := folder / (f"{name}-{number}" if number > 1 else name)).exists():
             number += 1

@@ -28,7 +28,6 @@ class KeptCalls:
     """Keeps the calls of one model until the step ends that they feed."""
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
-        # While the session is paused, no call is kept.
         self._is_paused = is_paused
         # The number of calls in evaluation mode without gradients; `None` if calls were never seen.
         self.evaluations: int | None = None
@@ -39,7 +38,6 @@ class KeptCalls:
         # Whether a backward pass has begun and not reached a call yet.
         self._begins = False
         self._handles: list[RemovableHandle] = []
-        # By called module.
         self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._devices: tuple[str, ...] = ()
         self._kinds = {"cpu"}

@@ -25,7 +25,6 @@ from gradsurgeon.planning import named_modules
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
-# The name of a module, and its class.
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))

@@ -43,7 +43,6 @@ from gradsurgeon.forensics.operations import (
 from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
 from gradsurgeon.planning.manifest import ROOT
 
-# The kinds of tensors that can be non-finite before the operations begin, or between them.
 Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
@@ -51,7 +50,6 @@ _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
 # Forward passes of these return statistics for backward after their result.
 _SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
-# How many magnitudes before a birth are kept.
 _HISTORY = 20
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
@@ -151,7 +149,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                     kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)
                 }
                 self.memory.remember(output, sources)
-        # The new content is in memory from here on.
         for tensor in written:
             self.memory.of(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)

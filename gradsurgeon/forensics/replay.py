@@ -22,7 +22,6 @@ from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
-# The prefix of inputs among the names of tensors with gradients.
 INPUT = "input "
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
@@ -39,8 +38,6 @@ class Replayed:
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
-        compared: how finite outputs compare with those of the call.
-        buffers: the buffers after the replay, by name.
     """
 
     call: KeptCall

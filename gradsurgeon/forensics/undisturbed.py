@@ -18,7 +18,6 @@ from gradsurgeon.tensors.structure import Copied
 
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# The words of a Mersenne Twister and their index.
 _MT19937_BYTES = 4 * 625
 
 

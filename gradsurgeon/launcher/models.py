@@ -62,7 +62,6 @@ class Models:
         self.attached: list[AttachedModel] = []
         # The rank of this process; its process group may be gone at the end.
         self.rank = 0
-        # True once the rules turned out to fit the models.
         self.fitting = False
         # The run directory of the first model of this process.
         self._folder: Path | None = None

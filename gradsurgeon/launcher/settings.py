@@ -8,7 +8,6 @@ from pathlib import Path
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap")
 DISABLE = "GRADSURGEON_DISABLE"
-# All settings, as JSON.
 OPTIONS = "GRADSURGEON_OPTIONS"
 
 

@@ -81,7 +81,6 @@ class TrainingDetector:
         self._first_step = first_step
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Ends the wait for the first backward pass of a new model.
         self._end_waiting: Callable[[], None] | None = None
         self._undo = ExitStack()
 
