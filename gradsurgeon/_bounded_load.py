@@ -63,7 +63,6 @@ def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any
 
 
 def check(path: Path, most_bytes: int) -> None:
-    """Refuse a file as `load` does; nothing is loaded."""
     with _opened(path, most_bytes):
         pass
 
@@ -80,7 +79,6 @@ def _opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
         except (OSError, RefusedError):
             raise
         except Exception as error:
-            # The text of torch advises to load the file as code.
             raise RefusedError("it is damaged, no whole file of `torch.save`") from error
 
 

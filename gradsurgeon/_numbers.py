@@ -207,7 +207,6 @@ def _by_rows(grad: Tensor) -> Tensor:
 
 
 def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
     # torch refuses the maximum norm of an empty tensor.
     filled = list(grads)
     if not all(map(Tensor.numel, grads)):
@@ -217,7 +216,6 @@ def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """Return a half-precision tensor in float32, which holds small values; return other tensors unchanged."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
@@ -267,7 +265,7 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     for (device, dtype), group in kinds.items():
         there = factor.to(device)
         if dtype in HALF:
-            # CUDA would round a 0-dim factor to half precision first. The kernel that `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
+            # CUDA would round a 0-dim factor to half precision; the kernel of `GradScaler` multiplies in float32.
             ignored = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
         else:
@@ -299,8 +297,6 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 class Segments(NamedTuple):
-    """Small gradients that lie one after another in one tensor."""
-
     flat: Tensor
     lengths: Tensor  # the number of elements of each gradient, at least 1
 

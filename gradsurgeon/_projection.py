@@ -79,7 +79,6 @@ def projections(tensor: Tensor) -> Tensor:
 
 
 def _of_whole(flat: Tensor) -> Tensor:
-    """Return the projections of a tensor with these elements."""
     if len(flat) < _FULL:
         return _all(flat.device)[:, : len(flat)] @ flat.double()
     signs, even = _column_signs(flat.device), len(flat) // PERIOD * PERIOD
@@ -92,7 +91,6 @@ def _of_whole(flat: Tensor) -> Tensor:
 
 
 def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
-    """Return the signed sum of each row, float64."""
     if rows.dtype not in _numbers.HALF:
         return torch.mv(rows, signs.to(rows.dtype)).double()
     parts = torch.split(rows, _AT_ONCE) if rows.is_cpu else (rows,)

@@ -133,11 +133,9 @@ class Arrival:
         self._event = event
 
     def done(self) -> bool:
-        """Return, without waiting, whether the copies can be read."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait until the copies can be read, and return them."""
         if self._event is not None:
             self._event.synchronize()
         return torch.split(self._host, [len(part) for part in self._parts])
@@ -229,7 +227,6 @@ def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a hook on a parameter that runs before all existing hooks."""
     handle = register_hook(param, hook)
     table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
     # Torch reads the table at each call, so moving an entry to its front is enough.
@@ -339,7 +336,6 @@ def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
 
 
 def leave_behind(handle: RemovableHandle) -> None:
-    """Keep a hook out of the copies of its module."""
     for table in _tables(handle):
         copied = vars(table).setdefault("__reduce__", _Copied(table))
         copied.ours.add(handle.id)

@@ -36,7 +36,6 @@ STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
 MAX_BYTES = 4 * 2**30
-# Weights, the kept calls, and some more.
 _MOST_BYTES = 6 * 2**30
 _LONGEST = 300
 # The parts of a step and of a call that are in a bundle as they are.
@@ -75,7 +74,6 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         _bounded_load.check(made / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
         made.chmod(folder.stat().st_mode & 0o777)
-        # A bundle is never overwritten.
         name, number = f"trap-step{failed.step}-rank{failed.rank}", 1
         while (place := folder / (f"{name}-{number}" if number > 1 else name)).exists():
             number += 1
@@ -86,7 +84,6 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
-    """Return a step as plain containers and tensors."""
     called = failed.called
     params = (param for module in called.values() for param in module.parameters())
     weights = {
@@ -156,7 +153,6 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
 
 
 def check(folder: Path) -> None:
-    """Refuse a directory that is no bundle."""
     if not (folder / STEP).is_file():
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 
@@ -224,7 +220,6 @@ class _Reader:
 
 
 def _tree_of(module: nn.Module) -> dict[str, object]:
-    """Return the classes of the modules and the shapes of the parameters by name."""
     shapes = {name: list(param.shape) for name, param in module.named_parameters()}
     # `fully_shard` puts a class of its own before the class of the script.
     kinds = {name: type(one).__name__ for name, one in module.named_modules()}

@@ -94,7 +94,6 @@ _ADVICE = {
 
 
 def cause(fault: Fault, *evidence: str) -> Cause:
-    """Return a cause with the general advice for its kind of fault."""
     return Cause(fault, evidence, _ADVICE[fault])
 
 
@@ -150,7 +149,6 @@ def _judged(call: Call, number: int) -> Cause:
 
 
 def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
-    """Return the cause for an operation whose result is finite in float64."""
     limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
     told = f"in float64 the result is finite, up to {largest:.4g}"
     if largest > limit:
@@ -181,7 +179,6 @@ def _too_large_inside(call: Call, number: int, limit: float) -> str:
 
 
 def _by_another_kernel(call: Call, number: int) -> Tensor | None:
-    """Return the result of another implementation in the same dtype, if there is one."""
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
     other = None
@@ -193,7 +190,6 @@ def _by_another_kernel(call: Call, number: int) -> Tensor | None:
 
 
 def _attempt(call: Call, number: int, **options: Any) -> Tensor | None:
-    """Return `_result`, ``None`` if there is no such implementation."""
     try:
         result = _result(call, number, **options)
     except Exception:  # noqa: BLE001 # it does not accept these arguments
@@ -235,7 +231,6 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _growth(history: Sequence[tuple[str, float]]) -> str:
-    """Return a sentence on how the numbers grew over the operations before, if they did."""
     known = [(label, value) for label, value in history if value > 0]
     if not known:
         return ""
@@ -251,7 +246,6 @@ _NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:
-    """Return the remedy for an operation, an empty text if none is known."""
     name = operation.rpartition(".")[2]
     if fault == "mathematics":
         made_by = _NODE.fullmatch(node)

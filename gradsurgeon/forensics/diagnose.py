@@ -98,7 +98,6 @@ def diagnose(
 
 
 def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
-    """Replay calls until one is to blame; add to ``reasons`` why others show nothing."""
     outside: tuple[Replayed, Source] | None = None
     for call in failed.kept.calls:
         replayed = replay(call)
@@ -172,7 +171,8 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     later = calls[calls.index(call) + 1 :]
     following = next((one.buffers for one in later if one.name == call.name), {})
     then = {**dict(failed.called[call.name].named_buffers()), **call.weights, **following}
-    for name, (before, after) in replayed.moved.items():
+    for name, before in call.buffers.items():
+        after = replayed.buffers.get(name, before)
         # A counter of calls would be equal after any call.
         if after.is_floating_point() and after.shape == before.shape == then[name].shape:
             changed = (after != before) & after.isfinite()
@@ -184,7 +184,6 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
 def _told(
     replayed: Replayed, source: Source, failed: FailedStep, reasons: tuple[str, ...]
 ) -> Diagnosis:
-    """Return a diagnosis that blames a source."""
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
     told = ((loss and _source_in(loss)) or source).told

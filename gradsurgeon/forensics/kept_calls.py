@@ -18,6 +18,8 @@ from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
+# Of the random states; Python keeps each of 625 words as an object.
+_RANDOM_BYTES = 50_000
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
 
@@ -26,7 +28,6 @@ class KeptCalls:
     """Keeps the calls of one model until the step ends that they feed."""
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
-        # While the session is paused, no call is kept.
         self._is_paused = is_paused
         # The number of calls in evaluation mode without gradients; `None` if calls were never seen.
         self.evaluations: int | None = None
@@ -37,7 +38,6 @@ class KeptCalls:
         # Whether a backward pass has begun and not reached a call yet.
         self._begins = False
         self._handles: list[RemovableHandle] = []
-        # By called module.
         self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._devices: tuple[str, ...] = ()
         self._kinds = {"cpu"}
@@ -76,7 +76,6 @@ class KeptCalls:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that was kept for a step."""
         self.step, self.reaching = KeptStep(), 0
 
     def updated(self) -> None:
@@ -122,7 +121,7 @@ class KeptCalls:
             iterators=tuple(iterators),
         )
         held = [*given, *call.buffers.values()]
-        call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
+        call.bytes = _RANDOM_BYTES + sum([x.numel() * x.element_size() for x in held])
         self._running[-1] = call
 
     def end(self, output: Any) -> None:
@@ -199,7 +198,6 @@ class _Hook:
                 kept.spare(error)
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Act after a call, also if it has raised."""
         del hooked, args
         if (kept := self._watching()) is not None:
             try:

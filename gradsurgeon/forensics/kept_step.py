@@ -34,8 +34,6 @@ class KeptCall:
     """One call of a model in training, with all that a replay needs: tensors by reference, containers as copies.
 
     Attributes:
-        module: the called module, reached weakly.
-        buffers: copies of the small buffers from before the call, by name in ``module``.
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
         last_node: the number of the last node of the graph that led to an output.
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
@@ -64,7 +62,6 @@ class KeptCall:
 
     @property
     def prefix(self) -> str:
-        """The prefix of names inside the module: empty for the root."""
         return "" if self.name == "." else f"{self.name}."
 
 
@@ -148,6 +145,5 @@ class FailedStep:
 
     @property
     def called(self) -> dict[str, nn.Module]:
-        """The modules that were called and still live, by name."""
         found = ((call.name, call.module()) for call in self.kept.calls)
         return {name: module for name, module in found if module is not None}

@@ -25,7 +25,6 @@ from gradsurgeon.planning import named_modules
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
-# The name of a module, and its class.
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
@@ -62,7 +61,6 @@ class Call:
 
     @property
     def nonfinite_numbers(self) -> list[float]:
-        """The NaN and infinities among the arguments that are plain numbers."""
         leaves = tree_leaves((self.args, self.kwargs))
         return [n for n in leaves if isinstance(n, float) and not math.isfinite(n)]
 
@@ -88,7 +86,6 @@ def name_of(func: Any) -> str:
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results of an operation."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -145,7 +142,6 @@ def kinds_in(tensor: Tensor) -> list[Kind]:
 
 
 def where_is(values: Tensor, kind: Kind) -> Tensor:
-    """Return a mask of the elements of one kind."""
     if kind == "NaN":
         return values.isnan()
     return values.isposinf() if kind == "Inf" else values.isneginf()
@@ -163,7 +159,6 @@ class ModuleCalls:
 
     @contextmanager
     def watched(self, root: nn.Module, came_out: Callable[[str, Any], None]) -> Iterator[None]:
-        """Follow the calls of all modules; ``came_out`` gets the name of a module and its output."""
         names: dict[int, str] = {}
         for name, module in named_modules(root).items():
             names.setdefault(id(module), name)

@@ -43,7 +43,6 @@ from gradsurgeon.forensics.operations import (
 from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
 from gradsurgeon.planning.manifest import ROOT
 
-# The kinds of tensors that can be non-finite before the operations begin, or between them.
 Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
@@ -51,7 +50,6 @@ _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
 # Forward passes of these return statistics for backward after their result.
 _SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
-# How many magnitudes before a birth are kept.
 _HISTORY = 20
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
@@ -62,8 +60,6 @@ _LARGEST_COPY = 2**28
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types there
-    """Follows non-finite numbers through the operations that run under it, forward and backward."""
-
     def __init__(self, modules: ModuleCalls, stop_at: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above
         self._modules = modules
@@ -153,7 +149,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                     kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)
                 }
                 self.memory.remember(output, sources)
-        # The new content is in memory from here on.
         for tensor in written:
             self.memory.of(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
@@ -173,7 +168,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
     ) -> list[Source]:
-        """Return the sources of the NaN, Inf or -Inf in a result."""
         taken, fresh = taken_from(call, output, kind)
         infinite = [one for one in taken if one[1] != "NaN"]
         known = [self._known(call, *one) for one in taken if kind != "NaN" or one[1] == "NaN"]
@@ -276,7 +270,6 @@ def _is_view(schema: Any) -> bool:
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes into."""
     found: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -22,7 +22,6 @@ from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
-# The prefix of inputs among the names of tensors with gradients.
 INPUT = "input "
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
@@ -39,8 +38,6 @@ class Replayed:
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
-        compared: how finite outputs compare with those of the call.
-        moved: the buffers before and after the replay, by name.
     """
 
     call: KeptCall
@@ -49,7 +46,7 @@ class Replayed:
     modules: dict[str, Source] = field(default_factory=dict)
     returned: set[Path] = field(default_factory=set)
     compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
-    moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -77,7 +74,6 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
     }
     then = {**dict(module.named_buffers()), **call.weights, **call.buffers}
     buffers = {name: then[name].detach().clone() for name, _ in module.named_buffers()}
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     # Copies without their graph, so the forward pass may write to them.
@@ -115,10 +111,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
                 found.outputs[path] = nonfinite_kind(tensor), source
         _go_back(found, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
-        after = dict(module.named_buffers())
-        found.moved = {
-            name: (before[name], after[name].detach()) for name in before if name in after
-        }
+        found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
 
 
 def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:
@@ -145,7 +138,6 @@ def _go_back(
     named: Mapping[str, Tensor],
     provenance: Provenance,
 ) -> None:
-    """Run the backward pass from the kept gradients of the outputs."""
     driven = {
         path: grad
         for path, grad in found.call.grads.items()
@@ -177,7 +169,6 @@ def _go_back(
 
 
 def _nodes_below(start: Any) -> set[Any]:
-    """Return the nodes of the graph below a node."""
     pending, met = [start], {None}
     while pending:
         new = {following for following, _ in pending.pop().next_functions} - met

@@ -61,7 +61,6 @@ class Source:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the numbers came back to the model in the gradient of an output."""
         return self.told.where == "output gradient"
 
     def may_mask(self, kind: Kind) -> bool:
@@ -192,8 +191,6 @@ class _Known:
 
 
 class Memory:
-    """Knows memory by its storages."""
-
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
@@ -246,7 +243,6 @@ class Memory:
             self.of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
 
     def lost_constant(self, call: Call) -> str:
-        """Return the sentence on a lost constant among the inputs of an operation, or an empty text."""
         told = (self.of(call.passed(tensor)).lost for tensor in call.tensors)
         return next(filter(None, told), "")
 

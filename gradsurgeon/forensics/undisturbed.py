@@ -18,7 +18,6 @@ from gradsurgeon.tensors.structure import Copied
 
 # The tables of a module are exchanged elsewhere, or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# The words of a Mersenne Twister and their index.
 _MT19937_BYTES = 4 * 625
 
 
@@ -32,17 +31,10 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: Iterable[str] = ()) -> RandomState:
-        """Return the state of the host, and of other devices by name."""
         states = {"cpu": torch.get_rng_state()}
         for device in {*devices} - {"cpu"}:
             states[device] = torch.get_device_module(device).get_rng_state(device)
-        return cls(states, _state_of_python(), _state_of_numpy())
-
-    @property
-    def nbytes(self) -> int:
-        # Each word is an object of Python.
-        host = 36 * 625 * ((self.python is not None) + (self.numpy is not None))
-        return host + sum([state.nbytes for state in self.torch.values()])
+        return cls(states, random.getstate(), _state_of_numpy())
 
     def set(self) -> None:
         for name, state in self.torch.items():
@@ -56,39 +48,22 @@ class RandomState:
             numpy.set_state(self.numpy)
 
 
-# By library, the last state, with the memory that it was read from: reading a state takes long.
-_known: dict[str, tuple[bytes, tuple[Any, ...]]] = {}
-
-
-def _state_of_python() -> tuple[Any, ...]:
-    # The generator lies behind the header of its object.
-    memory = _memory(id(random._inst) + object.__basicsize__)  # noqa: SLF001 # the only way to it
-    known, state = _known.get("python", (b"", ()))
-    # The second of two normal numbers lies elsewhere.
-    if known != memory or state[2] is not None:
-        state = random.getstate()
-        words = b"".join(word.to_bytes(4, sys.byteorder) for word in state[1][:-1])
-        # In another release of Python the words may lie elsewhere, and then nothing is remembered.
-        _known["python"] = memory if memory[4:] == words else b"", state
-    return state
+# The last state of numpy, with the memory that it was read from: reading the state takes long.
+_read: tuple[bytes, tuple[Any, ...]] = (b"", ())
 
 
 def _state_of_numpy() -> tuple[Any, ...] | None:
+    global _read  # noqa: PLW0603 # numpy has one state, too
     numpy = sys.modules.get("numpy.random")
     generator: Any = None if numpy is None else numpy.get_bit_generator()
     if numpy is None or type(generator).__name__ != "MT19937":
         return None
-    memory = _memory(generator.ctypes.state_address)
-    known, state = _known.get("numpy", (b"", ()))
-    if known != memory or state[3]:
+    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    # The second of two normal numbers lies elsewhere.
+    if _read[0] != memory or _read[1][3]:
         name, words, *rest = numpy.get_state()
-        state = (name, words.tolist(), *rest)
-        _known["numpy"] = memory, state
-    return state
-
-
-def _memory(place: int) -> bytes:
-    return ctypes.string_at(place, _MT19937_BYTES)
+        _read = memory, (name, words.tolist(), *rest)
+    return _read[1]
 
 
 @contextmanager

@@ -77,8 +77,6 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Executes a module by its own loader, and calls back."""
-
     def __init__(self, loader: Loader, executed: Callable[[], None]) -> None:
         self._loader = loader
         self._executed = executed

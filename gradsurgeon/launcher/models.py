@@ -43,7 +43,6 @@ class AttachedModel:
         return self.session.plan.subject
 
     def params(self) -> list[nn.Parameter]:
-        """Return the parameters of the model; none once the model is gone."""
         module = self.module()
         return [] if module is None else list(module.parameters())
 
@@ -63,7 +62,6 @@ class Models:
         self.attached: list[AttachedModel] = []
         # The rank of this process; its process group may be gone at the end.
         self.rank = 0
-        # True once the rules turned out to fit the models.
         self.fitting = False
         # The run directory of the first model of this process.
         self._folder: Path | None = None
@@ -77,13 +75,11 @@ class Models:
         return [m for m in self.attached if m.module() is not None and not m.session.removed]
 
     def waiting(self) -> list[AttachedModel]:
-        """Return the models whose training has not begun."""
         return [model for model in self._alive() if not model.begun]
 
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        """Put the rules on models of an optimizer that have none yet."""
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
             of = type(optimizer).__name__

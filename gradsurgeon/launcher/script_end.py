@@ -16,8 +16,6 @@ from gradsurgeon.planning import manifest_file
 
 
 class ScriptEnd:
-    """The work at the end of a process that trains; other processes have none."""
-
     def __init__(self, models: Models) -> None:
         self._models = models
         self._settings = models.settings

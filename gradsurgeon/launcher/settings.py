@@ -8,7 +8,6 @@ from pathlib import Path
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap")
 DISABLE = "GRADSURGEON_DISABLE"
-# All settings, as JSON.
 OPTIONS = "GRADSURGEON_OPTIONS"
 
 
@@ -39,7 +38,6 @@ class Settings:
 
 
 def is_off(environment: Mapping[str, str]) -> bool:
-    """Tell whether the user has turned everything off."""
     value = environment.get(DISABLE, "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
 

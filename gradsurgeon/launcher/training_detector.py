@@ -58,8 +58,6 @@ def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
 
 
 class _LogLines(logging.Handler):
-    """Shows log lines of the package as lines of the launcher."""
-
     def emit(self, record: logging.LogRecord) -> None:
         rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
         write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
@@ -83,7 +81,6 @@ class TrainingDetector:
         self._first_step = first_step
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Ends the wait for the first backward pass of a new model.
         self._end_waiting: Callable[[], None] | None = None
         self._undo = ExitStack()
 
@@ -96,7 +93,6 @@ class TrainingDetector:
         self._undo.callback(self._stop_waiting)
 
     def uninstall(self) -> None:
-        """Stop waiting. The sessions stay on the models."""
         self._undo.close()
 
     def search_built(self) -> None:

@@ -50,7 +50,6 @@ def largest(grad: Tensor) -> Tensor:
 
 
 def by_device(tensors: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
-    """Return numbers of tensors in groups of one device."""
     groups: dict[torch.device, list[int]] = {}
     for tensor in tensors:
         groups.setdefault(of[tensor].device, []).append(tensor)

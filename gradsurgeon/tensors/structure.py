@@ -167,8 +167,6 @@ def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class Arguments:
-    """The arguments of a call under the names of the signature, both positional and keyword arguments."""
-
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
         # An instance may shadow `forward` with a function of any signature; scripted modules only have their own.
