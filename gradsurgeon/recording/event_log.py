@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from threading import RLock
 
 import torch
@@ -37,6 +41,20 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
+
+_NOT_THE_SCRIPT = (
+    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    weakref.__file__,  # calls us when a model is gone
+    contextlib.__file__,  # calls us when a session is closed
+)
+
+
+def _level_of_the_script() -> int:
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
+    # A thread of autograd has no frame of the script.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @dataclass(slots=True)
@@ -148,7 +166,7 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        warn(_with_rule(message, rule), 2)
+        warn(_with_rule(message, rule), _level_of_the_script())
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT or (

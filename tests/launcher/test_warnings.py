@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -57,10 +58,11 @@ def run(folder: Path, script: str, *launch: str) -> Launched:
 
 
 @pytest.mark.cover_children
-def test_a_warning_comes_once_beside_those_of_the_script(tmp_path: Path) -> None:
+def test_a_warning_names_the_line_of_the_script(tmp_path: Path) -> None:
     done = run(tmp_path, "train(nn.Linear(2, 1))\n")
     assert done.code == 0, done.err
     assert done.err.count(f"GradSurgeonWarning: {OURS}") == 1, done.err
+    assert re.search(rf"{tmp_path}/train.py:\d+: GradSurgeonWarning: {OURS}", done.err)
     assert f"{tmp_path}/train.py:9: UserWarning: of the script\n  warnings.warn(" in done.err
 
 
