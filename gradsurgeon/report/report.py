@@ -23,8 +23,7 @@ from gradsurgeon.report.rules_and_events import (
     never_reached,
     rule_table,
 )
-from gradsurgeon.report.sparkline import LEGEND
-from gradsurgeon.report.tables import Table
+from gradsurgeon.report.tables import LEGEND, Table
 from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
 
 if TYPE_CHECKING:

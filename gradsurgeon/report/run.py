@@ -29,7 +29,7 @@ class Run(stored.Run):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "losses"] = "norms",
+        kind: Literal["norms", "heatmap"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -39,7 +39,7 @@ class Run(stored.Run):
         The pictures are the same as in `Session.plot`, except pictures of tensors, which a run directory does not hold.
 
         Args:
-            kind: ``"norms"``, ``"heatmap"`` or ``"losses"``.
+            kind: ``"norms"`` or ``"heatmap"``.
             name: a name, or a pattern as in a rule file, or several.
             rule: id of the `norm-log` rule whose norms are drawn. By default the norms of each tensor that the
                 report shows.

@@ -15,13 +15,11 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.names import shortened
 from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of
 from gradsurgeon.report.sources import from_run
-from gradsurgeon.report.sparkline import sparkline
-from gradsurgeon.report.tables import Table
+from gradsurgeon.report.tables import Table, shortened, sparkline
 from gradsurgeon.store.run import of_lowest_ranks, open_run
 
 Style = Literal["plain", "head", "bad", "warning", "faint"]

@@ -21,7 +21,7 @@ from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
-from gradsurgeon.report.grid import Grid, grid_of
+from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
 from gradsurgeon.report.page_lines import combined_data, compared_data, line
 from gradsurgeon.report.report import Report

@@ -11,7 +11,7 @@ import pytest
 
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
+from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
 from gradsurgeon.store import NOTHING_RECORDED, Key, Records
 
 NAN, INF = math.nan, math.inf

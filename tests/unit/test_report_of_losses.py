@@ -14,14 +14,14 @@ import pytest
 from commands import call_here
 from runs import meta, values
 
-from gradsurgeon import RecordError, open_run
+from gradsurgeon import open_run
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.loss_tables import compared_table
 from gradsurgeon.report.losses import Compared, Curve, split_pair
 from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.screen import look, screen
-from gradsurgeon.report.sparkline import level_line
+from gradsurgeon.report.tables import level_line
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store import Key, Records
@@ -448,25 +448,6 @@ def test_rules_are_not_suggested_from_them_and_nothing_fails(run: pathlib.Path) 
     assert "has no l2 norms of parameters" in done.stderr
     done = call_here("report", str(run), "--fail-on", "spike,trap,never-fired", cwd=run.parent)
     assert done.returncode == 0
-
-
-def test_a_picture_has_a_panel_for_each_rule(run: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    np = pytest.importorskip("numpy")
-    with open_run(run) as opened:
-        cosine, weight = opened.plot("losses").axes
-        (named,) = opened.plot("losses", name="seg/*").axes
-        with pytest.raises(
-            RecordError, match="nothing was recorded of several losses by a rule 'no'"
-        ):
-            opened.plot("losses", rule="no")
-        with pytest.raises(KeyError, match="is no name of what was recorded"):
-            opened.plot("losses", name="seg/dept")
-    lines = {line.get_label(): [*map(float, np.asarray(line.get_ydata()))] for line in cosine.lines}
-    assert lines["seg/depth"] == [-0.5, -0.75, 0.0]
-    assert lines["seg/edges"] == pytest.approx([0.25, 0.625])
-    assert [line.get_label() for line in weight.lines][:3] == list(LOSSES)
-    assert [line.get_label() for line in named.lines][:2] == ["seg/depth", "seg/edges"]
 
 
 def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.Path) -> None:

@@ -16,9 +16,9 @@ from runs import KEY, listing, meta, refuse_wal, values, write
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, from_run
-from gradsurgeon.report.names import shortened
 from gradsurgeon.report.rules_and_events import by_kind
 from gradsurgeon.report.screen import look, screen, status_line
+from gradsurgeon.report.tables import shortened
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
