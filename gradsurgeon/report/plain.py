@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.report.losses import Combined, Compared
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.store.json_text import json_number
 
 if TYPE_CHECKING:
     from gradsurgeon.report.ending import Ending
     from gradsurgeon.report.history import Track
+    from gradsurgeon.report.losses import Measured
     from gradsurgeon.report.report import Report
 
 
@@ -30,9 +30,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "rules": [_rule(report, rule) for rule in rules],
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
-        "losses": list(map(_plain, report.tagged)),
-        "conflicts": list(map(_compared, report.losses.compared)),
-        "combined": list(map(_combined, report.losses.combined)),
+        "losses": list(map(_losses, report.losses)),
         "median_of_one_step_in": report.history.sampled,
     }
 
@@ -49,24 +47,16 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
     return {"id": rule, "action": info.action, "role": info.role, "status": values}
 
 
-def _compared(found: Compared) -> dict[str, Any]:
+def _losses(one: Measured) -> dict[str, Any]:
     return {
-        "rule": found.rule,
-        "losses": list(found.losses),
-        "steps": list(found.steps),
-        "one_call_in": found.every,
-        "pairs": list(map(_plain, found.pairs)),
-    }
-
-
-def _combined(found: Combined) -> dict[str, Any]:
-    values = _plain(found)
-    weights = list(map(_plain, found.weights))
-    return {
-        "one_call_in": values.pop("every"),
-        **values,
-        "steps": list(found.steps),
-        "weights": weights,
+        "rule": one.rule,
+        "stat": one.stat,
+        "name": one.name,
+        "steps": [int(one.steps[0]), int(one.steps[-1])],
+        "calls": len(one.values),
+        "nonfinite": len(one.values) - len(one.finite),
+        **{field: json_number(value) for field, value in one.numbers.items()},
+        "one_call_in": one.every,
     }
 
 
@@ -74,19 +64,15 @@ def _norms(track: Track) -> dict[str, Any]:
     numbers = {field: getattr(track, field) for field in ("first", "median", "largest", "last")}
     return {
         "name": track.name,
-        **_plain(track.source),
+        **track.source._asdict(),
         **{field: json_number(one) for field, one in numbers.items()},
-        "spike": None if track.spike is None else _plain(track.spike),
+        "spike": track.spike
+        and {
+            "step": track.spike.step,
+            "value": json_number(track.spike.value),
+            "times": json_number(track.spike.times),
+        },
         "nonfinite": track.nonfinite,
         "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
         "zero_since": track.zero_since,
-    }
-
-
-def _plain(source: Any) -> dict[str, Any]:
-    """Return the fields of a named tuple without its curve."""
-    fields = source._asdict()
-    fields.pop("curve", None)
-    return {
-        name: json_number(one) if isinstance(one, float) else one for name, one in fields.items()
     }

@@ -16,6 +16,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
+    LOSS_STATS,
     RuleInfo,
     by_kind,
     event_lines,
@@ -28,7 +29,7 @@ from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
-    from gradsurgeon.report.losses import OfLosses, Tagged
+    from gradsurgeon.report.losses import Measured
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.store.rank_file import StoredSeries
 
@@ -107,16 +108,19 @@ class Report:
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
         norms = [found.table for found in self.norms]
-        from gradsurgeon.report.loss_tables import (  # noqa: PLC0415 # needs numpy
+        from gradsurgeon.report.losses import (  # noqa: PLC0415 # needs numpy
             loss_tables,
             tagged_table,
         )
 
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
-        rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
-        norms += map(tagged_table, [self.tagged] * bool(self.tagged))
-        return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
+        if tagged := self.tagged:
+            norms.append(tagged_table(tagged))
+        norms += (table for table, _ in loss_tables(self.losses, observed=self.observed))
+        if self.statuses:
+            norms.append(rule_table(self.rules, self.statuses, self.events))
+        return norms
 
     @property
     def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
@@ -166,25 +170,23 @@ class Report:
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         stats = {key.stat for key in self.history.keys}
-        if self.norms or (self.losses.stats and not stats - self.losses.stats):
+        if self.norms or (self.losses and stats <= {one.stat for one in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
         return f"norms: no l2 recorded; recorded: {recorded or NOTHING_RECORDED}"
 
     @cached_property
-    def tagged(self) -> list[Tagged]:
-        """The losses that the script has tagged and a rule has recorded."""
-        from gradsurgeon.report.losses import tagged_losses  # noqa: PLC0415 # needs numpy
+    def losses(self) -> list[Measured]:
+        """What was recorded of losses: values, conflicts, and weights."""
+        from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
-        series = *self.records, *self.of_all_ranks
-        return list(tagged_losses(series, {*self.params}, self.newest))
+        every = *self.records, *self.of_all_ranks
+        return losses_of(self.series, every, {*self.params}, self.newest)
 
-    @cached_property
-    def losses(self) -> OfLosses:
-        """What was recorded of several losses."""
-        from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
-
-        return of_series(self.series, self.rules, self.newest)
+    @property
+    def tagged(self) -> list[Measured]:
+        """The values of losses that the script has tagged."""
+        return [one for one in self.losses if one.stat not in LOSS_STATS]
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:

@@ -33,14 +33,12 @@ class RuleInfo:
         action: its action.
         role: what it is to a reader.
         logged: the parameters whose l2 norms it records.
-        losses: the losses, or the modules, whose gradients it compares or combines.
         kind: what it measures, such as "gradient" or "output".
     """
 
     action: str
     role: str = "edit"
     logged: tuple[str, ...] = ()
-    losses: tuple[str, ...] = ()
     kind: str = GRADIENT
 
 

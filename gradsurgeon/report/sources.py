@@ -17,8 +17,6 @@ from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
-    LOSS_STATS,
-    RATIO,
     STAT,
     UPDATES,
     WEIGHTS,
@@ -69,7 +67,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     if is_installed("numpy"):
         report = replace(report, ranks=_ranks(run, report.rules, newest))
         # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses, report.tagged
+        _ = report.steps, report.history.tracks, report.losses
     return report
 
 
@@ -152,15 +150,12 @@ def _rule_infos(
     for rule in planned:
         role = section(roles, rule["id"])
         stats = set(map(str, _list(role.get("stats"))))
-        names = tuple(map(str, (*_list(rule.get("params")), *_list(rule.get("modules")))))
+        names = map(str, (*_list(rule.get("params")), *_list(rule.get("modules"))))
         kind = _kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag")
-        # The losses, or the modules that send gradients back.
-        losses = tuple(map(str, _list(role.get("losses")))) or names
         found[rule["id"]] = RuleInfo(
             action=rule["action"],
             role=str(role.get("role", "edit")),
-            logged=names if STAT in stats and kind == GRADIENT else (),
-            losses=losses if stats & (LOSS_STATS - {RATIO}) else (),
+            logged=tuple(names) if STAT in stats and kind == GRADIENT else (),
             kind=kind,
         )
     return found
@@ -215,12 +210,10 @@ def _about(plan: Plan) -> dict[str, Any]:
         params.append({"name": param.name, "aliases": list(param.aliases), **dtype, **frozen})
     roles = {}
     for rule in rules.rules:
-        losses = getattr(rule, "losses", None)
         roles[rule.id] = {
             # A trap that cuts gradients edits them.
             "role": "edit" if rule.edits else rule.role,
             "stats": list(getattr(rule, "stats", ())),
-            **({"losses": list(losses)} if losses else {}),
         }
     return {
         "rules": {

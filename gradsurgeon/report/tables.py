@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import fmean
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from gradsurgeon.planning.table import grid
 
@@ -16,8 +15,6 @@ Curve = Sequence[float | None]
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _HISTORY = 1  # the column of the curves
-
-Value = TypeVar("Value")
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONFINITE = "✗"
@@ -41,7 +38,6 @@ class Table(NamedTuple):
         rows: cells, fit to be printed; the cell of a curve is empty.
         right: columns of numbers.
         curves: one for each row, the largest of each few values; `None` stands for a gap, NaN for non-finite.
-        ends: the range of the curves; `None` for a log scale of each row.
         levels: how serious each row is.
         notes: sentences that a reader needs, below the table.
     """
@@ -51,7 +47,6 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     right: frozenset[int] = frozenset()
     curves: Sequence[Curve] = ()
-    ends: tuple[float, float] | None = None
     levels: Sequence[Level] = ()
     notes: Sequence[str] = ()
 
@@ -65,11 +60,7 @@ class Table(NamedTuple):
         width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
         rows = [list(row) for row in self.rows]
         for row, curve in zip(rows, self.curves, strict=False):
-            row[_HISTORY] = (
-                sparkline(curve, width)
-                if self.ends is None
-                else level_line(curve, width, *self.ends)
-            )
+            row[_HISTORY] = sparkline(curve, width)
         yield from grid([self.head, *rows], right=self.right)
 
     def plain(self) -> dict[str, Any]:
@@ -103,7 +94,9 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     Each character stands for a run of steps by its largest value, so that a spike of one step
     survives; a single non-finite one marks the whole run.
     """
-    tops = [_top(run) for run in _runs(values, width)]
+    cells = min(width, len(values))
+    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
+    tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
 
     def draw(top: float | None) -> str:
@@ -117,20 +110,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
 
     return "".join(map(draw, tops))
-
-
-def level_line(values: Sequence[float | None], width: int, low: float, high: float) -> str:
-    """Draw values on a linear scale between two ends; each character stands for the mean of a few."""
-    known = [value for value in values if value is not None]
-    places = (int((fmean(run) - low) / (high - low) * len(BLOCKS)) for run in _runs(known, width))
-    return "".join(BLOCKS[max(0, min(len(BLOCKS) - 1, place))] for place in places)
-
-
-def _runs(values: Sequence[Value], most: int) -> Iterator[Sequence[Value]]:
-    """Yield the values in at most so many runs."""
-    cells = min(most, len(values))
-    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
-    return (values[start:stop] for start, stop in pairwise(edges))
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:

@@ -11,19 +11,21 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
+from gradsurgeon.report.losses import Measured, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
-from gradsurgeon.report.page_lines import combined_data, compared_data, line
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -35,6 +37,7 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.files import begins, check_replaceable, replacing
+from gradsurgeon.store.json_text import json_number
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.run import Run, open_run
 
@@ -46,6 +49,9 @@ ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 _MOST_ROWS, _MOST_MARKS = 10, 600
+_MOST_POINTS = 1500
+# Of several losses: fewer points than pixels, and enough to see since when.
+_CURVES, _POINTS = 20, 500
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -145,11 +151,16 @@ def page_data(run: Run) -> dict[str, Any]:
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": [line(one.name, *one.curve) for one in report.tagged],
+        "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
         "versus": [
-            *map(compared_data, report.losses.compared),
-            *(combined_data(one, observed=report.observed) for one in report.losses.combined),
+            {
+                "table": table.plain(),
+                "charts": [
+                    [title, list(map(_means, some[:_CURVES]))] for title, some in charts.items()
+                ],
+            }
+            for table, charts in loss_tables(report.losses, observed=report.observed)
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": [
@@ -250,3 +261,44 @@ def _event(group: EventGroup) -> dict[str, Any]:
         "where": ", ".join(where),
         "diagnosis": diagnosis_of(event.message),
     }
+
+
+def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str, Any]:
+    """Return a curve as it travels in the page, the worst of every few values if there are many.
+
+    Args:
+        label: its name.
+        steps: of each value.
+        values: `None` stands for no value.
+        every: a value is the largest that is known of so many steps.
+    """
+    steps, values = np.asarray(steps, np.int64), np.asarray(values, object)
+    there = np.array([value is not None for value in values], bool)
+    floats = np.where(there, values, -np.inf).astype(float)
+    # The worst is the first that is not finite, or else the largest.
+    badness = np.where(there & ~np.isfinite(floats), np.inf, floats)
+    # Several records of one step make one point.
+    _, starts = np.unique(steps, return_index=True)
+    ends = [*starts[:: max(1, -(-len(starts) // _MOST_POINTS))].tolist(), len(steps)]
+    worst = [start + int(np.argmax(badness[start:end])) for start, end in pairwise(ends)]
+    return {
+        "label": label,
+        "steps": steps[worst].tolist(),
+        "values": [_number(floats[place]) if there[place] else None for place in worst],
+        "every": every,
+    }
+
+
+def _means(one: Measured) -> dict[str, Any]:
+    """Return a curve of at most so many points, each the first step and the mean of a few steps."""
+    steps, back = np.unique(one.steps, return_inverse=True)
+    # There may be several calls in a step, which count as one.
+    each = np.bincount(back, one.values) / np.bincount(back)
+    starts = np.unique(np.arange(min(_POINTS, len(steps))) * len(steps) // min(_POINTS, len(steps)))
+    means = np.add.reduceat(each, starts) / np.diff(np.append(starts, len(steps)))
+    return line(one.name, steps[starts], means, -(-len(steps) // _POINTS))
+
+
+def _number(value: float) -> float | str:
+    # Six digits are more than anybody reads off a curve.
+    return json_number(float(f"{value:.6g}"))
