@@ -15,11 +15,11 @@ from commands import call_here
 from runs import meta, values
 
 from gradsurgeon import open_run
+from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.losses import Measured
 from gradsurgeon.report.plain import to_dict
-from gradsurgeon.report.screen import look, screen
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured as MeasuredRow
 from gradsurgeon.sinks.summary import summary
@@ -312,7 +312,7 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
 
 
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
-    lines = [line.text for line in screen(look(run), 100)]
+    lines = [text for text, _ in screen(look(run), 100)]
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 pairs of losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
@@ -383,7 +383,7 @@ def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.
         "negative": 0.0, "nonfinite": 1, "one_call_in": 1,
     }  # fmt: skip
     assert line["values"] == [2.0, 0.5, "Infinity", 0.25, 1.0]
-    assert title in [line.text for line in screen(look(tmp_path / "run"), 120)]
+    assert title in [text for text, _ in screen(look(tmp_path / "run"), 120)]
     assert "gap" not in str(report)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 from commands import call_here
+from gradsurgeon.report.page_lines import line
 from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.page_lines import line
 from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
@@ -307,7 +308,7 @@ def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0, 2.0]})
     writer.commit()
     place = tmp_path / "live.html"
-    watch._Page(tmp_path / "run", place).update(is_running=True)
+    write_page([tmp_path / "run"], place, reload_seconds=5.0)
     assert '"lasts":[0,1]' in place.read_text(encoding="utf-8")
     writer.add(Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0), frozenset())
     writer.close()
@@ -337,14 +338,26 @@ def test_a_page_takes_a_small_share_of_the_time(
         now[0] += 2.0
         return 0
 
+    writer = write(tmp_path / "run", {"a": [1.0]})
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 200:
+            writer.close()
+
     monkeypatch.setattr(watch, "write_page", write_slowly)
     monkeypatch.setattr("gradsurgeon.cli.watch.time.monotonic", lambda: now[0])
-    page = watch._Page(tmp_path, tmp_path / "page.html")
-    for _ in range(100):
-        page.update(is_running=True)
-        now[0] += 1.0
+    monkeypatch.setattr("gradsurgeon.cli.watch.time.sleep", sleep)
+    parser = argparse.ArgumentParser()
+    watch.add_options(parser)
+    page = str(tmp_path / "page.html")
+    assert (
+        watch.run(parser.parse_args([str(tmp_path / "run"), "--html", page, "--every", "1"])) == 0
+    )
     # Each takes 2 seconds, and the next one waits for 20 times as long.
-    assert written == [100.0, 142.0, 184.0]
+    # The last one shows how the run ended.
+    assert written[:3] == [100.0, 142.0, 184.0]
+    assert len(written) == 4
 
 
 def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path) -> None:
