@@ -15,9 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import Flags, Sheet, is_stored, joined, read_sheet
+from gradsurgeon.report.sheets import (
+    Flags,
+    Sheet,
+    has_grown,
+    is_stored,
+    joined,
+    numbers_of,
+    read_sheet,
+)
 from gradsurgeon.report.spikes import Floats, Ints, Spike
-from gradsurgeon.report.tensor_numbers import has_grown, numbers_of
 from gradsurgeon.store import Key, WholeSeries
 
 MOST_VALUES = 16 * 2**20

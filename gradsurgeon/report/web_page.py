@@ -14,7 +14,7 @@ from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
+from gradsurgeon.report.ending import diagnosis_of, first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.losses import Measured, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
@@ -56,18 +56,10 @@ _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
 
-class Written(NamedTuple):
-    """A page that was written: how many runs it shows, its size in bytes, and why other runs are not on it."""
-
-    runs: int
-    size: int
-    problems: list[str]
-
-
 def write_page(
     runs: Sequence[Path], place: Path, *, reload_seconds: float | None = None
-) -> Written:
-    """Write the page of all runs that can be read. No reader ever sees a part of it.
+) -> list[str]:
+    """Write the page of all runs that can be read, and return why others are not on it. No reader sees a part of it.
 
     Args:
         runs: run directories.
@@ -90,10 +82,9 @@ def write_page(
             problems.append(str(error))
     if not readable:
         raise RecordError("\n".join(problems))
-    page = web_page(readable, problems, reload_seconds)
     with replacing(place) as out:
-        out.write(page)
-    return Written(len(readable), len(page.encode()), problems)
+        out.write(web_page(readable, problems, reload_seconds))
+    return problems
 
 
 def web_page(
@@ -136,10 +127,8 @@ def page_data(run: Run) -> dict[str, Any]:
     rules = section(run.meta, "rules")
     files = rules.get("files")
     entries = files if isinstance(files, list) and files else [rules]
-    folder, _, _ = str(rules.get("file", "")).rpartition("/")
     return {
-        # The path of the rule file is shown beside its text.
-        "title": report.title.removeprefix(f"{folder}/") if folder else report.title,
+        "title": report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
@@ -249,16 +238,11 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    """Return events that say the same as one, with where they were: steps, how often, and ranks."""
-    (low, high), ranks, event = group.steps, group.ranks, group.first
-    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
-    if group.times > 1:
-        where.append(f"{group.times:,} times")
-    if ranks != [0]:
-        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
+    event = group.first
+    where = (group.repeated or f"step {event.step}", group.on_ranks)
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
-        "where": ", ".join(where),
+        "where": ", ".join(filter(None, where)),
         "diagnosis": diagnosis_of(event.message),
     }
 

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonError
 from gradsurgeon.report import summary
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.report import to_dict
 
 COMBINE = {"action": "combine", "method": "mgda"}
 

@@ -21,7 +21,7 @@ import gradsurgeon
 from gradsurgeon import Event, NonFiniteGradientError
 from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.report import from_run
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.store.writer import RunWriter
 

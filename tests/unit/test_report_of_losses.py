@@ -19,7 +19,7 @@ from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.losses import Measured
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
 from gradsurgeon.sinks.summary import Measured as MeasuredRow
 from gradsurgeon.sinks.summary import summary

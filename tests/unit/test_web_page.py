@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from commands import call_here
-from gradsurgeon.report.page_lines import line
 from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
+from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -100,14 +99,6 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
     assert kinds == ["exploding: grown.weight", "vanishing: first.weight"]
 
 
-def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Path) -> None:
-    rules = {"file": "/home/me/rules.yaml", "text": "version: 1", "sha256": "0"}
-    RunWriter(tmp_path / "run", rank=0, meta=meta(rules=rules)).close()
-    (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert run["title"] == "rules.yaml on Net"
-    assert run["files"][0]["file"] == "/home/me/rules.yaml"
-
-
 @pytest.mark.parametrize("times", [1, 3_000])
 def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
     steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, 2.0, -math.inf]
@@ -161,7 +152,7 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "steps 0 to 999, 1,000 times")
+    assert (event["message"], event["where"]) == ("event 0", "x1,000, steps 0..999")
     assert run["left_out"] == 0
 
 
@@ -255,10 +246,6 @@ def test_each_kind_of_tensors_has_a_section_of_its_own(tmp_path: Path) -> None:
         ("KLloss", True),
         ("TRAIN_LOSS", True),
         ("losses.0", True),
-        ("gloss", False),
-        ("lossy", False),
-        ("Glossary", False),
-        ("FLOSS", False),
         ("block.weight", False),
     ],
 )
@@ -277,7 +264,7 @@ def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_pat
     folder = str(tmp_path / "folder")
     done = call_here("report", str(tmp_path / "one"), folder, "--html", str(place), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{place}: 3 runs, ")
+    assert done.stdout.startswith(f"{place}: 3 runs; ")
     data = re.search(r'id="data">(.*?)</script>', place.read_text(encoding="utf-8"), re.DOTALL)
     assert data is not None
     folders = [run["folder"] for run in json.loads(data[1])["runs"]]
@@ -381,4 +368,4 @@ def test_the_models_of_a_script_are_on_one_page(tmp_path: Path) -> None:
     write(tmp_path / "run", {"g": [1.0, 2.0]}).close()
     write(tmp_path / "run" / "Critic", {"d": [1.0, 2.0]}).close()
     done = call_here("report", "run", "--html", "page.html", cwd=tmp_path)
-    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs,")
+    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs;")
