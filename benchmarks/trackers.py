@@ -18,8 +18,8 @@ from torch import nn
 import gradsurgeon
 from benchmarks.measure import rounded
 from benchmarks.overhead import Row
-from gradsurgeon.sinks.open_sinks import close_all
-from gradsurgeon.sinks.places import at_place, why_no_sink
+from gradsurgeon.sinks.delivery import close_all
+from gradsurgeon.sinks.sink import at_place, why_no_sink
 
 GROUP = "trackers"
 BARE, NORMS, ALL = "no rule", "norms", "norms, three trackers"

@@ -1,7 +1,6 @@
 """Reads a file of `torch.save` that may come from anywhere: everything is bounded before anything is loaded.
 
-`torch.load(weights_only=True)` runs no code of a file. But a file of a few kilobytes can still hold a compressed
-member that unpacks to gigabytes, a tensor of 10^11 elements, or a structure without end.
+A file of a few kilobytes can hold a compressed member of gigabytes, a tensor of 10^11 elements, or an endless structure.
 """
 
 from __future__ import annotations
@@ -57,20 +56,20 @@ class RefusedError(ValueError):
     """The file is damaged, or goes beyond a bound."""
 
 
-def load(path: Path, most_bytes: int) -> Any:
-    """Return the content of a file of `torch.save`, with all tensors on the host.
+def load(path: Path, most_bytes: int, device: str | torch.device = "cpu") -> Any:
+    """Return the content of a file of `torch.save`, on a device; `RefusedError` if it holds more than plain values."""
+    with _opened(path, most_bytes) as file:
+        return torch.load(file, map_location=device, weights_only=True)
 
-    Raises:
-        OSError: the file cannot be read.
-        RefusedError: it holds anything but plain containers and tensors, is damaged, or goes beyond a bound.
-    """
-    with checked(path, most_bytes) as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
+
+def check(path: Path, most_bytes: int) -> None:
+    """Refuse a file as `load` does; nothing is loaded."""
+    with _opened(path, most_bytes):
+        pass
 
 
 @contextmanager
-def checked(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
-    """Open a file, and refuse it as `load` does; nothing is loaded."""
+def _opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
     # A pipe would block without a flag.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with os.fdopen(os.open(path, flags), "rb") as file:

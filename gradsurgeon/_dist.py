@@ -1,8 +1,7 @@
 """Sharded tensors and the ranks that share them, wrapped once with types.
 
-A sharded parameter is a `DTensor`: every rank holds a part of it. A reduction of a `DTensor` silently gives
-this rank's number, so no other code in the package reduces one. The functions here work on `local`
-parts and merge the results of the ranks.
+A reduction of a `DTensor` silently gives this rank's number, so no other code in the package reduces one: the
+functions here work on `local` parts and merge the results of the ranks.
 """
 
 import os
@@ -174,8 +173,7 @@ def mesh_groups(tensor: Tensor) -> Groups:
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group.
 
-    A group serves only the devices of its backends: NCCL cannot reduce a tensor on the host. The
-    result returns to the device of ``values``.
+    A group serves only the devices of its backends: NCCL cannot reduce a tensor on the host.
     """
     reduced = values.clone()
     kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
@@ -199,12 +197,8 @@ def gather(values: Tensor, groups: Groups) -> Tensor:
 def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
     """Return one number per gradient, merged from the numbers of all ranks for their parts. A collective.
 
-    All ranks must call it with the same gradients in the same order.
-
-    Args:
-        grads: the gradients; a plain gradient has one part, on this rank.
-        parts: shape ``[len(grads), k]``.
-        merge: maps numbers of shape ``[ranks, n, k]`` to shape ``[n]``.
+    All ranks must call it with the same gradients in the same order. ``parts`` has the shape ``[len(grads), k]``;
+    ``merge`` maps numbers of shape ``[ranks, n, k]`` to shape ``[n]``.
     """
     places_of: dict[Groups, list[int]] = {}
     for place, grad in enumerate(grads):
@@ -277,15 +271,7 @@ def server(port: int | None, limit: timedelta) -> Any:
 def present(
     shared: Any, prefix: str, ranks: Iterable[int], limit: float, until: str = ""
 ) -> list[int]:
-    """Return the ranks that set their key below a prefix of a store in time, or before another key was set.
-
-    Args:
-        shared: the store.
-        prefix: the prefix; the key of a rank is its number.
-        ranks: the ranks to wait for.
-        limit: seconds.
-        until: the other key.
-    """
+    """Return the ranks that set their key, ``prefix/RANK``, within some seconds, or before the key ``until`` was set."""
     missing, end = set(ranks), time.monotonic() + limit
     wanted = sorted(missing)
     while True:

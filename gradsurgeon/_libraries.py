@@ -12,11 +12,7 @@ def is_installed(name: str) -> bool:
 
 
 def library(name: str, extra: str, what: str) -> Any:
-    """Import a library that comes with an extra.
-
-    Raises:
-        GradSurgeonError: it is missing or cannot be imported; the extra is named.
-    """
+    """Import a library that comes with an extra, which the error names if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:

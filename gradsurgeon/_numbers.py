@@ -1,8 +1,4 @@
-"""Numbers measured on gradients of any layout and dtype: norms, ranges, counts.
-
-The functions work on plain tensors, strided or sparse. Helpers for statistics in parts stand at the end: many
-gradients in one tensor, or one gradient over many ranks.
-"""
+"""Numbers measured on plain gradients, strided or sparse, of any dtype: norms, ranges, counts."""
 
 import cmath
 import ctypes
@@ -17,11 +13,7 @@ from gradsurgeon import _torch
 
 
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-    """Apply ``edit`` to a gradient of any layout, out of place.
-
-    A sparse gradient is coalesced first: its duplicates are addends, and bounding the addends does not
-    bound their sum.
-    """
+    """Apply ``edit`` to a gradient of any layout, out of place; a sparse one is coalesced: its duplicates are addends."""
     if grad.layout == torch.strided:
         return edit(grad)
     whole = grad.coalesce()
@@ -153,11 +145,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor] | None:
-    """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors.
-
-    Checking each tensor takes as long as measuring it. So the tensors are first copied together, and the checks
-    look at the result.
-    """
+    """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors."""
     sizes = sizes or tuple(map(Tensor.numel, grads))
     if max(sizes) > _FEW or (flat := joined(grads, sum(sizes))) is None:
         return None
@@ -272,18 +260,14 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least.
-
-    CUDA would round a 0-dim factor to half precision first: a factor below the smallest half would
-    become 0, and a factor above the largest half infinite.
-    """
+    """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         kinds.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), group in kinds.items():
         there = factor.to(device)
         if dtype in HALF:
-            # The kernel that `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
+            # CUDA would round a 0-dim factor to half precision first. The kernel that `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
             ignored = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
         else:

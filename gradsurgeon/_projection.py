@@ -1,21 +1,17 @@
 """Two projections of a tensor: signed sums of its elements, alike whatever its layout and however ranks share it.
 
-The sign of an element depends on its index in the flattened whole tensor alone. The signs are bits of SplitMix64
-(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) and are fixed for each `PATTERN`.
-The difference of the projections of two tensors, squared, is in the mean over patterns the squared norm of the
-difference of the tensors.
+The signs are bits of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), fixed for
+each `PATTERN`. The squared difference of two projections is in the mean the squared norm of the difference.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon._numbers import Segments
 
 PATTERN = 1  # the version; other signs get another number
 PROJECTIONS = 2
@@ -24,7 +20,6 @@ PERIOD = 4093
 # A pattern of rows times columns is blind to some exchanges of rows, and few rows show it. Smaller tensors get two
 # patterns in which each element has a sign of its own.
 _FULL = 64 * PERIOD
-_CHUNK = 2**12  # elements that are summed in the precision of the tensor
 _AT_ONCE = 64  # rows of a half-precision tensor that are converted together
 _INDICES = 2**20  # elements whose indices are computed together
 _COLUMNS, _ROWS, _ALL = 0, 1, 1 + PROJECTIONS  # the first number of each kind of pattern
@@ -58,52 +53,41 @@ def _row_signs(length: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _all(device: torch.device) -> Tensor:
-    """Return the signs of all elements of a small tensor. Shape ``[PROJECTIONS, n]``."""
-    return torch.stack([_signs(_ALL + k, _FULL, device) for k in range(PROJECTIONS)])
+    """Return the signs of all elements of a small tensor. Shape ``[PROJECTIONS, n]``, float64."""
+    return torch.stack([_signs(_ALL + k, _FULL, device).double() for k in range(PROJECTIONS)])
 
 
 def projections(tensor: Tensor) -> Tensor:
     """Return the projections of a tensor, or of this rank's part of a sharded tensor. Shape ``[2]``, float64.
 
-    The tensor has any layout and dtype. The two numbers of a complex one are those of its real and imaginary parts
-    in turn. The sum over the parts of a sharded tensor is the number of the whole.
+    A complex tensor has real and imaginary parts in turn. The parts of a sharded tensor add up to the whole.
     """
     part = _dist.local(tensor).detach().resolve_conj().resolve_neg()
     whole, device = tensor.numel() * (1 + part.is_complex()), part.device
     if not part.numel():
         return torch.zeros(PROJECTIONS, dtype=torch.float64, device=device)
     if part.layout != torch.strided:
-        return _of_sparse(part.coalesce(), whole)
+        part = part.to_dense()
     places = _dist.places(tensor)
     if part.is_complex():
         part = torch.view_as_real(part)
         places = [*places, torch.arange(2)] if places else []
     if not places:
-        return _of_run(part.reshape(-1), 0, whole)
+        return _of_whole(part.reshape(-1))
     sizes = [*tensor.shape, *([2] if part.dim() > tensor.dim() else [])]
     return _of_block(part, places, sizes, whole)
 
 
-def _of_run(flat: Tensor, start: int, whole: int) -> Tensor:
-    """Return the projections of successive elements of a tensor with so many elements in all."""
-    stop = start + len(flat)
-    if whole < _FULL:
-        return _of_small(_numbers.in_float32(flat), _all(flat.device)[:, start:stop])
-    signs = _column_signs(flat.device)
-    rows = _rows(-(-stop // PERIOD), flat.device)
-    # Up to the first whole row, whole rows, and what is left.
-    first = min(stop, -(-start // PERIOD) * PERIOD)
-    last = max(first, stop // PERIOD * PERIOD)
-    found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
-    for begin, end in ((start, first), (last, stop)):
-        if begin < end:
-            column = begin % PERIOD
-            piece = _numbers.in_float32(flat[begin - start : end - start])
-            total = piece.double() @ signs[column : column + len(piece)].double()
-            found += rows[:, begin // PERIOD] * total
-    if first < last:
-        middle = flat[first - start : last - start].view(-1, PERIOD)
-        found += rows[:, first // PERIOD : last // PERIOD] @ _row_sums(middle, signs)
+def _of_whole(flat: Tensor) -> Tensor:
+    """Return the projections of a tensor with these elements."""
+    if len(flat) < _FULL:
+        return _all(flat.device)[:, : len(flat)] @ flat.double()
+    signs, even = _column_signs(flat.device), len(flat) // PERIOD * PERIOD
+    rows = _rows(-(-len(flat) // PERIOD), flat.device)
+    sums = _row_sums(flat[:even].view(-1, PERIOD), signs)
+    found = rows[:, : len(sums)] @ sums
+    if rest := len(flat) - even:
+        found += rows[:, len(sums)] * (flat[even:].double() @ signs[:rest].double())
     return found
 
 
@@ -115,32 +99,8 @@ def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
     return torch.cat([torch.mv(part.float(), signs) for part in parts]).double()
 
 
-def _of_small(flat: Tensor, signs: Tensor) -> Tensor:
-    """Return the sums of elements times signs, with signs of shape ``[PROJECTIONS, len(flat)]``."""
-    signs = signs.to(flat.dtype)
-    if len(flat) <= 4 * _CHUNK:
-        return torch.mv(signs, flat).double()
-    even = len(flat) // _CHUNK * _CHUNK
-    chunks = flat[:even].view(-1, 1, _CHUNK)
-    by_chunk = signs[:, :even].view(PROJECTIONS, -1, _CHUNK).permute(1, 2, 0)
-    found = torch.bmm(chunks, by_chunk).sum(0, dtype=torch.float64).view(PROJECTIONS)
-    return found + torch.mv(signs[:, even:], flat[even:])
-
-
 def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) -> Tensor:
-    """Return the projections of a part of a tensor.
-
-    Args:
-        part: the elements.
-        places: for each dimension, the indices of the part in the whole.
-        sizes: the shape of the whole.
-        whole: its number of elements.
-    """
-    row = math.prod(sizes[1:])
-    start = int(places[0][0])
-    is_run = list(part.shape[1:]) == sizes[1:] and int(places[0][-1]) == start + len(part) - 1
-    if is_run:
-        return _of_run(part.reshape(-1), start * row, whole)
+    """Return the projections of a part, given its indices in the whole by dimension, and the shape of the whole."""
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=part.device)
     most = max(1, _INDICES // max(1, part.numel() // len(part)))
     for piece, first in zip(torch.split(part, most), torch.split(places[0], most), strict=True):
@@ -154,29 +114,8 @@ def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) 
 def _of_indices(flat: Tensor, index: Tensor, whole: int) -> Tensor:
     """Return the projections of elements at any indices of a tensor with so many elements in all."""
     if whole < _FULL:
-        signs = _all(flat.device)[:, index].double()
+        signs = _all(flat.device)[:, index]
     else:
         rows = _rows(-(-whole // PERIOD), flat.device)
         signs = rows[:, index // PERIOD] * _column_signs(flat.device)[index % PERIOD]
     return signs @ flat.double()
-
-
-def _of_sparse(tensor: Tensor, whole: int) -> Tensor:
-    values, dims = tensor.values(), tensor.sparse_dim()
-    first = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for size, index in zip(tensor.shape[:dims], tensor.indices(), strict=True):
-        first = first * size + index
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    width = math.prod(values.shape[1:])
-    indices = first[:, None] * width + torch.arange(width, device=tensor.device)
-    return _of_indices(values.reshape(-1), indices.reshape(-1), whole)
-
-
-def of_segments(segments: Segments) -> Tensor:
-    """Return the projections of many small tensors. Shape ``[2, len(lengths)]``, float64."""
-    flat, lengths = segments
-    index = torch.arange(len(flat), device=flat.device)
-    index -= segments.per_element(lengths.cumsum(0) - lengths)
-    signs = _all(flat.device)[:, index].double()
-    return torch.stack([segments.sum(flat * one) for one in signs])

@@ -1,7 +1,6 @@
 """Typed wrappers around torch calls that are private, untyped or easy to misuse.
 
-Only this module and `_backward_calls` use private names of torch. Each function states the fact that it relies on;
-the tests check every fact against the installed torch.
+Only this module and `_backward_calls` use private names of torch.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def node_of(root: Node | Tensor) -> Node:
 class Accumulation:
     """Distinguishes, inside a hook of a parameter, a `backward()` from a `torch.autograd.grad()`.
 
-    `grad()` returns gradients and must not see edits. It captures gradients before their accumulation
-    nodes would run, and torch raises if asked whether such a node will run. Each pass is asked once.
+    `grad()` captures gradients before their accumulation nodes run, and torch raises if asked whether one will run.
     """
 
     def __init__(self) -> None:
@@ -77,11 +75,7 @@ def is_capturing() -> bool:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Return whether a tensor has no numbers to read.
-
-    Such a tensor is on the meta device, in a trace of `torch.export`, in a transform of `torch.func`, or in a batch of
-    `is_grads_batched`. Inside a transform, torch refuses to write to older tensors, and new tensors die with it.
-    """
+    """Return whether a tensor has no numbers to read: on the meta device, in `torch.export`, `torch.func` or a batch."""
     functorch = torch._C._functorch  # noqa: SLF001
     return bool(
         tensor.is_meta
@@ -199,11 +193,9 @@ def share_storage(grads: Sequence[Tensor]) -> list[bool]:
 
 
 def stepping(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer whose step torch shows to hooks: for a wrapper, the optimizer inside it.
+    """Return the optimizer whose step torch shows to hooks: for a wrapper, the optimizer inside it, ``None`` if hidden.
 
-    Trainers wrap optimizers in objects that are torch optimizers by type. Some wrappers skip the constructor
-    and have no table of hooks; others share the table of the wrapped optimizer. In both cases the step of the
-    wrapped optimizer moves the weights. ``None`` if a wrapper hides that optimizer.
+    Some wrappers skip the constructor and have no table of hooks; others share the table of the wrapped optimizer.
     """
     table = vars(optimizer).get("_optimizer_step_pre_hooks")
     for inner in vars(optimizer).values():
@@ -283,8 +275,7 @@ def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None])
 def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     """Return a decorator for functions that `torch.compile` must neither trace nor compile.
 
-    `torch.compiler.disable` does this too, but it imports the compiler, which takes seconds. A script that
-    compiles nothing must not pay for the import. Torch calls `str` on ``reason`` when it needs the text.
+    `torch.compiler.disable` imports the compiler, which takes seconds. Torch calls `str` on ``reason`` for the text.
     """
 
     def mark(function: _Function) -> _Function:
@@ -311,11 +302,7 @@ def _skip_frames(function: Any, *, callees: str) -> None:
 
 
 def forget_compiled_code() -> bool:
-    """Drop all compiled code, so `torch.compile` compiles or rejects it again; return whether there was any.
-
-    Unlike `torch.compiler.reset`, this keeps everything except compiled code, and does not import
-    the compiler.
-    """
+    """Drop all compiled code, without importing the compiler; return whether there was any."""
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
         return False
@@ -330,11 +317,7 @@ def forget_compiled_code() -> bool:
 
 
 class _Copied:
-    """Reduces a table of hooks, for copies and saved files, to the entries of the script.
-
-    The object is the ``__reduce__`` attribute of the table. So handles of the script keep referring to this
-    table, and its type stays the type that torch and its compiler expect.
-    """
+    """Reduces a table of hooks, for copies and saved files, to the entries of the script, as its ``__reduce__``."""
 
     def __init__(self, table: OrderedDict[int, Any]) -> None:
         self._table = weakref.ref(table)

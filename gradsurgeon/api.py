@@ -125,10 +125,8 @@ def apply(
         sinks: trackers that receive aggregates and all events during training, such as
             `sinks.TensorBoard("runs/today")`. They receive the aggregates of each step, or in fast training the worst
             of every few steps; see `gradsurgeon.sinks`. If there are several ranks, rank 0 sends.
-        on_event: called with each event as it occurs, on the thread that has seen it. Its exception is raised at the
-            next place where training can stop with nothing half done. For an event before an update that is before
-            the weights move, else at the end of that update, of `Session.tick` or of the session. Ranks do not
-            agree on it: if one rank raises alone, the others wait for it.
+        on_event: called with each event as it occurs, on the thread that has seen it. The logger ``gradsurgeon`` gets
+            its exceptions, and training goes on.
 
     Returns:
         The session. It is a context manager that removes the rules at its end.
@@ -290,7 +288,7 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
-    with nullcontext() if session is None else session.resting():
+    with nullcontext() if session is None else session.context.resting():
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:
@@ -360,8 +358,7 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     if not sinks:
         return []
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
-    from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
-    from gradsurgeon.sinks.open_sinks import opened  # noqa: PLC0415 # the same
+    from gradsurgeon.sinks.delivery import Delivery, opened  # noqa: PLC0415 # most sessions have none
 
     if _dist.rank():
         for sink in sinks:

@@ -11,22 +11,15 @@ from typing import Literal
 from gradsurgeon import _html
 from gradsurgeon.errors import printable
 
-# When a tensor was already non-finite.
-ALREADY = {
-    "input": "when the model was called",
-    "weight": "before the step began",
-    "buffer": "before the step began",
-    "loss input": "when the loss was computed",
-}
 # The headline if no operation is blamed, by ``where``.
 _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
     "literal": "{what} was written by the script itself",
     "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
-    "loss input": "{bare} was not finite {already} ({what}), and no known operation has made it",
-    "input": "the input{name}{of} was not finite {already} ({what})",
-    "weight": "the weight{name} was not finite {already} ({what})",
-    "buffer": "the buffer{name} was not finite {already} ({what})",
+    "loss input": "{bare} was not finite when the loss was computed ({what}), and no known operation has made it",
+    "input": "the input{name}{of} was not finite when the model was called ({what})",
+    "weight": "the weight{name} was not finite before the step began ({what})",
+    "buffer": "the buffer{name} was not finite before the step began ({what})",
 }
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
@@ -50,18 +43,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Shape, range and non-finite elements of one tensor.
+    """Shape, range of the finite elements, and number of non-finite elements of one tensor.
 
     Attributes:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
-        dtype: its dtype, without ``torch.``.
-        low: the smallest finite element, ``None`` if there is none.
-        high: the largest finite element.
-        nan: number of elements that are NaN.
-        inf: number of infinite elements.
-        numel: number of elements.
-        minus_inf: number of elements that are minus infinity.
+        inf: number of infinite elements, ``minus_inf`` included.
     """
 
     name: str
@@ -101,13 +88,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a number became non-finite: the kind of fault, and the evidence for it.
-
-    Attributes:
-        fault: the kind of fault.
-        evidence: the results of repeating the operation alone.
-        advice: the next thing to try.
-    """
+    """Why a number became non-finite: the kind of fault, the results of repeating the operation, the next thing to try."""
 
     fault: Fault
     evidence: tuple[str, ...]
@@ -232,7 +213,6 @@ class Diagnosis:
                 bare=name,
                 name=f" {name}" if name not in ("", self.where) else "",
                 of=of,
-                already=ALREADY.get(self.where, ""),
             )
         if self.micro_batches > 1:
             told += f", micro-batch {self.micro_batch} of {self.micro_batches}"

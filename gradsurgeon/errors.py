@@ -1,17 +1,4 @@
-"""Every error and warning of the package.
-
-GradSurgeonError
-├── RuleFileError            all problems of a rule file at once, each with its place
-├── ManifestError            the first problem of a file with the names of a model
-├── ModelError               a model that cannot be imported or built
-├── BindError                rules that cannot act on this model
-├── TrapError                a rule stopped an update
-│   ├── NonFiniteGradientError   a ``nan-trap``
-│   └── GradientSpikeError       a ``spike-trap``
-└── RecordError              records that are missing or unreadable
-
-GradSurgeonWarning           a limit of a rule, with rule id and cause
-"""
+"""Every error and warning of the package: `GradSurgeonError` and its kinds, and `GradSurgeonWarning`."""
 
 from __future__ import annotations
 
@@ -250,11 +237,7 @@ class GradSurgeonWarning(UserWarning):
 
 
 def warn(text: str, stacklevel: int) -> None:
-    """Issue a warning, counting frames from the caller; a closed or broken stderr does not matter.
-
-    Raises:
-        GradSurgeonWarning: a filter of the script turns it into an error.
-    """
+    """Issue a warning, counting frames from the caller; a closed or broken stderr does not matter."""
     try:
         warnings.warn(text, GradSurgeonWarning, stacklevel + 1)
     except GradSurgeonWarning:

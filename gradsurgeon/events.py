@@ -39,12 +39,7 @@ class Event:
 
 
 def is_trip(event: Event, edits: Container[str] = ()) -> bool:
-    """Tell whether a trap tripped.
-
-    Args:
-        event: the event.
-        edits: ids of rules that edit gradients. Such a rule (`spike-trap` with `then: clip`) does not trip.
-    """
+    """Tell whether a trap tripped; ``edits`` are rules that edit, such as a `spike-trap` with `then: clip`."""
     return event.kind in TRIPS and event.rule not in edits
 
 

@@ -1,29 +1,49 @@
-"""Patterns and the names that they match. Knows nothing of torch.
-
-A glob becomes a regular expression that runs in linear time. A user's regular expression is accepted only
-if it is quick on any name of a sensible length.
-"""
+"""Patterns and the names that they match. Knows nothing of torch."""
 
 import itertools
 import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
-from typing import TypeAlias
+from importlib import import_module
+from operator import itemgetter
+from typing import Any, TypeAlias
 
-from gradsurgeon._expressions import PatternError, check_expression
+from gradsurgeon.errors import HintedError
 
 _MAX_TEXT = 500
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and their characters
-_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
+# Most ways through a short name: three `.*` and a choice of eight. On the longest possible name of a file three
+# `.*` take some 0.1 s.
+_SHORT, _MAX_WAYS = 32, 1 << 18
+_MAX_COUNT = 16  # repeats
+
+# The parser of `re` itself, so the judged expression is the one that runs. It has no public name.
+_sre: Any = import_module("re._parser")
+_REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
+# The parts of an expression that hold another.
+_PARTS: dict[str, Any] = {
+    "SUBPATTERN": itemgetter(3),
+    "ASSERT": itemgetter(1),
+    "ASSERT_NOT": itemgetter(1),
+    "ATOMIC_GROUP": itemgetter(slice(None)),
+}
+_GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
+
+_RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
+
+
+class PatternError(HintedError):
+    """A pattern that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +54,7 @@ class Pattern:
     @cached_property
     def regex(self) -> re.Pattern[str]:
         """The compiled expression, made when the first name is compared."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             return re.compile(self.expression)
 
     def matches(self, name: str) -> bool:
@@ -46,31 +65,24 @@ class Pattern:
         return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
 
 
+def _quiet() -> "warnings.catch_warnings[None]":
+    """Return a context without the warnings of `re` about its own changes, which a rule file cannot mend."""
+    return warnings.catch_warnings(action="ignore")
+
+
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern: a glob, or a regular expression after ``re:``.
-
-    In a glob ``*`` is any text, dots included, ``?`` any character, ``[0-9]`` and ``[!0-9]`` one
-    character in or out of a set, ``{a,b}`` one of several, ``{0..11}`` a whole number in a range.
-    Case counts, and the whole name must match.
-
-    Raises:
-        PatternError: the pattern is malformed, too long, or could take very long to match.
-    """
+    """Compile a glob, or a regular expression after ``re:``, or raise `PatternError` if it is malformed or slow."""
     if len(text) > _MAX_TEXT:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
-    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
-        message = "the pattern has typographic quotes, which are part of the text for YAML"
-        raise PatternError(message, f'write straight ones: "{text.strip(_TYPOGRAPHIC)[:80]}"')
     if text.startswith("re:"):
         expression = text.removeprefix("re:")
-        check_expression(expression)
+        _check_expression(expression)
         return Pattern(text, expression)
     if wrong := next((char for char in text if char in "^$()|+\\"), None):
-        example = 'regular expressions are written "re:..."'
-        hint = f"{example}; [!0-9] is any character but a digit" if wrong == "^" else example
+        hint = 'regular expressions are written "re:..."'
         raise PatternError(f"`{wrong}` has no meaning in a glob pattern", hint)
     parts = list(_glob_parts(text))
     if math.prod(map(len, parts)) > _MAX_CHOICES:
@@ -91,7 +103,6 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
 
 # The text between two dots of a glob. Braces and brackets may contain further dots.
 _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
-_RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 
 
 def segments(text: str, most: int) -> Iterator[Sequence[str]]:
@@ -110,22 +121,54 @@ def without_zeros(segment: str) -> str:
     return segment.lstrip("0") or "0"
 
 
+def _check_expression(text: str) -> None:
+    """Raise `PatternError` unless a text is a regular expression that is quick on every name."""
+    try:
+        with _quiet():
+            ways = _ways(_sre.parse(text))
+            re.compile(text)
+    except PatternError:
+        raise
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
+        raise PatternError(f"not a regular expression: {error}") from None
+    if ways > _MAX_WAYS:
+        raise PatternError("the expression could take very long on some names", _GLOB)
+
+
+def _ways(tree: Any, repeated: int = 0) -> int:
+    """Return a bound on the number of ways in which `re` may try an expression on a short name."""
+    total = 1
+    for op, value in tree:
+        name = str(op)
+        if name in _REPEATS:
+            low, high, body = value
+            if repeated and low != high:
+                raise PatternError("a repeat inside a repeat is not allowed, as in (a*)*", _GLOB)
+            count = max(1, repeated) * max(1, low)
+            if count > _MAX_COUNT:
+                raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
+            # What is optional is no repeat.
+            total *= _ways(body, count if high > 1 else repeated) * min(_SHORT, int(high) - low + 1)
+        elif name.startswith("GROUPREF"):
+            raise PatternError("back-references are not allowed", _GLOB)
+        elif name == "BRANCH":
+            if repeated:
+                raise PatternError("alternatives inside a repeat are not allowed", _GLOB)
+            total *= sum(map(_ways, value[1]))
+        elif name in _PARTS:
+            total *= _ways(_PARTS[name](value), repeated)
+    return total
+
+
 def contains(wide: str, narrow: str) -> bool:
-    """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches.
-
-    It is certain for equal patterns, for ``*``, and for a ``narrow`` without wildcards, which is one name.
-    """
-    if wide in (narrow, "*"):
+    """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches."""
+    if wide == narrow:
         return True
-    return compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
-
-
-def disjoint(first: str, second: str) -> bool:
-    """Tell whether it is certain that no name matches both. One of them must have no wildcards."""
-    for literal, pattern in ((first, second), (second, first)):
-        if compile_pattern(literal).is_literal:
-            return not compile_pattern(pattern).matches(literal)
-    return False
+    if narrow == ".":  # the root, which no other pattern matches
+        return False
+    return wide == "*" or (
+        compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
+    )
 
 
 def _glob_parts(text: str) -> Iterator[_Options]:
@@ -159,25 +202,17 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
         if end <= start:
             problem = "is not closed" if end < 0 else "holds nothing"
             raise PatternError(f"`[` at character {at + 1} {problem}", "write a set as [0-9]")
-        return f"[{'^' * negated}{_set(text[start:end])}]", end + 1
+        escaped = re.sub(r"[\\\[^&~|]", r"\\\g<0>", text[start:end])
+        piece = f"[{'^' * negated}{escaped}]"
+        try:
+            with _quiet():
+                re.compile(piece)
+        except re.error as error:
+            raise PatternError(f"[{text[start:end]}]: {error}", "write a set as [0-9]") from None
+        return piece, end + 1
     if char in "]}":
         raise PatternError(f"`{char}` at character {at + 1} closes nothing")
     return re.escape(char), at + 1
-
-
-def _set(body: str) -> str:
-    out = ""
-    at = 0
-    while at < len(body):
-        out += re.escape(body[at])
-        if body[at + 1 : at + 2] == "-" and at + 2 < len(body):
-            if body[at] > body[at + 2]:
-                low, high = body[at + 2], body[at]
-                raise PatternError(f"[{body}] has a reversed range", f"write {low}-{high}")
-            out += f"-{re.escape(body[at + 2])}"
-            at += 2
-        at += 1
-    return out
 
 
 def _braces(body: str) -> _Options:
@@ -233,11 +268,7 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 
 
 def _join(pieces: Iterable[str | None]) -> str:
-    """Join pieces into an expression without backtracking.
-
-    The text between two stars has one end for each start, and a later start means a later end. So the
-    first fit is as good as any, and an atomic group keeps it. Only the last piece is searched from the end.
-    """
+    """Join pieces into an expression without backtracking: between two stars the first fit is as good as any."""
     chunks = [""]
     for piece in pieces:
         if piece is not None:
@@ -274,33 +305,13 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
+    """Return a hint for a pattern that matches none of the names."""
     if not names:
         return "the model has no names to match"
-    if text.startswith("re:"):
-        body = f"(?:{text.removeprefix('re:')})"
-        tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]
-    else:
-        tries = [f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"]
-    # A range is written with two dots, and a comma separates alternatives in braces only.
-    tries.append(re.sub(r"\{(\d+)-(\d+)\}", r"{\1..\2}", text))
-    tries.append(f"{{{text}}}")
-    known = set(itertools.chain(*(name.split(".") for name in names)))
-
-    def spelt(word: re.Match[str]) -> str:
-        return word[0] if word[0] in known else next(iter(_closest(word[0], known, 1)), word[0])
-
-    tries.append(re.sub(r"[A-Za-z_][A-Za-z0-9_]{2,}", spelt, text))
-    for attempt in tries:
-        if count := len(_matched(attempt, names)):
-            return f'did you mean "{attempt}" ({count} match{"es" if count > 1 else ""})?'
+    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"):
+        with suppress(PatternError):
+            if count := len(select([compile_pattern(attempt)], names)):
+                return f'did you mean "{attempt}" (it matches {count})?'
     if near := nearest(text, names):
         return f"closest names: {', '.join(near)}"
-    example = ", ".join(names[:3])
-    return f"the model has {len(names)} name{'s' if len(names) > 1 else ''}, e.g. {example}"
-
-
-def _matched(text: str, names: Sequence[str]) -> list[int]:
-    try:
-        return select([compile_pattern(text)], names)
-    except PatternError:
-        return []
+    return f"the model has {len(names)} names, such as {', '.join(names[:3])}"

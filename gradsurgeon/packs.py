@@ -1,8 +1,4 @@
-"""The target of an entry of `include`: a pack of gradsurgeon, or a file of the user.
-
-All packs are in one folder. Its lock, ``packs.json``, has the file and the hash of the content of each published
-version, so a rule file that was reviewed with a pack keeps its meaning.
-"""
+"""The target of an entry of `include`: a pack of gradsurgeon, or a file of the user."""
 
 import hashlib
 import json
@@ -60,45 +56,27 @@ def published() -> dict[str, Included]:
 
 
 def rule_file(spec: str) -> Included:
-    """Return the file of a pack, named as in `include`, for a command or a call that takes a rule file.
-
-    Raises:
-        IncludeError: there is no such pack.
-    """
-    return _pack(spec[len(PREFIX) :])
+    """Return the file of a pack, named as in `include`, or raise `IncludeError`."""
+    known, name = published(), spec[len(PREFIX) :]
+    if name in known:
+        return known[name]
+    raise IncludeError(
+        f"there is no pack `{name[:60]}`; packs are named with their version, NAME@N, because an update "
+        "of gradsurgeon must not change what a reviewed file means",
+        did_you_mean(name, known) or f"known: {', '.join(f'{PREFIX}{one}' for one in known)}",
+    )
 
 
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
     if entry.casefold().startswith(PREFIX):
-        return _pack(entry[len(PREFIX) :])
+        return rule_file(entry)
     if base is None:
         raise IncludeError(
             f"`{entry[:80]}` would be relative to the including file, and there is none: these rules "
             "are a text, a dict or a pack",
-            _like_a_pack(entry) or "load them from a file, or include packs only",
+            f"load them from a file, or include packs, such as {PREFIX}nan-trap@1",
         )
     return find(entry, base)
-
-
-def _pack(spec: str) -> Included:
-    known = published()
-    if spec in known:
-        return known[spec]
-    newest = {}
-    for one in sorted(known, key=lambda one: int(one.partition("@")[2])):
-        newest[one.partition("@")[0]] = one
-    listed = ", ".join(f"{PREFIX}{one}" for one in sorted(newest.values()))
-    raise IncludeError(
-        f"there is no pack `{spec[:60]}`; packs are named with their version, NAME@N, because an update "
-        "of gradsurgeon must not change what a reviewed file means",
-        did_you_mean(spec, newest.values()) or f"known: {listed}",
-    )
-
-
-def _like_a_pack(entry: str) -> str:
-    """Return a hint if a pack was meant, such as ``nan-trap@1`` or ``gradsurgoen:nan-trap@1``."""
-    spec = entry.rpartition(":")[2]
-    return f"did you mean `{PREFIX}{spec}`?" if spec in published() else ""
 
 
 def file_on_disk(entry: str, base: Path) -> Included:
@@ -113,23 +91,19 @@ def file_on_disk(entry: str, base: Path) -> Included:
         hint = "name a file in the folder of the including file"
         raise IncludeError(f"`{entry[:80]}` cannot be looked up", hint) from None
     if not inside:
-        raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
+        raise leads_out(entry)
+    # Actions of a job write tokens there, and a message would quote them.
     if ".git" in path.relative_to(root).parts:
-        raise IncludeError(
-            f"`{entry[:80]}` is in `.git`, whose files are not reviewed",
-            "put the file beside the including file",
-        )
-    if not path.exists():
-        message = f"there is no file `{entry[:80]}` in the folder of the including file"
-        raise IncludeError(message, _like_a_pack(entry) or "correct the path")
+        raise IncludeError(f"`{entry[:80]}` is in `.git`", "put the file beside the including file")
     if not regular:
-        raise IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
+        message = f"there is no file `{entry[:80]}` in the folder of the including file"
+        raise IncludeError(message, f"correct the path; packs are written {PREFIX}NAME@N")
     return Included(str(named), path, named.parent)
 
 
-def leads_out(entry: str, how: str = "") -> IncludeError:
+def leads_out(entry: str) -> IncludeError:
     return IncludeError(
-        f"`{entry[:80]}` leads out of the folder of the including file{how}",
+        f"`{entry[:80]}` leads out of the folder of the including file, by `..` or by a link",
         "a rule file reads inside its own folder only: put the file there",
     )
 

@@ -12,16 +12,17 @@ from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus, is_trip
 from gradsurgeon.planning import Module, Param, Plan
-from gradsurgeon.recording.previews import CaptureKey
+from gradsurgeon.recording.captured import CaptureKey
 from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.store import Logged, Lookup, RecordQueries
+from gradsurgeon.store import Lookup, RecordQueries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Answer = TypeVar("Answer")
+_PAUSED = "the session pauses on this rank: pause it on all ranks at the same place, or ranks wait and weights drift apart"
 
 
 class Session(RecordQueries):
@@ -51,12 +52,14 @@ class Session(RecordQueries):
     def pause(self) -> None:
         """Stop all rules until `resume()`. Steps are still counted.
 
-        On several ranks, pause all of them. Under DDP a paused rank leaves its gradients unedited while the others edit
-        theirs, so the weights drift apart. For sharded parameters all ranks leave gradients unedited if one rank is paused. The
-        ranks learn of it at the end of a backward pass, so a pause between a pass and its update begins after that update. Sharded
-        parameters have no records of passes in which one rank is paused.
+        On several ranks, pause all of them at the same place. Under DDP a paused rank leaves its gradients unedited while the
+        others edit theirs, so the weights drift apart. Rules that need whole gradients of sharded parameters wait for a paused
+        rank until the time limit of the process group. Sharded parameters have no records of passes in which one rank is paused.
         """
-        self._attachment.context.paused = True
+        context = self._attachment.context
+        context.paused = True
+        if context.ranks.are_several:
+            context.event_log.notice_once("paused", _PAUSED, step=self.step)
 
     def resume(self) -> None:
         """Resume the rules after `pause()`."""
@@ -200,8 +203,8 @@ class Session(RecordQueries):
         for rule in self.plan.rules.rules:
             if isinstance(rule, ObserverRule):
                 bound = {binding.name for binding in self.plan.of(rule.id)}
-                names = frozenset(bound | measured.get(rule.id, set()))
-                logged[rule.id] = Logged(getattr(rule, "stats", ()), names)
+                names = bound | measured.get(rule.id, set())
+                logged[rule.id] = getattr(rule, "stats", ()), names
         things: list[Module | Param] = [*manifest.params, *manifest.modules]
         aliases = {alias: thing.name for thing in things for alias in thing.aliases}
         known = dict.fromkeys(thing.name for thing in things)
@@ -213,11 +216,8 @@ class Session(RecordQueries):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._attachment.remove()
-        event_log = self._attachment.context.event_log
-        if kind is None:
-            event_log.raise_raised()
-        else:  # the script's own exception goes on
-            event_log.log_raised()
+        if kind is None:  # else the script's own exception goes on
+            self._attachment.context.event_log.raise_raised()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and files get `None` instead of the session, without a name of this package.

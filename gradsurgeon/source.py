@@ -1,8 +1,4 @@
-"""Rule files as text: YAML 1.2 (core schema) read into plain values with places.
-
-Values are built from YAML *events*, one at a time. PyYAML's own tree builder would overflow the stack of
-the process on deep nesting (with libyaml), and it follows YAML 1.1.
-"""
+"""Rule files as text: YAML 1.2 (core schema) read into plain values with places."""
 
 import os
 import pathlib
@@ -12,7 +8,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from gradsurgeon._slips import indicator_hint, mark_at, syntax_error
 from gradsurgeon.errors import Place, Problem, RuleFileError
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -35,6 +30,38 @@ _CORE = re.compile(
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
 )
+
+
+_INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
+_VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
+
+
+def _mark_at(line: int, column: int) -> yaml.Mark:
+    return yaml.Mark("", 0, line, column, None, 0)
+
+
+def _indicator_hint(char: str) -> str:
+    return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
+
+
+def _hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
+    """Return the most likely remedy of a mistake; scanners describe it in terms of tokens."""
+    context, problem = error.context or "", error.problem or ""
+    value = _VALUE.match(line[:500])
+    first = "*" if "alias" in context else value[1] if value else ""
+    if "\t" in line:
+        return "YAML does not allow tabs for indentation: use spaces"
+    if "unknown escape" in problem:
+        return "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
+    if first in _INDICATORS and "flow" not in context:
+        return _indicator_hint(first)
+    if error.context_mark and ("flow" in context or "quoted" in context):
+        opened = error.context_mark.line + 1
+        return f"is the quote or the bracket that opens on line {opened} closed?"
+    return (
+        "quote text with special characters, write `key: value` with a blank behind the colon, and give the "
+        "keys of one mapping the same indentation; the mistake may be in the line above"
+    )
 
 
 class _HaltError(Exception):
@@ -72,7 +99,7 @@ class _Text:
         """Return the place between two marks, within the first line."""
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
-            start = end = mark_at(last, len(self.lines[last]))
+            start = end = _mark_at(last, len(self.lines[last]))
         line, end = self.lines[start.line], end or start
         width = (end.column if end.line == start.line else len(line)) - start.column
         return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
@@ -80,11 +107,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class Document:
-    """A rule file as plain values, with the place of each.
-
-    ``data`` consists of dict, list, str, int, float, bool and None; it is ``None`` only if nothing could
-    be read. ``problems`` are in the order of finding. ``folder`` is the folder of the file, if it has one.
-    """
+    """A rule file as plain values, ``None`` only if nothing could be read, with the place of each."""
 
     file: str
     text: str = field(repr=False)
@@ -114,7 +137,7 @@ class Document:
         first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
         if first is not None:
             return self._source.place(first.start, first.end)
-        return self._source.place(node.start if node else mark_at(0, 0))
+        return self._source.place(node.start if node else _mark_at(0, 0))
 
     def _find(self, path: Path) -> _Node | None:
         node = self._root
@@ -164,7 +187,7 @@ class _Reader:
         self.anchors: dict[str, _Node] = {}
 
     def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
-        raise _HaltError(Problem(self.source.place(mark or mark_at(0, 0)), check, message, hint))
+        raise _HaltError(Problem(self.source.place(mark or _mark_at(0, 0)), check, message, hint))
 
     def note(self, check: str, message: str, hint: str, node: _Node) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
@@ -183,7 +206,7 @@ class _Reader:
             self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
         if match := _FORBIDDEN.search(text):
             start = match.start()
-            mark = mark_at(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
+            mark = _mark_at(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
             message = f"YAML syntax: {match[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
             self.halt("yaml-syntax", message, hint, mark)
@@ -199,19 +222,21 @@ class _Reader:
                     self.halt("too-large", f"more than {_MAX_NODES} values", "", event.start_mark)
                 if self.root and isinstance(event, yaml.DocumentStartEvent):
                     second = _Node(None, event.start_mark, event.end_mark)
-                    self.note(
-                        "several-documents",
-                        "a second document",
-                        "a rule file has one document",
-                        second,
-                    )
+                    hint = "a rule file has one document"
+                    self.note("several-documents", "a second document", hint, second)
                     break
                 self.take(event)
         except yaml.MarkedYAMLError as error:
             # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
             if "maximum nesting depth" in (error.problem or ""):
                 self.refuse_depth(error.problem_mark)
-            message, hint, mark = syntax_error(error, self.source.lines)
+            mark: Any = error.problem_mark
+            # A token that does not end is noticed late.
+            if "scanning" in (error.context or "") and "tab" not in (error.problem or ""):
+                mark = error.context_mark or mark
+            lines = self.source.lines
+            hint = _hint_for(error, lines[min(mark.line, len(lines) - 1)])
+            message = ", ".join(filter(None, (error.context, error.problem)))
             self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
         if self.root is None or self.root.data is None:
             hint = "a rule file has `version: 1` and a list of `rules`"
@@ -239,7 +264,7 @@ class _Reader:
             self.anchors[event.anchor] = node
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:80]
-            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", indicator_hint("!"), node)
+            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
         """Return the value of a scalar. Quoted and tagged scalars are text."""
@@ -263,7 +288,7 @@ class _Reader:
         if node is None:
             node = _Node(f"*{name}", event.start_mark, event.end_mark)
             message = f"YAML syntax: there is no anchor &{name[:80]}"
-            self.note("yaml-syntax", message, indicator_hint("*"), node)
+            self.note("yaml-syntax", message, _indicator_hint("*"), node)
         if isinstance(node, _Collection) and node.open:
             self.halt("too-large", f"*{name[:80]} contains itself", "", event.start_mark)
         return node
@@ -271,11 +296,6 @@ class _Reader:
     def close(self, event: Any) -> _Node:
         node = self.stack.pop()
         node.open, node.end = False, event.end_mark
-        if node.flow and node.keys and all(item.data is None for item in node.items.values()):
-            text = self.source.text[node.start.index : node.end.index]
-            message = f"YAML syntax: {text[:80]} is read as a mapping, its keys have no values"
-            self.note("yaml-syntax", message, indicator_hint("{"), node)
-            node.data, node.items, node.keys = text, {}, {}
         return node
 
     def attach(self, node: _Node) -> None:

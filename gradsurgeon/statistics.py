@@ -1,8 +1,4 @@
-"""The table of statistics: measuring one gradient, measuring many in a batch, and merging shards.
-
-A new statistic is one more entry: here, or through `add_statistic` for a user's own. The module imports torch
-only to measure, because linting a rule file must not need torch.
-"""
+"""The table of statistics: measuring one gradient, or many in a batch, and merging shards. Needs torch only to measure."""
 
 from __future__ import annotations
 
@@ -85,13 +81,6 @@ def of_column(column: str) -> Statistic:
 def _late(room: str) -> Any:
     """Return a room that needs torch: linting must not need it."""
     return import_module(f"gradsurgeon.{room}")
-
-
-def _linf(elements: Tensor, _missing: int) -> Tensor:
-    if elements.is_cpu and not elements.is_complex():
-        # Two passes that write nothing are faster than one pass that writes.
-        return elements.amax().maximum(-elements.amin())
-    return elements.abs().amax()
 
 
 def _std(elements: Tensor, missing: int) -> Tensor:
@@ -177,7 +166,7 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
     ),
     "linf": Statistic(
-        _linf,
+        lambda elements, _: elements.abs().amax(),
         merge="max",
         empty=0.0,
         segments=lambda segments: segments.max(segments.flat.abs()),
@@ -224,7 +213,6 @@ STATISTICS: dict[str, Statistic] = {
         lambda elements, _: _late("_projection").projections(elements),
         merge="sum",
         empty=0.0,
-        segments=lambda segments: _late("_projection").of_segments(segments),
         columns=("projection_1", "projection_2"),
         whole=lambda tensor: _late("_projection").projections(tensor),
     ),

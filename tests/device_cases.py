@@ -119,7 +119,7 @@ def of_losses(*, on_device: bool) -> dict[str, Any]:
     return {
         "grads": [plain(param.grad) for param in model.parameters() if param.grad is not None],
         "weights": [session.latest(name, "weight") for name in losses],
-        "opposed": session.latest("one/other", "opposed"),
+        "cosine": session.latest("one/other", "cosine"),
     }
 
 

@@ -25,7 +25,7 @@ TEXT = """\
 and `last` norm; `spike` (`step`, `value`, and how many `times` the median before it, or `null`); `nonfinite` (how many norms);
 `nonfinite_step` (the first one, or `null`); `zero_since` (the step from which on it is 0, or `null`).
 
-**`losses`**: `rule`; `stat` (`cosine`, `ratio` and `opposed` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
+**`losses`**: `rule`; `stat` (`cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
 `name`; first and last of `steps`; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
 `least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0); `one_call_in` (of long runs one call in so many is read).
 

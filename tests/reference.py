@@ -5,8 +5,7 @@ import setups
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.explain import action_page, check_page, keys, options_table, table
-from gradsurgeon.review.checks import CHECKS
-from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.checks import CHECKS, READING_CHECKS
 
 HEAD = """\
 # Reference

@@ -5,87 +5,41 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from gradsurgeon.actions._base import (
-    MOMENTS,
-    Example,
-    Moment,
-    Rule,
-    check_rule,
-    in_order,
-    known_actions,
-)
-from gradsurgeon.actions._effects import (
-    NEVER,
-    ByNorm,
-    Combination,
-    Comparison,
-    Decision,
-    Edit,
-    Examination,
-    Observer,
-    Spikes,
-)
-from gradsurgeon.actions._fields import (
-    FROM_LIST,
-    TARGETS,
-    Flaw,
-    TargetKind,
-    described,
-    flawed,
-    gradient_pairs,
-    spelled,
-    written,
-)
-from gradsurgeon.actions._kinds import (
-    CaptureRule,
-    CheckRule,
-    EditRule,
-    FreezeRule,
-    LossRule,
-    ObserverRule,
-    TrapRule,
-)
-from gradsurgeon.actions._options import Options, Steps, Where
-
-__all__ = [
-    "ACTIONS",
-    "FROM_LIST",
-    "MOMENTS",
-    "NEVER",
-    "TARGETS",
-    "ByNorm",
-    "CaptureRule",
-    "CheckRule",
-    "Combination",
-    "Comparison",
-    "Decision",
-    "Edit",
-    "EditRule",
-    "Examination",
-    "Example",
-    "Flaw",
-    "FreezeRule",
-    "LossRule",
-    "Moment",
-    "Observer",
-    "ObserverRule",
-    "Options",
-    "Rule",
-    "Spikes",
-    "Steps",
-    "TargetKind",
-    "TrapRule",
-    "Where",
-    "check_rule",
-    "described",
-    "flawed",
-    "gradient_pairs",
-    "in_order",
-    "known_actions",
-    "spelled",
-    "written",
-]
-
+from gradsurgeon.actions._base import Example as Example
+from gradsurgeon.actions._base import Moment as Moment
+from gradsurgeon.actions._base import Rule as Rule
+from gradsurgeon.actions._base import check_rule as check_rule
+from gradsurgeon.actions._base import in_order as in_order
+from gradsurgeon.actions._base import known_actions as known_actions
+from gradsurgeon.actions._effects import NEVER as NEVER
+from gradsurgeon.actions._effects import ByNorm as ByNorm
+from gradsurgeon.actions._effects import Combination as Combination
+from gradsurgeon.actions._effects import Comparison as Comparison
+from gradsurgeon.actions._effects import Decision as Decision
+from gradsurgeon.actions._effects import Edit as Edit
+from gradsurgeon.actions._effects import Examination as Examination
+from gradsurgeon.actions._effects import Observer as Observer
+from gradsurgeon.actions._effects import Spikes as Spikes
+from gradsurgeon.actions._fields import FROM_LIST as FROM_LIST
+from gradsurgeon.actions._fields import TARGETS as TARGETS
+from gradsurgeon.actions._fields import Flaw as Flaw
+from gradsurgeon.actions._fields import TargetKind as TargetKind
+from gradsurgeon.actions._fields import described as described
+from gradsurgeon.actions._fields import flawed as flawed
+from gradsurgeon.actions._fields import gradient_pairs as gradient_pairs
+from gradsurgeon.actions._fields import spelled as spelled
+from gradsurgeon.actions._fields import written as written
+from gradsurgeon.actions._kinds import CaptureRule as CaptureRule
+from gradsurgeon.actions._kinds import CheckRule as CheckRule
+from gradsurgeon.actions._kinds import EditRule as EditRule
+from gradsurgeon.actions._kinds import FreezeRule as FreezeRule
+from gradsurgeon.actions._kinds import LossRule as LossRule
+from gradsurgeon.actions._kinds import ObserverRule as ObserverRule
+from gradsurgeon.actions._kinds import TrapRule as TrapRule
+from gradsurgeon.actions._options import Options as Options
+from gradsurgeon.actions._options import Steps as Steps
+from gradsurgeon.actions._options import Where as Where
+from gradsurgeon.actions._options import read_options as read_options
 
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -1,9 +1,4 @@
-"""The base of all rules: selection, schedule, and the contract of an action.
-
-Each action has one file in this folder: a class derived from one of `_kinds`, with options, examples and
-`compile`. `gradsurgeon.actions` finds these files and keeps no list. They import torch only when a rule is
-compiled, because linting a rule file must not need torch.
-"""
+"""The base of all rules: selection, schedule, and the contract of an action."""
 
 from __future__ import annotations
 
@@ -13,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gradsurgeon.actions._effects import Effect
 from gradsurgeon.actions._fields import (
-    MAX_FLAWS,
     TARGETS,
     Flaw,
     Glob,
@@ -28,7 +22,7 @@ from gradsurgeon.actions._fields import (
     described,
     parse_tensor,
 )
-from gradsurgeon.actions._options import Expect, Options, Steps, Where, keys_of
+from gradsurgeon.actions._options import Expect, Options, Steps, Where, read_options
 from gradsurgeon.errors import did_you_mean
 
 Point = Literal["backward", "accumulated", "step"]
@@ -38,6 +32,13 @@ POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS, "updated")
 
 GRADIENTS_ONLY = "`when` is for edits of outputs and inputs: gradients exist in training only"
+
+# What to write for `tensor`.
+_TENSORS: Mapping[TargetKind, str] = {
+    "params": "leave `tensor` out, or write `value` or `update` with `norm-log`",
+    "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one by path as `output[0].grad`",
+    "tensors": "write `grad` or `value`",
+}
 
 # Every defined action by name: the actions of gradsurgeon, and a user's own.
 known_actions: dict[str, type[Rule]] = {}
@@ -69,20 +70,12 @@ class Rule(Options):
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
-    no_at_reason: ClassVar[str] = ""
     # Whether editing the parts of a sum is editing the sum.
     linear: ClassVar[bool] = True
     # Whether the rule needs a number of a whole gradient, such as a norm.
     measures: ClassVar[bool] = False
     # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
-    # What to write for `tensor`.
-    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {
-        "params": "leave `tensor` out, or write `value` or `update` with `norm-log`",
-        "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such "
-        "as `output[0].grad`",
-        "tensors": "write `grad` or `value`",
-    }
     # Whether the rule can read weights and what updates change, besides gradients.
     reads_weights: ClassVar[bool] = False
     # The option that a target needs.
@@ -183,95 +176,64 @@ class Rule(Options):
         """The patterns of the names that the rule selects."""
         return tuple(getattr(self, self.target))
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+    def flaws(self) -> Iterator[Flaw]:
         """Yield the flaws of target and `at`; actions add the flaws of their options."""
-        if cls is Rule:  # the action is unknown
-            return
-        named = [kind for kind in TARGETS if given.get(kind) is not None]
+        named = [kind for kind in TARGETS if getattr(self, kind) is not None]
+        known = " or ".join(f"`{kind}`" for kind in self.targets)
         if not named:
-            names = ", ".join(f"`{kind}`" for kind in cls.targets)
-            choice = f"one of {names}" if len(cls.targets) > 1 else names
-            key = cls.targets[0]
-            message = f"missing key `{key}`: a rule names its target by {choice}"
-            yield Flaw(key, message, "add patterns of names", missing=True, check="missing-key")
-        elif len(named) > 1:
+            message = f"missing key `{self.targets[0]}`: a rule names its target by {known}"
+            yield Flaw(self.targets[0], message, "add patterns of names", "missing-key")
+            return
+        target = named[0]
+        if len(named) > 1:
             message = f"a rule has one target, found {' and '.join(f'`{kind}`' for kind in named)}"
-            yield Flaw(named[1], message, "write one rule for each", key=True)
-        else:
-            yield from cls._flaws_of_target(named[0], given)
-            if named[0] != "params" and cls.takes_at:
-                if given.get("at") is not None:
-                    message = (
-                        f"`at` is for `params`: {named[0]} act at the moment the tensor exists"
-                    )
-                    yield Flaw("at", message, "remove it", key=True)
-                return
-        yield from cls._at_flaws(given.get("at"))
-
-    @classmethod
-    def _flaws_of_target(cls, target: TargetKind, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        text, where = given.get("tensor"), given.get("where")
-        if target not in cls.targets:
-            known = " and ".join(f"`{kind}`" for kind in cls.targets)
-            message = f"{cls.name()} acts on {known}, not on `{target}`"
-            yield Flaw(target, message, f"name {known.replace(' and ', ' or ')}", key=True)
-        elif isinstance(text, str | None) and isinstance(ref := parse_tensor(target, text), str):
-            check = "missing-key" if text is None else "bad-value"
-            yield Flaw("tensor", ref, cls.tensor_hints[target], missing=text is None, check=check)
-        keys = where if isinstance(where, Mapping) else getattr(where, "model_fields_set", ())
+            yield Flaw(named[1], message, "write one rule for each")
+        elif target not in self.targets:
+            message = f"{self.name()} acts on {known}, not on `{target}`"
+            yield Flaw(target, message, f"name {known}")
+        elif isinstance(ref := parse_tensor(target, self.tensor), str):
+            check = "missing-key" if self.tensor is None else "bad-value"
+            yield Flaw("tensor", ref, _TENSORS[target], check)
+        yield from self._flaws_of_conditions(target)
         if target == "params":
-            yield from cls._flaws_of_weights(text, given.get("at"))
-            if "owns_params" in keys:
-                message = "`where: {owns_params: ...}` is a condition on modules"
-                yield Flaw("where", message, "remove it")
-            if given.get("when") is not None:
-                yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
-            return
-        if given.get("expect") is not None:
-            hint = "remove it, or name `params`"
-            yield Flaw("expect", "`expect` counts parameters", hint, key=True)
-        known_keys = ["module_type", "owns_params"] if target == "modules" else []
-        if wrong := sorted(str(key) for key in keys if key not in known_keys):
-            message = f"`where: {{{wrong[0]}: ...}}` is a condition on parameters, not on {target}"
-            yield Flaw(
-                "where",
-                message,
-                "use `module_type` or `owns_params`" if known_keys else "remove it",
-            )
+            yield from self._flaws_of_point()
+        elif self.at is not None:
+            message = f"`at` is for `params`: {target} act at the moment the tensor exists"
+            yield Flaw("at", message, "remove it")
 
-    @classmethod
-    def _flaws_of_weights(cls, tensor: object, at: object) -> Iterator[Flaw]:
-        if tensor not in ("value", "update"):
-            return
-        if not cls.reads_weights:
-            message = (
-                f"{cls.name()} acts on gradients, and `{tensor}` of a parameter is only recorded"
-            )
-            yield Flaw("tensor", message, "leave `tensor` out, or use `action: norm-log`")
-        elif at is not None:
-            message = f"`at` is for gradients: `{tensor}` is recorded once the update is over"
-            yield Flaw("at", message, "remove it", key=True)
+    def _flaws_of_conditions(self, target: TargetKind) -> Iterator[Flaw]:
+        of_modules = {"module_type", "owns_params"}
+        known = {"modules": of_modules, "tensors": set[str]()}
+        known["params"] = Where.model_fields.keys() - {"owns_params"}
+        for key in sorted(self.where.model_fields_set - known[target]):
+            yield Flaw(("where", key), f"`{key}` is no condition on {target}", "remove it")
+        if target == "params" and self.when is not None:
+            yield Flaw("when", GRADIENTS_ONLY, "remove it")
+        if target != "params" and self.expect is not None:
+            yield Flaw("expect", "`expect` counts parameters", "remove it, or name `params`")
 
-    @classmethod
-    def _at_flaws(cls, at: object) -> Iterator[Flaw]:
-        if not cls.takes_at:
-            if at is not None:
-                message = f"{cls.name()} takes no `at`: {cls.no_at_reason}"
-                yield Flaw("at", message, "remove it", key=True, check="unknown-key")
-        elif at is None and cls.needs_at:
-            message = f"missing key `at`: {cls.name()} has no default, because its meaning differs"
+    def _flaws_of_point(self) -> Iterator[Flaw]:
+        """Yield the flaws of the point of a rule on parameters."""
+        at, of_weights = self.at, self.tensor in ("value", "update")
+        if of_weights and (at is not None or not self.reads_weights):
+            message = f"`{self.tensor}` is only recorded, once the update is over"
+            yield Flaw("tensor", message, "leave `tensor` out, or use `norm-log` without `at`")
+        elif not self.takes_at and at is not None:
+            message = f"{self.name()} takes no `at`: it acts at a moment of its own"
+            yield Flaw("at", message, "remove it")
+        elif self.needs_at and at is None:
+            message = f"missing key `at`: {self.name()} has no default, because its meaning differs"
             hint = (
                 "`at: step` bounds the final gradient, `at: backward` the contribution of each "
                 "backward pass"
             )
-            yield Flaw("at", message, hint, missing=True, check="missing-key")
-        elif isinstance(at, str) and at in POINTS and at not in cls.points:
+            yield Flaw("at", message, hint, "missing-key")
+        elif at is not None and at not in self.points:
             reason = "the action has no such point"
             if at == "accumulated":
                 reason = "an edit of accumulated gradients would compound over micro-batches"
-            hint = " or ".join(f"`at: {point}`" for point in cls.points)
-            yield Flaw("at", f"{cls.name()} cannot act at `{at}`: {reason}", f"use {hint}")
+            hint = " or ".join(f"`at: {point}`" for point in self.points)
+            yield Flaw("at", f"{self.name()} cannot act at `{at}`: {reason}", f"use {hint}")
 
     @classmethod
     def name(cls) -> str:
@@ -284,7 +246,6 @@ class Rule(Options):
 
     def compile(self) -> Effect:
         """Return the effect of the rule. May need torch; called once per session."""
-        # Not abstract: a rule with an unknown action is checked as a plain `Rule`.
         raise NotImplementedError
 
     @classmethod
@@ -295,10 +256,8 @@ class Rule(Options):
         name, problem = cls.name(), ""
         if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
             problem = 'give it a name: `action: Literal["my-action"] = "my-action"`'
-        elif not hasattr(cls, "role"):
-            problem = "derive it from EditRule, ObserverRule, TrapRule, CheckRule, CaptureRule or FreezeRule"
-        elif inspect.isabstract(cls):
-            problem = "define `compile`"
+        elif not hasattr(cls, "role") or inspect.isabstract(cls):
+            problem = "derive it from a kind of rule, such as EditRule, and define `compile`"
         elif cls.role == "edit" and "accumulated" in cls.points:
             problem = "an edit cannot act at `accumulated`: remove it from `points`"
         other = known_actions.get(name, cls)
@@ -318,53 +277,23 @@ def in_order(rules: Iterable[Rule]) -> list[Rule]:
 
 def check_rule(entry: Mapping[Any, Any]) -> tuple[Rule | None, list[Flaw]]:
     """Return the rule that one mapping of a file describes, or everything that is wrong with it."""
-    kind, flaws = _action_of(entry)
-    options = dict(entry)
-    if kind is None:
-        # The other keys may be options of the action that was meant. A module of the user may define it.
-        known = {key for action in known_actions.values() for key in keys_of(action)}
-        name = entry.get("action")
-        is_slip = isinstance(name, str) and ":" not in name
-        options = {
-            key: value
-            for key, value in entry.items()
-            if key in keys_of(Rule) or not isinstance(key, str) or (is_slip and key not in known)
-        }
-        if options.get("action", "") is not None:
-            options["action"] = "unknown"
-    elif "action" in options:
-        options["action"] = kind.name()
-    rule = None
-    try:
-        rule = (kind or Rule).model_validate(options, context=known_actions)
-    except ValidationError as errors:
-        (error,) = errors.errors(include_url=False)
-        flaws += error["ctx"]["flaws"]
-    if len(flaws) > MAX_FLAWS:
-        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not checked"
-        flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
-    return (None if flaws else rule), flaws
+    kind = _action_of(entry)
+    if isinstance(kind, Flaw):  # the meaning of all other keys depends on the action
+        return None, [kind]
+    return read_options(kind, {**entry, "action": kind.name()})
 
 
-def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]:
+def _action_of(entry: Mapping[Any, Any]) -> type[Rule] | Flaw:
     known = f"known: {', '.join(known_actions)}"
-    key = "action"
-    if key not in entry:
-        given = [one for one, value in entry.items() if isinstance(one, str) and value is not None]
-        misspelt = [one for one in given if did_you_mean(one, [key])]
-        if not misspelt:
-            message, hint = "missing key `action`", f"add `action`; {known}"
-            return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
-        key = misspelt[0]  # the validation reports the misspelling
-    action = entry[key]
-    if action is None:
-        return None, []
+    if "action" not in entry:
+        return Flaw("action", "missing key `action`", f"add it; {known}", "missing-key")
+    action = entry["action"]
     if not isinstance(action, str):
         message = f"`action` must be the name of an action, found {described(action)}"
-        return None, [Flaw(key, message, known, check="wrong-type")]
+        return Flaw("action", message, known, "wrong-type")
     module, _, name = action.rpartition(":")
     if name in known_actions and module in ("", known_actions[name].__module__):
-        return known_actions[name], []
+        return known_actions[name]
     message = f"unknown action `{action[:60]}`"
     near = did_you_mean(action, known_actions)
     hint = f"{near} {known}" if near else f"{known}; an action of your own is written MODULE:NAME"
@@ -372,6 +301,4 @@ def _action_of(entry: Mapping[Any, Any]) -> tuple[type[Rule] | None, list[Flaw]]
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
         command = f"gradsurgeon lint --import {module[:60]}"
         hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
-    elif action == "clip":  # `clip-norm` is not the most similar name
-        hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
-    return None, [Flaw(key, message, hint, check="unknown-action")]
+    return Flaw("action", message, hint, "unknown-action")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError, did_you_mean
+from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError
 from gradsurgeon.events import EventKind
-from gradsurgeon.statistics import STATISTICS
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -64,22 +63,13 @@ class Observer:
 
     statistics: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for name in self.statistics:
-            _check_statistic(name)
-
 
 # More trips in a row than there can be.
 NEVER = sys.maxsize
 
 
 class Judgement:
-    """What becomes of an update that a trap judges: the base of what traps compile to.
-
-    Attributes:
-        kind: of the event when it trips, one of `events.TRIPS`.
-        error: is raised when it stops the update.
-    """
+    """What becomes of an update that a trap judges; ``kind`` is that of the event, ``error`` stops the update."""
 
     __slots__ = ()
     kind: ClassVar[EventKind] = "trap"
@@ -113,21 +103,15 @@ class Decision(Judgement):
     forensics: bool = False
     bundle: bool = False
 
-    def __post_init__(self) -> None:
-        _check_statistic(self.statistic)
-
 
 @dataclass(frozen=True, slots=True)
 class RunningBound:
     """A bound on norms that follows earlier norms; it holds for n norms, each by itself.
 
     Attributes:
-        name: the option that asks for it, ``sigmas`` or ``times``.
-        rows: the numbers in the state of each norm: the count of updates, their mean, and more. They are zeros
-            before the first update.
+        rows: the numbers in the state of each norm: the count of updates, their mean, and more; first zeros.
         advance: maps the state, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
-            the norms after clipping and the state after the update. A norm that is non-finite or 0
-            leaves the state unchanged. It never waits for the device.
+            the norms after clipping and the next state. It never waits for the device.
         bounds: maps the state of one norm, as numbers, to the bound of a spike and its
             description; ``None`` during the warm-up.
         keeps_mean: whether its mean is a mean of the norms; AdaGC starts at the smallest norm.
@@ -142,14 +126,7 @@ class RunningBound:
 
 @dataclass(frozen=True, slots=True)
 class Spikes(Judgement):
-    """Whether an update with a norm above a running bound takes place.
-
-    Attributes:
-        bound: the bound.
-        over_rule: whether one norm covers all gradients of the rule, instead of one for each.
-        then: the consequence for the update; `clip` acts among the edits at the step.
-        give_up_after: raise after this many skipped updates in a row.
-    """
+    """Whether an update with a norm above a running bound takes place; `clip` acts among the edits at the step."""
 
     kind: ClassVar[EventKind] = "spike"
     error: ClassVar[type[TrapError]] = GradientSpikeError
@@ -172,12 +149,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How the gradients of several losses, or of several modules with one input tensor, are combined.
-
-    Attributes:
-        weigh: maps the inner products of n gradients, float64 of shape ``[n, n]`` on the host and finite, to the
-            weights of their sum, float64 of shape ``[n]``. It may draw random numbers on the host.
-    """
+    """How gradients are combined: `weigh` maps inner products, float64 ``[n, n]`` on the host, to weights ``[n]``."""
 
     weigh: Callable[[Tensor], Tensor]
 
@@ -209,9 +181,3 @@ class Examination:
 Effect = (
     Edit | Observer | Decision | Spikes | Copies | Hidden | Combination | Comparison | Examination
 )
-
-
-def _check_statistic(name: str) -> None:
-    if name not in STATISTICS:
-        hint = did_you_mean(name, STATISTICS) or f"known: {', '.join(STATISTICS)}"
-        raise ValueError(f"there is no statistic {name!r}: {hint}")

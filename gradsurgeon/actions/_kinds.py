@@ -1,15 +1,12 @@
-"""The kinds of actions. Each action is a class derived from one of them.
-
-The kind of a rule and the result of its `compile` decide its effect on training.
-"""
+"""The kinds of actions. Each action is a class derived from one of them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field
 
 from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
@@ -71,9 +68,6 @@ class TrapRule(Rule):
     role: ClassVar[Role] = "trap"
     points: ClassVar[tuple[Point, ...]] = ("accumulated",)
     takes_at: ClassVar[bool] = False
-    no_at_reason: ClassVar[str] = (
-        "it looks after each backward pass and decides right before the update"
-    )
 
     then: Annotated[
         Then,
@@ -98,7 +92,6 @@ class CheckRule(Rule):
     targets: ClassVar[tuple[TargetKind, ...]] = ("params",)
     points: ClassVar[tuple[Point, ...]] = ("step",)
     takes_at: ClassVar[bool] = False
-    no_at_reason: ClassVar[str] = "it looks before and after passes and updates"
 
     @property
     def tells_owners(self) -> bool:
@@ -147,14 +140,8 @@ LossNames = Annotated[
     FROM_LIST,
     AfterValidator(each_once),
     Field(min_length=1),
-    WithJsonSchema(
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
-    ),
 ]
 
-
-# Numbers by names of losses.
-LossNumbers = Annotated[dict[str, float], Field(min_length=1)]
 
 _ON_INPUTS = "write `tensor: input.grad`"
 
@@ -165,12 +152,8 @@ class LossRule(Rule):
     targets: ClassVar[tuple[TargetKind, ...]] = ("params", "modules")
     points: ClassVar[tuple[Point, ...]] = ("backward",)
     takes_at: ClassVar[bool] = False
-    no_at_reason: ClassVar[str] = (
-        "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
-    )
     linear: ClassVar[bool] = False
     needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
-    tensor_hints: ClassVar[Mapping[TargetKind, str]] = {**Rule.tensor_hints, "modules": _ON_INPUTS}
     # The numbers that are recorded in each call.
     stats: ClassVar[tuple[str, ...]]
 
@@ -199,29 +182,23 @@ class LossRule(Rule):
         losses = ", ".join(f'"{printable(name)}": ...' for name in self.losses or ())
         return (f"sees losses in gradsurgeon.backward({{{losses}}}) only, not in `.backward()`",)
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        if given.get("params") is not None:
-            yield from cls._flaws_of_losses(given.get("losses"))
-        elif given.get("modules") is not None:
-            if given.get("losses") is not None:
-                message = "`losses` is for `params`: on modules each module counts by itself"
-                yield Flaw("losses", message, "remove it, or name `params`", key=True)
-            if given.get("when") is not None:
-                yield Flaw("when", GRADIENTS_ONLY, "remove it", key=True)
-            tensor = given.get("tensor")
-            ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
-            if isinstance(ref, TensorRef) and not (ref.grad and ref.side == "input"):
-                message = f"{cls.name()} acts on inputs that modules share, not on `{tensor}`"
-                yield Flaw("tensor", message, _ON_INPUTS)
-
-    @classmethod
-    def _flaws_of_losses(cls, losses: object) -> Iterator[Flaw]:
-        if losses is None:
-            message = "missing key `losses`: on parameters the rule needs the losses whose gradients meet there"
+    def flaws(self) -> Iterator[Flaw]:
+        """Yield the flaws of the target, its losses and its tensor."""
+        yield from super().flaws()
+        if self.params is not None and len(self.losses or ()) < 2:  # noqa: PLR2004 # a pair
+            message = (
+                "on parameters the rule needs `losses`, two or more, whose gradients meet there"
+            )
             hint = 'such as `losses: ["seg", "depth"]`, the names in gradsurgeon.backward({"seg": ..., "depth": ...})'
-            yield Flaw("losses", message, hint, missing=True, check="missing-key")
-        elif isinstance(losses, list | tuple) and len(losses) == 1:
-            message = "expected two losses or more, found one: nothing can conflict with it"
-            yield Flaw("losses", message, "name the others")
+            check = "missing-key" if self.losses is None else "bad-value"
+            yield Flaw("losses", message, hint, check)
+        elif self.params is None and self.modules is not None:
+            if self.losses is not None:
+                message = "`losses` is for `params`: on modules each module counts by itself"
+                yield Flaw("losses", message, "remove it, or name `params`")
+            if self.when is not None:
+                yield Flaw("when", GRADIENTS_ONLY, "remove it")
+            ref = parse_tensor("modules", self.tensor)
+            if isinstance(ref, TensorRef) and not (ref.grad and ref.side == "input"):
+                message = f"{self.name()} acts on inputs that modules share, not on `{self.tensor}`"
+                yield Flaw("tensor", message, _ON_INPUTS)

@@ -1,9 +1,4 @@
-"""The methods that combine several gradients: a table, so that reading a rule needs no torch.
-
-TorchJD (https://torchjd.org) has the arithmetic: its public weightings map the inner products of gradients
-to a weight for each. A test compares the table with the installed release. The table has only methods whose weights
-follow from these products alone, without memory of earlier steps.
-"""
+"""The methods that combine several gradients: a table, so that reading a rule needs no torch."""
 
 from __future__ import annotations
 
@@ -21,16 +16,11 @@ EXTRA = "surgery"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to weigh the gradients of losses.
+    """One way to weigh the gradients of losses: a class of `torchjd.aggregation`, and what a rule may say of it.
 
     Attributes:
-        weighting: the class of `torchjd.aggregation`.
-        paper: its source.
         size: the result without conflict and without `preference`, as part of a sentence; a test checks each.
-        about: its effect, in a line.
         options: its options, and whether they must be given.
-        solvers: the modules that it needs beside TorchJD.
-        takes_preference: whether it can prefer some losses to others.
         keeps_zeros: whether a zero gradient counts; other methods leave it out.
         follows_scale: whether the common scale of all gradients matters.
     """
@@ -149,13 +139,7 @@ METHODS: Mapping[str, Method] = {
 
 
 class Weigher:
-    """Maps the inner products of gradients to a weight for each, by one method.
-
-    Args:
-        name: the method.
-        options: the given options of the method.
-        preference: the importance of each gradient, in order; ``None`` for all alike.
-    """
+    """Maps the inner products of gradients to a weight for each, by one method."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], preference: Sequence[float] | None
@@ -169,14 +153,7 @@ class Weigher:
             library(solver, EXTRA, what)
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Return the weights, float64 of shape ``[n]``, of n gradients.
-
-        Args:
-            products: their inner products, float64 of shape ``[n, n]``, on the host and finite.
-
-        Raises:
-            ValueError: there are too few gradients for the method, or its solver failed.
-        """
+        """Return the weights of n gradients by their inner products, float64 ``[n, n]``, or raise ValueError."""
         weights = products.new_ones(len(products))
         counts = weights if self._method.keeps_zeros else products.diagonal()
         rows = (counts > 0).nonzero().flatten()

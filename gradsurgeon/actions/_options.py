@@ -1,53 +1,32 @@
-"""A mapping of a rule file: its keys, its values, and every flaw of it in one pass.
-
-pydantic alone stops early: it does not judge fields together while one of them is wrong, and it has no
-place for a missing key. So the validator of `Options` first takes out unknown keys and keys without a
-value. pydantic then validates the rest, nested mappings in the same way, and `flaws` judges the raw options.
-"""
+"""A mapping of a rule file, and everything that is wrong with it."""
 
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
-from itertools import chain
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradsurgeon.actions._fields import (
-    MAX_FLAWS,
-    Dtype,
-    Flaw,
-    Glob,
-    Path,
-    described,
-    flawed,
-    is_whole,
-    written,
-)
+from gradsurgeon.actions._fields import Dtype, Flaw, Glob, Path, described, flawed
 from gradsurgeon.errors import did_you_mean
 
-_TYPE_NAMES = {
+# Types by what pydantic calls their errors, as the author of a rule file calls them.
+_TYPES = {
     "float_type": "a number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "bool_type": "true or false",
-    "string_type": "a text",
-    "string_too_short": "a text",
+    "string_type": "a text in quotes",
     "tuple_type": "a list",
     "model_type": "a mapping",
     "dict_type": "a mapping",
-    "too_short": "one entry or more",
 }
-_BOUNDS = {
-    "greater_than_equal": ("ge", "{:g} or more"),
-    "greater_than": ("gt", "more than {:g}"),
-    "less_than": ("lt", "less than {:g}"),
-}
+
+_MAX_FLAWS = 50  # of one mapping: no reader needs more, and the search takes time
+_MAX_DEPTH = 3  # of mappings inside a rule
 
 
 class Options(BaseModel):
@@ -64,176 +43,104 @@ class Options(BaseModel):
         defer_build=True,
     )
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaws that no single field can see, from the raw options.
-
-        It reads raw options rather than validated ones, so a file shows these flaws in the same
-        pass as a misspelt key beside them. It must bear options of any type.
-        """
-        del given
+    def flaws(self) -> Iterator[Flaw]:
+        """Yield the flaws that no single option has."""
         return iter(())
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _all_flaws(cls, given: Any, handler: Any, info: Any) -> Self:
-        # The context of a mapping of a file is the known actions. In Python a key may be None, too.
-        if info.context is not None and isinstance(given, dict):
-            read: Self = _Reader(cls, given, info.context).read(handler)
-            return read
-        options: Self = handler(given)
-        fields = cls.model_fields.items()
-        values = {field.alias or name: getattr(options, name) for name, field in fields}
-        if flaws := tuple(cls.flaws(values)):
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if flaws := tuple(self.flaws()):
             raise flawed(*flaws)
-        return options
+        return self
 
 
-@cache
-def keys_of(model: type[Options]) -> Mapping[str, Any]:
+_Model = TypeVar("_Model", bound=Options)
+
+
+def read_options(model: type[_Model], given: Mapping[Any, Any]) -> tuple[_Model | None, list[Flaw]]:
+    """Return the options that a mapping of a file describes, or everything that is wrong with it."""
+    options, flaws, empty = None, list[Flaw](), set(_without_value(given))
+    try:
+        options = model.model_validate(given, by_name=False)
+    except ValidationError as errors:
+        for error in errors.errors(include_url=False)[: _MAX_FLAWS + 1]:
+            # pydantic marks a wrong key of a mapping by one more step.
+            path = tuple(step for step in error["loc"] if step != "[key]")
+            if error["type"] == "extra_forbidden":
+                empty.discard(path)
+            if path not in empty:
+                flaws += _flaws_of(model, given, path, error)
+    if len(flaws) > _MAX_FLAWS:
+        message = f"over {_MAX_FLAWS} problems in one rule: the rest of it is not checked"
+        flaws[_MAX_FLAWS:] = [Flaw("", message, "correct these first", "too-large")]
+    for path in sorted(empty, key=str):
+        message = f"`{path[-1]}` has no value"
+        flaws.append(Flaw(path, message, "write a value after the colon", "wrong-type"))
+    return None if flaws else options, flaws
+
+
+def _without_value(given: Mapping[Any, Any], at: Path = ()) -> Iterator[Path]:
+    """Yield the keys without a value. In Python they may be None, and in a file they may not."""
+    for key, value in given.items():
+        if value is None:
+            yield (*at, key)
+        elif isinstance(value, dict) and len(at) < _MAX_DEPTH:
+            yield from _without_value(value, (*at, key))
+
+
+def keys_of(model: type[Options]) -> dict[str, Any]:
     """Return the fields of a mapping by the keys of a rule file."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def _nested(info: Any) -> type[Options] | None:
-    """Return the model of a nested mapping; ``None`` for a field of any other type."""
-    for annotation in (info.annotation, *get_args(info.annotation)):
-        if isinstance(annotation, type) and issubclass(annotation, Options):
-            return annotation
-    return None
+def _flaws_of(
+    model: type[Options], given: Mapping[Any, Any], path: Path, error: Any
+) -> Iterator[Flaw]:
+    """Yield the flaws that an error of pydantic tells of."""
+    kind, field, fields = error["type"], None, keys_of(model)
+    key = next((step for step in reversed(path) if isinstance(step, str)), "")
+    for step in path:
+        if step not in fields:
+            break
+        field = fields[str(step)]
+        nested = (field.annotation, *get_args(field.annotation))
+        inner = [one for one in nested if isinstance(one, type) and issubclass(one, Options)]
+        fields = keys_of(inner[0]) if inner else {}
+    if kind == "flawed":
+        for flaw in error["ctx"]["flaws"]:
+            yield replace(flaw, at=(*path, *flaw.path))
+    elif kind == "invalid_key":
+        yield Flaw(path[:-1], f"keys are texts, found {described(path[-1])}", check="key-type")
+    elif kind == "extra_forbidden":
+        near = did_you_mean(key, [one for one in fields if one not in given])
+        hint = near or f"known: {', '.join(fields)}"
+        yield Flaw(path, f"unknown key `{key[:60]}`", hint, "unknown-key")
+    elif kind == "missing":
+        hint = f"add it: {(getattr(field, 'description', '') or '').rstrip('.')}"
+        yield Flaw(path, f"missing key `{key}`", hint, "missing-key")
+    elif kind in ("string_too_short", "too_short"):
+        yield Flaw(path, f"`{key}` is empty", "write one entry or more")
+    else:
+        yield _wrong_value(field, path, key, error)
 
 
-class _Reader:
-    """Reads one mapping of a file into a model."""
-
-    def __init__(
-        self, model: type[Options], given: dict[Any, Any], actions: Mapping[str, type[Options]]
-    ) -> None:
-        self.model, self.given, self.fields = model, given, keys_of(model)
-        self.actions = actions if "action" in self.fields else {}
-        self.flaws: list[Flaw] = []
-        # Keys with a flaw by now, and their values: a second flaw about such a key is noise.
-        self.settled: dict[Any, Any] = {}
-
-    def read(self, handler: Any) -> Any:
-        kept = {key: value for key, value in self.given.items() if self.is_sound(key, value)}
-        for flaw in self.model.flaws({**self.given, **self.settled}):
-            key = flaw.path[0] if flaw.path else ""
-            if key not in self.settled and (flaw.missing or key in self.given):
-                self.flaws.append(flaw)
-        try:
-            options = handler(kept)
-        except ValidationError as errors:
-            for error in errors.errors(include_url=False)[: MAX_FLAWS + 1]:
-                self.flaws += self.flaws_of(error)
-            if not self.flaws:  # a rule is never dropped without a word
-                raise
-        if self.flaws:
-            raise flawed(*self.flaws)
-        return options
-
-    def is_sound(self, key: Any, value: object) -> bool:
-        """Note the flaw of an unknown key, or of a key without a value; tell whether there is none."""
-        if len(self.flaws) > MAX_FLAWS:
-            return False
-        if not isinstance(key, str):
-            self.flaws.append(Flaw((), f"keys are texts, found {described(key)}", check="key-type"))
-        elif key not in self.fields:
-            self.note_unknown(key, value)
-        elif value is None:
-            message, hint = f"`{key}` has no value", "write a value after the colon"
-            self.flaws.append(Flaw((key,), message, hint, key=True, check="wrong-type"))
-            # No check of `flaws` takes this object for a value.
-            self.settled[key] = object()
-        else:
-            return True
-        return False
-
-    def note_unknown(self, key: str, value: object) -> None:
-        names = [
-            name for name in self.fields if name != "at" or getattr(self.model, "takes_at", True)
-        ]
-        near = [name for name in names if name not in self.given]
-        unsure = bool(self.actions) and not hasattr(self.model, "role")  # the action is unknown
-        if unsure:
-            near = [*dict.fromkeys(chain(names, *map(keys_of, self.actions.values())))]
-        hint = did_you_mean(key, near)
-        if hint:
-            self.settled[hint.split("`")[1]] = value
-        elif owners := [name for name, rule in self.actions.items() if key in keys_of(rule)]:
-            hint = f"`{key}` is an option of {' and '.join(owners)}"
-        hint = hint or ("no action has it" if unsure else f"known: {', '.join(names)}")
-        self.flaws.append(
-            Flaw((key,), f"unknown key `{key[:60]}`", hint, key=True, check="unknown-key")
-        )
-
-    def flaws_of(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
-        # pydantic marks a wrong key of a mapping by one more step.
-        path = tuple(step for step in error["loc"] if step != "[key]")
-        context = error.get("ctx", {})
-        field: Any = self.fields.get(path[0])
-        if error["type"] == "flawed":
-            for flaw in context["flaws"]:
-                message = flaw.message
-                if _nested(field) is None and flaw.check in {"wrong-type", "bad-pattern"}:
-                    message = f"`{_key(path)}`: {message}"
-                yield replace(flaw, at=(*path, *flaw.path), message=message)
-        elif error["type"] != "missing":
-            if path == ("at",) and hasattr(self.model, "role"):
-                # An action accepts some of the points, or none: `flaws` has refused the key then.
-                points = ", ".join(map(repr, getattr(self.model, "points", ()))).rsplit(", ", 1)
-                context = {"expected": " or ".join(points)}
-            if path != ("at",) or getattr(self.model, "takes_at", True):
-                yield _bad_value(path, field, error, context)
-        elif path[0] not in self.settled:
-            meaning = re.split("[.,;]", field.description or "")[0]
-            hint = f"add `{path[0]}`: {meaning[:1].lower()}{meaning[1:]}"
-            yield Flaw(path, f"missing key `{path[0]}`", hint, missing=True, check="missing-key")
-
-
-def _key(path: Path) -> str:
-    """Return the key at the end of a path, without indices into its list."""
-    return next(step for step in reversed(path) if isinstance(step, str))
-
-
-def _bad_value(
-    path: Path, field: Any, error: Mapping[str, Any], context: Mapping[str, Any]
-) -> Flaw:
-    kind, value, key = error["type"], error["input"], _key(path)
-    what = described(value)
-    if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
-        word = value if isinstance(value, str) else ""
-        within = [f"did you mean `{one}`?" for one in choices if one in word]
-        hint = did_you_mean(word, choices) or "".join(within[:1])
-        expected = context["expected"].replace("'", "`")
-        return Flaw(path, f"`{key}` must be {expected}, found {what}", hint)
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return Flaw(path, f"`{key}` must be {words.format(context[name])}, found {what}")
-    inside = len(path) > 1
-    optional = "" if inside or field.is_required() else f", or leave `{key}` out"
-    if kind == "finite_number":
-        hint = f"write a number from -1.8e308 to 1.8e308{optional}"
-        return Flaw(path, f"`{key}` must be finite, found {what}", hint)
-    wanted = _TYPE_NAMES.get(kind)
-    if wanted is None:
-        return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
-    bare = " without quotes" if isinstance(value, str) else ""
-    hint = _hint_for_type(field, wanted, value) or f"write {wanted}{bare}{optional}"
-    if field.examples and not inside:
-        hint = "such as " + str(field.examples[0]).replace("'", "")
-    return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
-
-
-def _hint_for_type(field: Any, wanted: str, value: object) -> str:
-    if wanted == "a mapping":
-        inner = _nested(field)
-        return f"its keys are {', '.join(keys_of(inner))}" if inner else ""
-    if wanted in ("a text", "a list"):
-        scalar = isinstance(value, bool | int | float)
-        return f'quote it: "{written(value)}"' if scalar else "write a text in quotes"
-    return ""
+def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
+    kind, value, text = error["type"], error["input"], error["msg"]
+    wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
+    if wanted == text:  # of a validator of an action of the user
+        return Flaw(path, f"`{key or 'the rule'}`: {text}")
+    hint = ""
+    if field.examples:
+        hint = f"such as {field.examples[0]}".replace("'", "")
+    elif kind == "literal_error":
+        choices = error["ctx"]["expected"].split("'")[1::2]
+        hint = did_you_mean(value if isinstance(value, str) else "", choices)
+    elif kind == "tuple_type":
+        hint = 'quote patterns, such as "*.weight"'
+    elif kind in _TYPES:
+        hint = f"write {wanted}{' without quotes' if isinstance(value, str) else ''}"
+    check = "wrong-type" if kind in _TYPES else "bad-value"
+    return Flaw(path, f"`{key}` must be {wanted}, found {described(value)}", hint, check)
 
 
 class Steps(Options):
@@ -245,11 +152,9 @@ class Steps(Options):
         int, Field(ge=1, description="Act on every n-th step, counted from `from`.")
     ] = 1
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        start, stop = given.get("from", 0), given.get("to")
-        if is_whole(start) and is_whole(stop) and 0 < stop <= start:
-            message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
+    def flaws(self) -> Iterator[Flaw]:
+        if self.to is not None and self.to <= self.from_:
+            message = f"the schedule is empty: `to` ({self.to}) is not after `from` ({self.from_})"
             yield Flaw("to", message, "`to` is exclusive: make it larger than `from`")
 
     @property
@@ -292,11 +197,10 @@ class Numel(Options):
     min: Annotated[int | None, Field(ge=0, description="Least number.")] = None
     max: Annotated[int | None, Field(ge=0, description="Largest number.")] = None
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        low, high = given.get("min"), given.get("max")
-        if is_whole(low) and is_whole(high) and 0 <= high < low:
-            yield Flaw("min", f"min ({low}) is greater than max ({high})", "exchange them")
+    def flaws(self) -> Iterator[Flaw]:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            message = f"min ({self.min}) is greater than max ({self.max})"
+            yield Flaw("min", message, "exchange them")
 
 
 class Where(Options):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,19 +28,14 @@ class Moved(Options):
         None
     )
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        least, most = given.get("min"), given.get("max")
-        if least is None and most is None:
+    def flaws(self) -> Iterator[Flaw]:
+        if self.min is None and self.max is None:
             message = "`moved` asserts nothing: neither `min` nor `max` is given"
             hint = "such as `moved: {min: 0.05, within: 20}` or `moved: {max: 0}`"
-            yield Flaw("min", message, hint, missing=True, check="missing-key")
-        elif least is not None and most is not None:
-            message = "a weight cannot move and stay: `min` and `max` are both given"
-            yield Flaw("max", message, "write two rules, one for each", key=True)
-        if most is not None and given.get("within") is not None:
-            message = "`within` belongs to `min`: `max: 0` holds at each update"
-            yield Flaw("within", message, "remove it", key=True)
+            yield Flaw("min", message, hint, "missing-key")
+        elif self.max is not None and (self.min, self.within) != (None, None):
+            message = "a weight cannot move and stay: `max: 0` holds at each update"
+            yield Flaw("max", message, "write two rules, one with `min`")
 
 
 class CheckUpdate(CheckRule):
@@ -82,11 +77,8 @@ class CheckUpdate(CheckRule):
     def compile(self) -> Examination:
         from gradsurgeon.checks import update_check  # noqa: PLC0415 # it needs torch
 
-        if self.moved is None:
+        if (moved := self.moved) is None:
             return Examination(update_check.UpdateCheck(), self.then)
-        if self.moved.max is not None:
-            return Examination(update_check.MovedCheck(unmoved=True), self.then)
-        within = self.moved.within or 10
-        return Examination(
-            update_check.MovedCheck(least=self.moved.min or 0.0, within=within), self.then
-        )
+        least, within = moved.min or 0.0, moved.within or 10
+        check = update_check.MovedCheck(least=least, within=within, unmoved=moved.max is not None)
+        return Examination(check, self.then)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
-from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ class Clamp(EditRule):
     min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
     max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        low, high = given.get("min"), given.get("max")
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        low, high = self.min, self.max
         if low is None and high is None:
             message = "clamp needs a bound: neither `min` nor `max` is given"
             hint = "add `min`, `max` or both"
-            yield Flaw("min", message, hint, missing=True, check="missing-key")
-        elif is_number(low) and is_number(high) and low > high:
+            yield Flaw("min", message, hint, "missing-key")
+        elif low is not None and high is not None and low > high:
             message = f"min ({low:g}) is greater than max ({high:g})"
             yield Flaw("min", message, "exchange them, or leave one out")
 
@@ -89,25 +88,17 @@ class Clamp(EditRule):
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
-        low, high = self.min, self.max
-
-        @cache
-        def bounds(kind: dtype) -> tuple[float | None, float | None]:
+        def rounded(bound: float | None, kind: dtype, absent: float) -> float:
+            if bound is None:
+                return absent
             # torch refuses a bound beyond float16; the largest finite number has the same effect.
             limit = torch.finfo(kind).max
-            return (
-                None if low is None else max(-limit, min(limit, low)),
-                None if high is None else max(-limit, min(limit, high)),
-            )
+            return torch.tensor(max(-limit, min(limit, bound)), dtype=kind).item()
 
         @cache
-        def rounded(kind: dtype) -> tuple[float, float]:
-            # The bounds in the dtype of the elements, with which torch compares them.
-            below, above = bounds(kind)
-            return (
-                -math.inf if below is None else torch.tensor(below, dtype=kind).item(),
-                math.inf if above is None else torch.tensor(above, dtype=kind).item(),
-            )
+        def bounds(kind: dtype) -> tuple[float, float]:
+            """Return the bounds as torch compares them with elements of a dtype."""
+            return rounded(self.min, kind, -math.inf), rounded(self.max, kind, math.inf)
 
         def apply(grad: Tensor) -> Tensor:
             return grad.clamp(*bounds(grad.dtype))
@@ -120,19 +111,18 @@ class Clamp(EditRule):
 
         def alters(grad: Tensor) -> Tensor:
             below, above = bounds(grad.dtype)
-            low_ones = torch.zeros_like(grad, dtype=torch.bool) if below is None else grad < below
-            return (low_ones if above is None else low_ones.logical_or_(grad > above)).any()
+            return (grad < below).logical_or_(grad > above).any()
 
         def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
             if math.isnan(smallest):
                 return None
-            below, above = rounded(kind)
+            below, above = bounds(kind)
             return smallest < below or largest > above
 
         return Edit(apply, apply_, alters, decided=decided)
 
 
-def _clamp_(grads: Sequence[Tensor], below: float | None, above: float | None) -> None:
+def _clamp_(grads: Sequence[Tensor], below: float, above: float) -> None:
     import torch  # noqa: PLC0415 # as above
 
     together = list(grads)
@@ -141,7 +131,7 @@ def _clamp_(grads: Sequence[Tensor], below: float | None, above: float | None) -
         together = [grad for grad in grads if not (grad.is_cpu and grad.numel() > _MANY)]
         for grad in large:
             grad.clamp_(below, above)
-    if together and below is not None:
+    if together and below > -math.inf:
         torch._foreach_clamp_min_(together, below)  # torch has no public function
-    if together and above is not None:
+    if together and above < math.inf:
         torch._foreach_clamp_max_(together, above)  # as above

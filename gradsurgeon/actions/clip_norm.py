@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -70,11 +70,9 @@ class ClipNorm(EditRule):
         Field(description="Each gradient by itself, or one norm over all matches of the rule."),
     ] = "parameter"
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        sites = given.get("modules") is not None or given.get("tensors") is not None
-        if given.get("per") == "rule" and (sites or given.get("at") == "backward"):
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        if self.per == "rule" and (self.params is None or self.at == "backward"):
             message = "gradients exist one at a time here: there is no norm over the rule"
             hint = "use `per: parameter`, or `params` and `at: step`"
             yield Flaw("per", message, hint)

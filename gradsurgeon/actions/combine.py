@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
 from gradsurgeon.actions._fields import Flaw
-from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
+from gradsurgeon.actions._kinds import LossNames, LossRule
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
 from gradsurgeon.errors import did_you_mean
 
@@ -22,8 +22,6 @@ else:
 
 # The options that name losses, which rules on modules cannot do.
 _NAMING = ("preference", "memory", "weights")
-# `krum` needs as many more gradients than the wrong ones.
-_MORE_THAN_WRONG = 3
 
 
 class Combine(LossRule):
@@ -118,30 +116,54 @@ class Combine(LossRule):
         Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
     ] = None
     weights: Annotated[
-        LossNumbers | None,
+        Annotated[dict[str, float], Field(min_length=1)] | None,
         Field(
             description="Of `constant`: the weights of losses, by name; a loss without a number has 1.",
             examples=[{"seg": 1, "depth": 0.5}],
         ),
     ] = None
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        name = given.get("method")
-        if isinstance(name, str) and name in METHODS:
-            yield from _flaws_of_options(name, given)
-        if given.get("modules") is not None:
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        yield from self._flaws_of_options()
+        if self.losses is None:
             for option in _NAMING:
-                if given.get(option) is not None:
-                    message = f"`{option}` names losses, and modules have none"
-                    hint = "remove it, or name `params` and `losses`"
-                    yield Flaw(option, message, hint, key=True)
-        elif isinstance(losses := given.get("losses"), list | tuple):
-            # A file may list values of any type, which no mapping can be asked for.
-            yield from _flaws_of_naming(given, [one for one in losses if isinstance(one, str)])
-            if name == "krum":
-                yield from _flaws_of_krum(given, len(losses))
+                if getattr(self, option) is not None:
+                    message = f"`{option}` names losses, and this rule has none"
+                    yield Flaw(option, message, "remove it, or name `params` and `losses`")
+        else:
+            yield from self._flaws_of_naming(self.losses)
+
+    def _flaws_of_options(self) -> Iterator[Flaw]:
+        """Yield the options that the method needs and lacks, and those that it does not have."""
+        method = METHODS[self.method]
+        for option in (*OPTIONS, "preference", "memory"):
+            if getattr(self, option) is not None and option not in method.keys:
+                owners = [one for one, other in METHODS.items() if option in other.keys]
+                message = f"`method: {self.method}` has no option `{option}`"
+                yield Flaw(option, message, f"remove it; it belongs to {', '.join(owners)}")
+            elif getattr(self, option) is None and method.options.get(option):
+                message = f"missing key `{option}`: `method: {self.method}` needs it"
+                yield Flaw(option, message, f"such as `{OPTIONS[option]}`", "missing-key")
+
+    def _flaws_of_naming(self, losses: Sequence[str]) -> Iterator[Flaw]:
+        preference, memory = self.preference or {}, self.memory or ()
+        for option in _NAMING:
+            for name in getattr(self, option) or ():
+                if name not in losses:
+                    message = f"`{name[:60]}` under `{option}` is none of the `losses`"
+                    yield Flaw(option, message, did_you_mean(name[:60], losses) or "add it there")
+        for name in memory:
+            if name in preference:
+                message = (
+                    f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
+                )
+                yield Flaw("memory", message, "remove it from one of the two")
+        if all(name in memory or preference.get(name) == 0 for name in losses):
+            message = "no loss is trained: each has the preference 0 or is under `memory`"
+            yield Flaw(
+                "memory" if memory else "preference", message, "leave one loss or more to train"
+            )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -170,61 +192,6 @@ class Combine(LossRule):
             return None
         given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
-
-
-def _flaws_of_options(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
-    """Yield the options that a method needs and lacks, and those that it does not have."""
-    for option in (*OPTIONS, "preference", "memory"):
-        if given.get(option) is not None:
-            if option not in METHODS[name].keys:
-                owners = [one for one, method in METHODS.items() if option in method.keys]
-                hint = f"remove it; it belongs to {', '.join(owners)}"
-                message = f"`method: {name}` has no option `{option}`"
-                yield Flaw(option, message, hint, key=True, check="unknown-key")
-        elif METHODS[name].options.get(option):
-            if given.get("modules") is not None and option in _NAMING:
-                message = f"`method: {name}` needs names of losses, and modules have none"
-                yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
-            else:
-                message = f"missing key `{option}`: `method: {name}` needs it"
-                hint = f"such as `{OPTIONS[option]}`"
-                yield Flaw(option, message, hint, missing=True, check="missing-key")
-
-
-def _flaws_of_naming(given: Mapping[str, Any], losses: Sequence[str]) -> Iterator[Flaw]:
-    for option in _NAMING:
-        kind = list | tuple if option == "memory" else Mapping
-        if isinstance(names := given.get(option), kind):
-            yield from _unknown_losses(option, names, losses)
-    preference, memory = given.get("preference") or {}, given.get("memory") or ()
-    if not isinstance(preference, Mapping) or not isinstance(memory, list | tuple):
-        return
-    for name in (name for name in memory if isinstance(name, str) and name in preference):
-        message = f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
-        yield Flaw("memory", message, "remove it from one of the two")
-    untrained = [name for name in losses if name in memory or preference.get(name) == 0]
-    if losses and untrained == losses:
-        message = "no loss is trained: each has the preference 0 or is under `memory`"
-        yield Flaw("memory" if memory else "preference", message, "leave one loss or more to train")
-
-
-def _flaws_of_krum(given: Mapping[str, Any], losses: int) -> Iterator[Flaw]:
-    wrong, selected = given.get("n_byzantine"), given.get("n_selected")
-    if type(wrong) is int and wrong >= 0 and losses < (least := wrong + _MORE_THAN_WRONG):
-        message = f"`n_byzantine: {wrong}` needs {least} losses or more, found {losses}"
-        yield Flaw("n_byzantine", message, "name more losses, or lower it")
-    if type(selected) is int and selected > losses:
-        yield Flaw("n_selected", f"`n_selected: {selected}` of {losses} losses", "lower it")
-
-
-def _unknown_losses(option: str, names: Any, losses: Sequence[str]) -> Iterator[Flaw]:
-    is_key = isinstance(names, Mapping)
-    for index, name in enumerate(names):
-        if isinstance(name, str) and name not in losses:
-            near = did_you_mean(name[:60], losses)
-            message = f"`{name[:60]}` under `{option}` is none of the `losses`"
-            path = (option, name if is_key else index)
-            yield Flaw(path, message, near or "add it there", key=is_key)
 
 
 def _cited(method: Method) -> str:

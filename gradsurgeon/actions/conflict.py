@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,9 +18,8 @@ class Conflict(LossRule):
 
     ## What it does
     Compares the gradients of each pair of losses and changes nothing. For a pair `seg/depth` it records `cosine`, the
-    cosine of the angle between the two (below 0 they conflict: a small step down one loss is a step up the other);
-    `ratio`, the norm of the first over the norm of the second; and `opposed`, the norm of the elements at which the two
-    have opposite signs, as a share of the norm of all elements, from 0 to 1.
+    cosine of the angle between the two (below 0 they conflict: a small step down one loss is a step up the other), and
+    `ratio`, the norm of the first over the norm of the second.
 
     On parameters, `losses` names losses that the script passes to `gradsurgeon.backward({"seg": ..., "depth": ...})`.
     On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it compares the
@@ -44,12 +43,12 @@ class Conflict(LossRule):
         Example(
             {"losses": ["seg", "depth"]},
             losses={"seg": [3.0, 4.0], "depth": [-4.0, 3.0]},
-            record={"cosine": 0.0, "ratio": 1.0, "opposed": 5.0 / 50.0**0.5},
+            record={"cosine": 0.0, "ratio": 1.0},
         ),
     )
 
     role: ClassVar[Role] = "observe"
-    stats: ClassVar = ("cosine", "ratio", "opposed")
+    stats: ClassVar = ("cosine", "ratio")
 
     action: Literal["conflict"] = "conflict"
     per: Annotated[
@@ -57,12 +56,11 @@ class Conflict(LossRule):
         Field(description="Compare all matches of the rule at once, or each by itself."),
     ] = "rule"
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        if given.get("modules") is not None and given.get("per", "rule") != "rule":
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        if self.modules is not None and self.per != "rule":
             message = "`per` is for `params`: on modules the gradients of one tensor are compared"
-            yield Flaw("per", message, "remove it", key=True)
+            yield Flaw("per", message, "remove it")
 
     def compile(self) -> Comparison:
         """Return the comparison of pairs."""

@@ -17,7 +17,8 @@ class NanTrap(TrapRule):
     ## What it does
     Looks at the gradients after each backward pass, before the script can clip them, and decides
     right before the update: `then: raise` stops the run, `then: skip-step` lets the optimizer change
-    nothing in this step (no decay, no momentum, no state), `then: warn` only reports. The report
+    nothing in this step (no decay, no momentum, no state; not with LBFGS, which moves weights several
+    times in a step), `then: warn` only reports. The report
     separates non-finite from finite parameters, in the order in which backward produced
     their gradients. After `give_up_after` trips in a row the trap raises whatever `then` says.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
@@ -83,27 +83,18 @@ class NormLog(ObserverRule):
         tuple[Annotated[str, AfterValidator(_stat)], ...],
         FROM_LIST,
         AfterValidator(each_once),
-        WithJsonSchema(
-            {
-                "type": "array",
-                "items": {"enum": list(STATISTICS)},
-                "minItems": 1,
-                "uniqueItems": True,
-            }
-        ),
+        WithJsonSchema({"type": "array", "items": {"enum": list(STATISTICS)}, "minItems": 1}),
         Field(min_length=1, description="The statistics to record.", examples=[["l2"]]),
     ] = ("l2",)
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        stats, is_update = given.get("stats"), given.get("tensor") == "update"
-        for stat in stats if isinstance(stats, list | tuple) else ():
-            how = STATISTICS.get(stat) if isinstance(stat, str) else None
-            if how is not None and how.of_update and not is_update:
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        for stat in self.stats:
+            how, is_update = STATISTICS[stat], self.tensor == "update"
+            if how.of_update and not is_update:
                 message = f"`{stat}` says what an update changes in a weight"
                 yield Flaw("stats", message, "write `params` and `tensor: update`, or remove it")
-            elif how is not None and how.whole is not None and is_update:
+            elif how.whole is not None and is_update:
                 message = f"`{stat}` needs all elements, and an update is measured on a sample"
                 yield Flaw("stats", message, "record it of `tensor: value`, or remove it")
 

@@ -12,7 +12,7 @@ from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor, device
+    from torch import Tensor
 
 
 _ODD = 0x2545F4914F6CDD1D
@@ -58,7 +58,8 @@ class Perturb(EditRule):
         def noise(wide: Tensor) -> Tensor:
             # Drawn anew in each call, so that a recomputed forward pass gets the noise of the original.
             drawn = torch.empty(wide.numel(), dtype=torch.float32, device=wide.device)
-            drawn.normal_(0.0, self.eps, generator=_seeded(wide.device, self.seed))
+            seeded = torch.Generator(wide.device).manual_seed(self.seed)
+            drawn.normal_(0.0, self.eps, generator=seeded)
             # Tensors of one shape must not get one noise. Their sum is read on the device alone.
             bits = wide.sum(dtype=torch.float64).view(torch.int64)
             places = torch.arange(wide.numel(), device=wide.device) + bits.mul(_ODD).abs()
@@ -81,9 +82,3 @@ class Perturb(EditRule):
             return _numbers.differs(tensor, apply(tensor)).any()
 
         return Edit(apply, apply_, alters)
-
-
-def _seeded(device: device, seed: int) -> Generator:
-    import torch  # noqa: PLC0415 # reading rules must not need torch
-
-    return torch.Generator(device).manual_seed(seed)

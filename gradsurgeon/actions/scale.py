@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -74,20 +73,10 @@ class Scale(EditRule):
             # Zeros and NaN do not change, infinities only their sign.
             return torch.ne(grad * factor, grad).logical_and_(~grad.isnan()).any()
 
-        @cache
-        def is_one(kind: dtype) -> bool:
-            return bool(torch.tensor(factor, dtype=kind) == 1.0)
-
         def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
-            if not (math.isfinite(smallest) and math.isfinite(largest)):
-                return None
-            if smallest == largest == 0.0 or is_one(torch.promote_types(kind, torch.float32)):
-                return False
-            if is_one(kind):
-                # Half precision is multiplied in float32, so only some elements change.
-                return None
-            # The smallest change is in the last digit of elements close to zero.
-            tiny = torch.finfo(kind).tiny
-            return True if max(-smallest, largest) > tiny else None
+            limits = torch.finfo(kind)
+            # Rounding hides a smaller change, and the smallest change is in the last digit of elements close to 0.
+            sure = abs(factor - 1) > limits.eps and max(-smallest, largest) > limits.tiny
+            return True if sure and math.isfinite(smallest) and math.isfinite(largest) else None
 
         return Edit(apply, apply_, alters, decided=decided)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,17 +22,6 @@ _EPSILON = 1e-6
 # A statistic of fewer updates does not know yet how far healthy norms scatter.
 _YOUNG = 100
 _PATIENCE = 10
-
-_Then = Annotated[
-    SpikeThen,
-    Field(description="What happens to the step."),
-]
-_GiveUpAfter = Annotated[
-    Limit | None,
-    Field(
-        description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given.",
-    ),
-]
 
 
 class Above(Options):
@@ -62,19 +51,11 @@ class Above(Options):
         ),
     ] = None
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        named = [key for key in ("sigmas", "times") if given.get(key) is not None]
-        if len(named) == 1:
-            return
-        message = "a spike needs a bound, `sigmas` or `times`"
-        if named:
-            yield Flaw("times", f"{message}, but not both", "remove one of them", key=True)
-        else:
+    def flaws(self) -> Iterator[Flaw]:
+        if (self.sigmas is None) == (self.times is None):
+            message = "a spike needs a bound, either `sigmas` or `times`"
             hint = "such as `above: {sigmas: 2.5}` or `above: {times: 1.05}`"
-            yield Flaw(
-                "sigmas", f"{message}: neither is given", hint, missing=True, check="missing-key"
-            )
+            yield Flaw("", message, hint)
 
     def bound(self) -> RunningBound:
         beta, warmup = self.beta, self.warmup
@@ -153,9 +134,6 @@ class SpikeTrap(TrapRule):
 
     targets: ClassVar = ("params",)
     points: ClassVar[tuple[Point, ...]] = ("step",)
-    no_at_reason: ClassVar[str] = (
-        "it judges the gradient from the script, and acts right before the update"
-    )
     measures: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     judges_first: ClassVar[bool] = True
@@ -173,15 +151,19 @@ class SpikeTrap(TrapRule):
         Literal["rule", "parameter"],
         Field(description="One norm over all matches of the rule, or each gradient by itself."),
     ] = "rule"
-    then: _Then = "clip"  # type: ignore[assignment] # other traps have no `clip`
-    give_up_after: _GiveUpAfter = None  # type: ignore[assignment] # only for `skip-step`
+    then: Annotated[SpikeThen, Field(description="What happens to the step.")] = "clip"  # type: ignore[assignment] # other traps have no `clip`
+    give_up_after: Annotated[
+        Limit | None,
+        Field(
+            description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given."
+        ),
+    ] = None  # type: ignore[assignment] # only for `skip-step`
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        if given.get("give_up_after") is not None and given.get("then") != "skip-step":
+    def flaws(self) -> Iterator[Flaw]:
+        yield from super().flaws()
+        if self.give_up_after is not None and self.then != "skip-step":
             message = "`give_up_after` counts skipped steps, and this rule skips none"
-            yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`", key=True)
+            yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`")
 
     @property
     def edits(self) -> bool:

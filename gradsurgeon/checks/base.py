@@ -1,9 +1,13 @@
-"""The facts that a check receives, and the findings that it returns."""
+"""The facts that a check receives, with messages of other ranks, and the findings that it returns."""
 
 from __future__ import annotations
 
+import json
 import weakref
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,10 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.mail import Mail
+from gradsurgeon import _dist
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
+# The sessions of this process so far, by their parameters: ranks apply theirs in one order.
+_sessions: Counter[str] = Counter()
+# Numbers by the count of passes.
+Rows = Mapping[int, Sequence[float]]
 # Modules that compute something else in evaluation mode.
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
@@ -39,15 +46,7 @@ class Finding:
 
 
 class Model:
-    """A model, reached weakly.
-
-    Args:
-        root: the model.
-        holders: by parameter, the module that holds it.
-
-    Attributes:
-        kinds: by parameter, the class name of the module that holds it.
-    """
+    """A model, reached weakly; ``holders`` has the module that holds each parameter."""
 
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
         self._root = weakref.ref(root)
@@ -73,6 +72,57 @@ class Model:
         configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
         # Models of Hugging Face have one.
         return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
+
+
+class Mail:
+    """Exchanges rows of numbers with the ranks that hold replicas of the parameters.
+
+    Args:
+        names: the parameters of the session; sessions with the same parameters share a prefix of keys.
+        averaged: returns the parameters whose gradients `DistributedDataParallel` averages; none without a wrapper.
+        is_local: tells whether the gradients of this update are meant for this rank alone, as in `no_sync`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        averaged: Callable[[], Collection[int]],
+        is_local: Callable[[], bool],
+    ) -> None:
+        number = zlib.crc32("\n".join(names).encode())
+        prefix = f"{_dist.attempt()}/replicas/{number}"
+        _sessions[prefix] += 1
+        self._prefix = f"{prefix}/{_sessions[prefix]}"
+        self.averaged, self.is_local = averaged, is_local
+
+    @property
+    def rank(self) -> int:
+        return _dist.rank()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(_dist.world())
+
+    @cached_property
+    def _store(self) -> Any:
+        return _dist.own_store(self._prefix)
+
+    def post(self, key: str, rows: Rows) -> None:
+        """Send rows to the first of the ranks."""
+        if self.rank:
+            with suppress(RuntimeError):
+                self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
+
+    def take(self, key: str) -> Sequence[Rows] | None:
+        """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
+        keys = [f"{key}/{rank}" for rank in self.ranks[1:]]
+        with suppress(RuntimeError):
+            if keys and self._store.check(keys):
+                found = [dict(json.loads(self._store.get(one))) for one in keys]
+                for one in keys:
+                    self._store.delete_key(one)
+                return found
+        return None
 
 
 class _Looked(Mapping[int, Tensor]):
@@ -133,13 +183,11 @@ class Pass(Moment):
         reached: the parameters of the session that it reached; none before it.
         graph: its graph, if it is known.
         strangers: returns the trained leaves that it reached, and that are no parameters of the model.
-        is_homeless: returns whether a leaf belongs to no module and no optimizer, in a tenth of a second.
     """
 
     reached: Collection[int]
     graph: BackwardGraph | None
     strangers: Callable[[], Sequence[Tensor]]
-    is_homeless: Callable[[Tensor], bool]
 
     @property
     def tensors(self) -> Sequence[int]:
@@ -166,7 +214,6 @@ class Update(Moment):
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
         took_place: whether the optimizer was allowed to update; known after the update.
         frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
-        known_norms: returns the norms that a trap has just measured, if one has.
     """
 
     tensors: Sequence[int]
@@ -177,7 +224,6 @@ class Update(Moment):
     scale: float | None = None
     took_place: bool = True
     frozen: Mapping[int, str] = field(default_factory=dict)
-    known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
@@ -190,11 +236,6 @@ class Update(Moment):
         """By parameter, its state in the optimizer."""
         found = self.optimizer.state if self.optimizer is not None else {}
         return self._by_tensor({id(param): state for param, state in found.items()})
-
-    def norms(self, tensors: Sequence[int]) -> Tensor:
-        """Return the norms of gradients on one device."""
-        known = self.known_norms(tensors)
-        return _numbers.norms([self.grads[t] for t in tensors]) if known is None else known
 
     def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
         ids = ((tensor, id(self.find(tensor))) for tensor in self.tensors)
@@ -221,11 +262,6 @@ class Check:
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         """Look at gradients and weights right before an update, before rules at `step` act."""
-        del update
-        return ()
-
-    def before_edits(self, update: Update) -> Iterable[Finding]:
-        """Look at gradients once the traps have judged them, before rules at `step` act."""
         del update
         return ()
 

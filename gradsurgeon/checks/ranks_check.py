@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.checks.mail import Mail, Rows
+from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Rows, Update
 from gradsurgeon.tensors.sampling import by_device, sample
 
 # Ranks send rows of so many updates together.
@@ -25,21 +24,16 @@ _MOST_WAITING = 16
 # Ranks may sum in another order: differences below this share of a number are rounding.
 _ROUNDING = 1e-4
 
-_TEXTS = {
-    "gradients": "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank 0 and "
-    "{theirs:.3g} on rank {other}{until}. {remedy}",
-    "weights": "{ranks} differ in the weights {{names}}, although their gradients are alike{until}. {remedy}",
-}
-_BYPASSED = (
-    "DistributedDataParallel holds this model, but did not average: call the wrapper in the forward pass, not "
-    "`model.module`"
+_GRADIENTS = (
+    "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank 0 and {theirs:.3g} on rank "
+    "{other}. "
 )
-_LOST = (
-    "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that one rank "
-    "skips or that loses data"
+_WEIGHTS = (
+    "{ranks} differ in the weights {{names}}, although their gradients are alike. Broadcast the weights of rank 0 before "
+    "training, and look for an update, a weight decay or an assignment that only some ranks make"
 )
-_STARTED = "Broadcast the weights of rank 0 before training, or seed all ranks alike"
-_DRIFTED = "Look for an update, a weight decay or an assignment that only some ranks make"
+_BYPASSED = "DistributedDataParallel did not average: call the wrapper in the forward pass, not `model.module`"
+_LOST = "Look for code between `backward()` and `step()` that only some ranks run, and a collective that loses data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,6 @@ class _Owner:
     # By number of batch, this rank's own rows and the tensors that they are about.
     waiting: dict[int, tuple[list[_Row], Sequence[int]]] = field(default_factory=dict)
     alike: int = 0
-    weights_alike: bool = False
     is_local: bool = False
     # A difference without a wrapper: a fault if the ranks are alike again, else they train apart.
     parted: Finding | None = None
@@ -76,7 +69,7 @@ class RanksCheck(Check):
         self._passes += 1
         return ()
 
-    def before_edits(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
         if mail is None:
             return ()
@@ -128,7 +121,8 @@ def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> T
     norms: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for some in by_device(having, update.grads):
-        norms.update(zip(some, update.norms(some).unbind(), strict=True))
+        measured = _numbers.norms([update.grads[t] for t in some])
+        norms.update(zip(some, measured.unbind(), strict=True))
     for some in by_device(tensors if has_weights else (), update.params):
         samples = _numbers.norms([sample(update.params[t]) for t in some])
         weights.update(zip(some, samples.unbind(), strict=True))
@@ -138,12 +132,6 @@ def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> T
         *(weights[t] for t in tensors if has_weights),
     ]
     return torch.stack([number.to(device) for number in numbers])
-
-
-def _apart(ours: float, theirs: float) -> bool:
-    # A NaN is the trap's to tell.
-    finite = math.isfinite(ours) and math.isfinite(theirs)
-    return finite and abs(ours - theirs) > _ROUNDING * max(abs(ours), abs(theirs))
 
 
 def _compared(
@@ -160,11 +148,10 @@ def _compared(
         others = {rank: rows.get(row.passes, ()) for rank, rows in theirs.items()}
         if any(len(numbers) != len(row.numbers) for numbers in others.values()):
             continue
-        until = f", alike until then for {owner.alike} updates" if owner.alike else ""
         apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
         if apart:
             remedy = _LOST if owner.alike or not is_averaged else _BYPASSED
-            found = _finding("gradients", row, tensors, apart, until=until, remedy=remedy)
+            found = _finding("gradients", _GRADIENTS + remedy, row, tensors, apart)
             if is_averaged:
                 yield found
             elif owner.parted is not None:
@@ -180,12 +167,8 @@ def _compared(
             yield owner.parted
             owner.parted = None
         apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
-        if not apart:
-            owner.weights_alike |= len(row.numbers) > count
-        elif is_averaged or owner.alike >= ALIKE_UPDATES:
-            remedy = _DRIFTED if owner.weights_alike else _STARTED
-            since = "" if owner.weights_alike else ", and had from the start"
-            yield _finding("weights", row, tensors, apart, until=since, remedy=remedy)
+        if apart and (is_averaged or owner.alike >= ALIKE_UPDATES):
+            yield _finding("weights", _WEIGHTS, row, tensors, apart)
 
 
 def _differing(
@@ -195,20 +178,22 @@ def _differing(
     found: dict[int, tuple[int, float, float]] = {}
     for rank, numbers in theirs.items():
         for place, (mine, other) in enumerate(zip(ours, numbers, strict=True)):
-            if _apart(mine, other):
+            # A NaN is the trap's to tell.
+            finite = math.isfinite(mine) and math.isfinite(other)
+            if finite and abs(mine - other) > _ROUNDING * max(abs(mine), abs(other)):
                 found.setdefault(place, (rank, other, mine))
     return found
 
 
 def _finding(
     cause: str,
+    text: str,
     row: _Row,
     tensors: Sequence[int],
     apart: dict[int, tuple[int, float, float]],
-    **words: str,
 ) -> Finding:
     other, theirs, ours = next(iter(apart.values()))
     # The first rank compares.
     ranks = _dist.named([0, *sorted({rank for rank, _, _ in apart.values()})])
-    text = _TEXTS[cause].format(ranks=ranks, other=other, theirs=theirs, ours=ours, **words)
+    text = text.format(ranks=ranks, other=other, theirs=theirs, ours=ours)
     return Finding(cause, text, tuple(tensors[place] for place in apart), step=row.step)

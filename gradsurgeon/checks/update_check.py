@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from gradsurgeon import _numbers
+from gradsurgeon import _live, _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
 from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
@@ -31,8 +33,7 @@ _CAUSES = {
     "frozen": "rule {rule} freezes {{it}}. Exclude {{it}} from one of the two rules",
     "skipped": "all these updates were skipped. Look at why: the events of traps and of the loss scale say it",
     "lr": "the learning rate is 0. Set one in the group of the optimizer, or look at the schedule",
-    "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} an update is smaller than half of what "
-    "lies between a weight of usual size, {weight:.3g}, and the next number, {gap:.1e}. {remedy}",
+    "rounded": "{dtype} rounds each update away: at the learning rate {lr:.1e} it is too small. {remedy}",
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
     "for a compiled or wrapped `step` that has lost {{it}}",
 }
@@ -101,7 +102,7 @@ class UpdateCheck(Check):
             _, first, passes = known
             self._outside[id(leaf)] = (leaf, first, passes + 1)
             still = passes == 2 * WINDOW and torch.equal(sample(leaf), first)
-            if still and done.is_homeless(leaf):
+            if still and _is_homeless(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
     def before_update(self, update: Update) -> Iterable[Finding]:
@@ -183,6 +184,15 @@ class UpdateCheck(Check):
             yield Finding(cause, texts[0], tensors)
 
 
+def _is_homeless(leaf: Tensor) -> bool:
+    """Return whether a leaf belongs to no module and no optimizer. Searches all objects."""
+    held = [module.parameters(recurse=False) for module in _live.instances(nn.Module)]
+    held += [
+        g["params"] for o in _live.instances(Optimizer) for g in getattr(o, "param_groups", ())
+    ]
+    return not any(param is leaf for param in chain.from_iterable(held))
+
+
 def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
     return not bool(differing([old], [torch.take(param, at)]))
 
@@ -216,13 +226,11 @@ def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
 
 def _told(cause: str, update: Update, tensor: int) -> str:
     param = update.params[tensor]
-    dtype, weight = _name(param.dtype), float(param.detach().abs().float().median())
+    dtype = str(param.dtype).removeprefix("torch.")
     return _CAUSES[cause].format(
         rule=update.frozen.get(tensor),
         lr=_learning_rate(update.groups.get(tensor, {})),
         dtype=dtype,
-        weight=weight,
-        gap=weight * torch.finfo(param.dtype).eps,
         remedy=(_REDUCED if param.dtype in _numbers.HALF else _FULL).format(dtype=dtype),
     )
 
@@ -250,10 +258,6 @@ def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
         yield Finding("non-finite", _BROKEN, tuple(finite))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _rms(grad: Tensor) -> float:
     values = _numbers.values(grad).float()
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
@@ -268,10 +272,7 @@ def _usual_gradient(update: Update) -> float:
 class MovedCheck(Check):
     """Compares weights right after updates with those before the first one.
 
-    Args:
-        least: the share of elements of each weight that have to differ once.
-        within: the number of performed updates in which that has to happen.
-        unmoved: whether all elements have to stay; then the other two mean nothing.
+    A share of ``least`` elements must differ once ``within`` performed updates, or all elements are to stay ``unmoved``.
     """
 
     def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:

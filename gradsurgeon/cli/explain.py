@@ -109,7 +109,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 def _acts_on(rule: type[Rule]) -> str:
     targets = ", ".join(f"`{kind}`" for kind in rule.targets)
     if not rule.takes_at:
-        return f"Acts on {targets}. It has no `at`: {rule.no_at_reason}."
+        return f"Acts on {targets}. It has no `at`: it acts at a moment of its own."
     default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     points = ", ".join(f"`{point}`" for point in rule.points)
     return f"Acts on {targets}; on parameters at {points} ({default})."

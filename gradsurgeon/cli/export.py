@@ -16,11 +16,11 @@ from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
+from gradsurgeon.match import compile_pattern
 from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
-from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.selection import COLUMNS, Chosen, Selection, nothing_fits
+from gradsurgeon.store.layout import digits, json_text, nonfinite_name, unpack_absent
+from gradsurgeon.store.rank_file import COLUMNS, Chosen
+from gradsurgeon.store.run import Run, chosen, nothing_fits, open_run
 
 # A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
@@ -47,16 +47,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     output, form = arguments.output, arguments.format
-    selection = Selection(arguments.name, arguments.stat, arguments.rule)
     with open_run(arguments.run) as opened, writing(output):
-        chosen = selection.series(opened)
-        events = selection.events(opened.events) if form == "jsonl" else []
-        if not chosen and not events:
-            raise nothing_fits(opened, opened.path)
+        found = chosen(opened, arguments.name, arguments.stat, arguments.rule)
+        events = _events(opened, arguments) if form == "jsonl" else []
+        if not found and not events:
+            raise nothing_fits(opened)
         if form == "parquet":
-            _parquet(output, chosen)
+            _parquet(output, found)
             return 0
-        lines = _csv(chosen) if form == "csv" else _jsonl(chosen, events)
+        lines = _csv(found) if form == "csv" else _jsonl(found, events)
         if output is None:
             sys.stdout.writelines(lines)
             return 0
@@ -64,6 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
         with replacing(Path(output)) as out:
             out.writelines(lines)
     return 0
+
+
+def _events(opened: Run, arguments: argparse.Namespace) -> list[Event]:
+    """Return the events that fit by rule and name. An event has no statistic."""
+    pattern = None if arguments.name is None else compile_pattern(arguments.name)
+    return [
+        event
+        for event in opened.events
+        if arguments.rule in (None, event.rule)
+        and (pattern is None or (event.name and pattern.matches(event.name)))
+    ]
 
 
 def _parquet(output: str | None, chosen: Chosen) -> None:

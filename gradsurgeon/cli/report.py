@@ -17,8 +17,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.rules_and_events import by_kind, event_lines
-from gradsurgeon.store.json_text import json_text
-from gradsurgeon.store.layout import RUN_FILE
+from gradsurgeon.store.layout import RUN_FILE, json_text
 from gradsurgeon.store.run import open_run
 
 # Processes and models of one script make two levels, and people sort their runs into folders.

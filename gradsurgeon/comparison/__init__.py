@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison.names import Renamed, renaming
-from gradsurgeon.comparison.names import read as read_names
 from gradsurgeon.report.run import open_run
 from gradsurgeon.store.run import Run
 
@@ -23,7 +21,7 @@ def compare(
     run: Source,
     reference: Source,
     noise: Source | Sequence[Source] = (),
-    renamed: Renamed | None = None,
+    renamed: str | os.PathLike[str] | Mapping[str, str] | None = None,
 ) -> Comparison:
     """Return where a run parts from a reference. Needs numpy, but no torch.
 
@@ -41,7 +39,7 @@ def compare(
     """
     library("numpy", "report", "compare")
     from gradsurgeon.comparison.comparison import compared  # noqa: PLC0415 # needs numpy
-    from gradsurgeon.comparison.reading import Words, read  # noqa: PLC0415 # the same
+    from gradsurgeon.comparison.reading import Words, read, renaming  # noqa: PLC0415 # the same
 
     sources = [noise] if isinstance(noise, str | os.PathLike | Run) else list(noise)
     with ExitStack() as stack:
@@ -49,11 +47,12 @@ def compare(
             source if isinstance(source, Run) else stack.enter_context(open_run(source))
             for source in (run, reference, *sources)
         )
-        words, rename = Words(), renaming({})
+        words = Words()
+        rename: Callable[[str], str] = str
         if renamed is not None:
             old, new = Words(), Words()
-            read(b, old, rename), read(a, new, rename)
-            rename = renaming(read_names(renamed, old.names, new.names))
+            read(b, old, str), read(a, new, str)
+            rename = renaming(renamed, old.names, new.names)
         # The reference comes first: its names make the order.
         of_reference = read(b, words, rename)
         of_run = read(a, words, str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,10 @@ _PAIR = np.dtype(
 )
 # Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
 _LATE = 2**40
-_OTHER_BATCHES = "other batches or micro-batches"
-_DIVIDED = "divide the samples differently; with batch norm such runs truly differ"
+_OTHER_BATCHES = (
+    "only gradients and weights are compared: other ranks, batches or micro-batches divide the samples "
+    "differently; with batch norm such runs truly differ"
+)
 _RENAME = "name what was renamed by lines `old: new` in --map FILE"
 _CALLED = "called another number of times in one run, as by an evaluation between steps"
 _FEW = "fewer than three noise runs measured the tolerance: false alarms are likelier"
@@ -61,10 +63,6 @@ class Pairs:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(distance == 0, 0.0, distance / self.cells["limit"])
 
-    @property
-    def present(self) -> list[Kind]:
-        return [self.kinds[kind] for kind in np.unique(self.cells["kind"])]
-
     def kind(self, at: int) -> Kind:
         return self.kinds[int(self.cells["kind"][at])]
 
@@ -86,8 +84,7 @@ def align(
 ) -> tuple[Pairs, Tolerance, list[str]]:
     """Return the tensors of both runs with their distances, how tolerances came about, and notes.
 
-    Raises:
-        RecordError: the runs have no kind of tensor, no tensor or no step in common.
+    Raises `RecordError` if the runs have no kind of tensor, no tensor or no step in common.
     """
     tolerance.refuse_repeated(run, reference, noise)
     kinds, names = list(words.kinds), list(words.names)
@@ -97,14 +94,19 @@ def align(
     other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
     other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
     cells["state"][other & (cells["state"] == BOTH)] = RESIZED
-    ranks = [one.meta.get("ranks") for one in (run, reference)]
-    lost, more = _not_alignable(cells, found, of_modules, ranks, names)
-    notes = [*_lacking(run, reference, noise, kinds), *more]
+    same = run.meta.get("ranks") == reference.meta.get("ranks")
+    lost, notes = _not_alignable(cells, found, of_modules, names, is_same_world=same)
+    everywhere = {kind for one in (run, reference, *noise) for kind in one.bound}
+    if left := ", ".join(
+        " at ".join(kinds[kind]) for kind in sorted(everywhere - {*cells["kind"]})
+    ):
+        notes.append(f"not in all runs, so not compared: {left}")
     cells, values, of_modules = cells[~lost], values[:, ~lost], of_modules[~lost]
-    _need(cells, run, reference, _names_told(words), _RENAME)
+    _need(cells, run, reference, "tensor", _RENAME)
     dtypes = (run.dtypes, reference.dtypes)
     cells["floor"] = tolerance.floors(cells["name"], of_modules, dtypes)
-    families = [kind.family for kind in kinds]
+    # The tensors of one structure, such as a tuple, are one group.
+    families = [(kind.base, kind.point) for kind in kinds]
     groups = (
         cells["step"] * len(kinds) + np.array(list(map(families.index, families)))[cells["kind"]]
     )
@@ -144,37 +146,31 @@ def _common(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> tuple[Ints, Flags]:
     """Return the steps that all runs have, and which names of which kinds both runs have."""
-    kinds, told_names = list(words.kinds), _names_told(words)
-
-    def told_kinds(one: Reading) -> str:
-        return "tensors " + ", ".join(" at ".join(kinds[kind]) for kind in one.bound)
-
     common, steps = {*run.bound}, run.steps
     for one in (reference, *noise):
         common &= one.bound.keys()
-        _need(common, run, one, told_kinds, "record both by the rules `gradsurgeon:fingerprint@1`")
+        _need(common, run, one, "kind of tensor", "record both by `gradsurgeon:fingerprint@1`")
         steps = np.intersect1d(steps, one.steps)
-        _need(steps, run, one, _told_steps, "record the same steps, by `steps` or `start_step`")
-    both = np.zeros((len(kinds), len(words.names)), bool)
+        _need(steps, run, one, "step", "record the same steps, by `steps` or `start_step`")
+    both = np.zeros((len(words.kinds), len(words.names)), bool)
     for kind in common:
         both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
-    _need(np.flatnonzero(both), run, reference, told_names, _RENAME)
+    _need(np.flatnonzero(both), run, reference, "name of a tensor", _RENAME)
     for one in noise:
         shared = [kind for kind in common if both[kind, one.bound[kind]].any()]
-        _need(shared, reference, one, told_names, "give noise runs of the reference")
+        _need(shared, reference, one, "name of a tensor", "give noise runs of the reference")
     return steps, both
 
 
 def _not_alignable(
-    cells: Any, found: Flags, of_modules: Flags, ranks: Sequence[object], names: Sequence[str]
+    cells: Any, found: Flags, of_modules: Flags, names: Sequence[str], *, is_same_world: bool
 ) -> tuple[Flags, list[str]]:
     """Return which tensors of modules are not the same calls in all runs, and a note that says so."""
     odd = of_modules & _other_calls(cells, found)
     rest, unlike = of_modules & ~odd, (cells["state"] != BOTH) & of_modules
     few = 2 * (unlike & rest).sum() > rest.sum() or (odd.any() and not rest.any())
-    if ranks[0] != ranks[1] or few:
-        counts = f"{ranks[0]} and {ranks[1]} ranks" if ranks[0] != ranks[1] else _OTHER_BATCHES
-        return of_modules, [f"only gradients and weights are compared: {counts} {_DIVIDED}"]
+    if few or not is_same_world:
+        return of_modules, [_OTHER_BATCHES]
     if not odd.any():
         return odd, []
     ran = shorten_names([names[name] for name in dict.fromkeys(cells["name"][odd].tolist())])
@@ -185,31 +181,6 @@ def _not_alignable(
 def _told(words: Words, cell: Any) -> str:
     text = [*words.kinds][cell["kind"]].text([*words.names][cell["name"]])
     return f"{printable(text)} in step {cell['step']}"
-
-
-def _names_told(words: Words) -> Callable[[Reading], str]:
-    names = list(words.names)
-    return lambda one: (
-        f"names such as {shorten_names([names[n] for of in one.bound.values() for n in of])}"
-    )
-
-
-def _told_steps(one: Reading) -> str:
-    return f"the steps {one.steps[0]} to {one.steps[-1]}"
-
-
-def _lacking(
-    run: Reading, reference: Reading, noise: Sequence[Reading], kinds: Sequence[Kind]
-) -> list[str]:
-    """Return notes on the kinds of tensors that are not in all runs."""
-    every = [kind for kind in range(len(kinds)) if kind in {*run.bound, *reference.bound}]
-    told = [("the run", run), ("the reference", reference)]
-    told += [(f"the noise run {printable(one.path)}", one) for one in noise]
-    notes = []
-    for who, one in told:
-        if lost := ", ".join(" at ".join(kinds[kind]) for kind in every if kind not in one.bound):
-            notes.append(f"{who} has no {lost}: not compared")
-    return notes
 
 
 def _other_calls(cells: Any, found: Flags) -> Flags:
@@ -291,10 +262,7 @@ def _place(
     cells["place"] = places[which.reshape(-1)]
 
 
-def _need(
-    common: Any, run: Reading, other: Reading, told: Callable[[Reading], str], do: str
-) -> None:
+def _need(common: Any, run: Reading, other: Reading, what: str, remedy: str) -> None:
     if len(common) == 0:
         paths = f"{printable(run.path)} and {printable(other.path)}"
-        found = f"the first has {told(run)}, the second {told(other)}"
-        raise RecordError(f"{paths} have nothing in common to compare: {found}; {do}")
+        raise RecordError(f"{paths} have no {what} in common: {remedy}")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison import findings, kinks
+from gradsurgeon.comparison import findings
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.reading import Reading, Words
-from gradsurgeon.comparison.tolerance import BOUND, Tolerance, same
+from gradsurgeon.comparison.tolerance import BOUND, Tolerance
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import abridged, count
 from gradsurgeon.report.tables import Table
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _COLUMNS, _STEPS = 100, 8
+_NAMED = 60  # rows of the map that have room for a name
 
 
 @dataclass(frozen=True)
@@ -74,33 +75,26 @@ class Comparison:
 
     def _verdict(self) -> str:
         """Return the answer in one sentence."""
-        largest = self.largest
-        tensors = count(sum(step.compared for step in self.steps), "tensor")
-        of = f"{tensors} of {count(len(self.steps), 'step')}"
+        largest, kind = self.largest, self.tolerance.kind
         if self.first:
             first = self.first[0]
-            where = f"step {self.step}, {self.phase}: {printable(first.text)}"
-            if self.tolerance.kind == "exact" and first.distance <= max(
-                BOUND, float(self.pairs.cells["floor"].max())
-            ):
-                ask = "record noise runs to tell whether it is more than rounding"
-                return f"They are not equal bit for bit: first at {where}; {ask}."
-            if self.tolerance.kind == "rounded-away":
-                return f"They part at {where}; the noise of the noise runs rounded away, so that may be rounding."
-            return f"They part at {where}."
+            far = max(BOUND, float(self.pairs.cells["floor"].max()))
+            is_open = kind == "rounded-away" or (kind == "exact" and first.distance <= far)
+            ask = "; this may be rounding, which noise runs would tell" if is_open else ""
+            return f"They part at step {self.step}, {self.phase}: {printable(first.text)}{ask}."
         if largest is None:
             return "Nothing can be said: rounding decides every tensor."
-        said = f"They are equal bit for bit in {of}"
-        if self.tolerance.kind != "exact":
+        tensors = count(sum(step.compared for step in self.steps), "tensor")
+        said = f"in {tensors} of {count(len(self.steps), 'step')}"
+        if kind == "exact":
+            said = f"They are equal bit for bit {said}"
+        else:
             share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
             where = f"{printable(largest.text)}, step {largest.step}"
-            said = f"They agree within rounding in {of}: the largest distance is {share} ({where})"
-        if others := len(self.undecided):
-            said += f"; rounding decides {others:,} others, which say nothing"
+            said = f"They agree within rounding {said}: the largest distance is {share} ({where})"
         if self.alike:
             return f"{said}."
-        only = shorten_names([*self.only_run, *self.only_reference])
-        return f"They have other parameters: {only}. {said}, of those that both have."
+        return f"{said}, but have other parameters."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `gradsurgeon compare --format json`; ``None`` stands for an infinite distance."""
@@ -118,10 +112,8 @@ class Comparison:
             GradSurgeonError: matplotlib is missing.
         """
         library("matplotlib", "plot", "plot")
-        from gradsurgeon.comparison import plot  # noqa: PLC0415 # needs matplotlib
-
         exact = self.tolerance.kind == "exact"
-        return plot.draw(self.pairs, f"{self.run} against {self.reference}", exact=exact)
+        return _drawn(self.pairs, f"{self.run} against {self.reference}", exact=exact)
 
 
 def _plain(value: Any) -> Any:
@@ -138,7 +130,7 @@ def compared(
 ) -> Comparison:
     """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
-    notes += kinks.allow(pairs, tolerance.times) if noise else ()
+    notes += findings.allow_kinks(pairs, tolerance.times) if noise else ()
     last, first = findings.border_of(pairs)
     only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)
     largest = findings.largest_of(pairs)
@@ -147,8 +139,6 @@ def compared(
     everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
     if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
         notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
-    if same(run, reference):
-        notes.append("both are one directory")
     undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
     return Comparison(
         alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
@@ -192,10 +182,7 @@ def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
         yield from (_border(answer, answer.first[0]), "")
         for table in _tables(answer):
             yield from (*table.lines(_COLUMNS), "")
-    texts = [
-        f"tolerance: {answer.tolerance.text}",
-        *(f"note: {one}" for one in answer.notes),
-    ]
+    texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {one}" for one in answer.notes)]
     if answer.undecided:
         number = count(len(answer.undecided), "tensor")
         texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
@@ -204,45 +191,85 @@ def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
 
 
 def _border(answer: Comparison, first: findings.Tensor) -> str:
-    where, other = f"step {first.step}, {first.phase}", f"the {printable(first.text)}"
-    far = first.why or f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
+    before = f"the {printable(answer.last[-1].text)} agrees, " if answer.last else ""
     if answer.inside:
-        before = f"the input of {printable(answer.inside)} agrees"
-        other = "its output" if answer.inside == first.name else other
-    elif not answer.last:
-        remedy = "; look at the data and at the first weights" if first.phase == "forward" else ""
-        return f"{where}: {other} does not agree: {far}{remedy}"
-    elif answer.last[-1].step < first.step:
-        before = f"all of step {answer.last[-1].step} agrees"
-    else:
-        before = f"the {printable(answer.last[-1].text)} agrees"
-    return f"{where}: {before}, {other} does not: {far}"
+        before = f"the input of {printable(answer.inside)} agrees, "
+    far = first.why or f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
+    place = f"step {first.step}, {first.phase}"
+    return (
+        f"{place}: {before}the {printable(first.text)} does not{'' if before else ' agree'}: {far}"
+    )
 
 
 def _tables(answer: Comparison) -> Iterator[Table]:
-    tensors = [(one, "agrees") for one in answer.last]
-    tensors += [(one, "parts") for one in answer.first]
+    parts = [(one, "agrees") for one in answer.last] + [(one, "parts") for one in answer.first]
     rows = [
-        (f"{one.step}", printable(one.text), one.why or f"{one.distance:.2g}", f"{one.tolerance:.2g}", word)
-        for one, word in tensors
-    ]  # fmt: skip
-    head = ("step", "tensor", "distance", "tolerance", "")
+        _cells(one.step, one.text, one.why or one.distance, one.tolerance, word)
+        for one, word in parts
+    ]
+    head: tuple[str, ...] = ("step", "tensor", "distance", "tolerance", "")
     yield Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
     if answer.modules:
-        added = [
-            (printable(one.name), f"{one.came_in:.2g}", f"{one.went_out:.2g}")
-            for one in answer.modules
-        ]
-        heads = ("module", "distance of its input", "of its output")
+        rows = [_cells(*one) for one in answer.modules]
+        head = ("module", "distance of its input", "of its output")
         title = f"modules that add to the difference in step {answer.step}"
-        yield Table(title, heads, added, frozenset({1, 2}))
+        yield Table(title, head, rows, frozenset({1, 2}))
     steps = [one for one in answer.steps if one.step >= (answer.step or 0)]
-    shown = min(_STEPS, len(steps))
-    steps = [steps[place * (len(steps) - 1) // max(1, shown - 1)] for place in range(shown)]
-    numbers = [
-        (f"{one.step}", f"{one.apart:,} of {one.compared:,}", f"{one.median:.2g}", f"{one.largest:.2g}")
-        for one in steps
-    ]  # fmt: skip
+    rows = [
+        _cells(one.step, f"{one.apart:,} of {one.compared:,}", one.median, one.largest)
+        for one in steps[:: -(-len(steps) // _STEPS)]
+    ]
     title = f"how it goes on{answer.growth and f': the difference {answer.growth}'}"
-    columns = ("step", "tensors apart", "their median distance", "largest")
-    yield Table(title, columns, numbers, frozenset(range(4)))
+    head = ("step", "tensors apart", "their median distance", "largest")
+    yield Table(title, head, rows, frozenset(range(4)))
+
+
+def _cells(*values: object) -> tuple[str, ...]:
+    return tuple(f"{one:.2g}" if isinstance(one, float) else printable(str(one)) for one in values)
+
+
+def _drawn(pairs: Pairs, title: str, *, exact: bool) -> Figure:
+    """Draw one row per tensor of a step and one column per step, coloured by distance over tolerance."""
+    from matplotlib.patches import Patch, Rectangle  # noqa: PLC0415 # optional
+
+    from gradsurgeon.report.plots import ZERO, Picture, plain  # noqa: PLC0415 # needs matplotlib
+
+    cells = pairs.cells
+    keys = np.stack([cells["place"], cells["rank"]], axis=1)
+    _, first, row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    row, (steps, column) = row.reshape(-1), np.unique(cells["step"], return_inverse=True)
+    values = np.full((len(first), len(steps)), np.nan)
+    with np.errstate(divide="ignore"):
+        logs = np.log10(cells["distance"] if exact else pairs.ratio)
+    ends = (-8.0, 1.0) if exact else (-3.0, 3.0)
+    values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, *ends))
+    names = [plain(findings.tensor_of(pairs, at).text) for at in first.tolist()]
+    height = max(3.6, min(12.0, 1.4 + 0.18 * len(names)))
+    figure = Picture(9 + 0.06 * max(map(len, names)), height)
+    axes = figure.subplots()
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="viridis" if exact else "RdBu_r",
+        vmin=ends[0],
+        vmax=ends[1],
+    )
+    axes.set_facecolor(ZERO)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+    bar.set_label(f"log10 of the distance{'' if exact else ' / tolerance'}", fontsize=9)
+    every = -(-len(names) // _NAMED)
+    axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+    shown = np.linspace(0, len(steps) - 1, min(len(steps), 12)).round().astype(int)
+    axes.set_xticks(shown, [str(steps[one]) for one in shown.tolist()])
+    axes.set_xlabel("step")
+    axes.set_title(plain(title), loc="left", fontsize=10, pad=10)
+    marks = [Patch(color=ZERO, label="missing, or decided by rounding")]
+    if pairs.apart.any():
+        border = int(np.argmax(pairs.apart))
+        left, top, name = column[border] - 0.5, row[border] - 0.5, names[row[border]]
+        mark: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 2}
+        axes.add_patch(Rectangle((left, top), 1, 1, zorder=5, **mark))
+        marks.append(Patch(label=f"the border: {name}", **mark))
+    figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
+    return figure

@@ -1,9 +1,4 @@
-"""The order in which the tensors of a step came about: forward, backward, gradients, update.
-
-Rows of a run are grouped by statistic, not by time. Modules are ordered by their first run and their nesting. A
-module that runs several times in one pass, such as an activation that layers share, has its place after the output
-whose numbers equal those of its input.
-"""
+"""The order in which the tensors of a step came about: forward, backward, gradients, update."""
 
 from __future__ import annotations
 
@@ -72,12 +67,10 @@ def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
 def forward_order(
     order: Sequence[str], calls: Mapping[str, int], numbers: Mapping[Event, Numbers]
 ) -> dict[Event, int]:
-    """Return the place of each input and output in a forward pass.
+    """Return the place of each input and output in a forward pass, by the modules' first calls and nesting.
 
-    Args:
-        order: names of modules, in the order of their first call.
-        calls: how often each module runs in a pass.
-        numbers: the numbers of each input and output.
+    A module that runs several times in one pass, such as an activation that layers share, has its place after the
+    output whose numbers equal those of its input.
     """
     keys: dict[Event, _Key] = {}
     for place, (is_output, name) in enumerate(_walk([name for name in order if calls[name] == 1])):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon import source
+from gradsurgeon.comparison.order import is_inside
+from gradsurgeon.errors import Place, Problem, RecordError, RuleFileError, did_you_mean, printable
 from gradsurgeon.report.sheets import Flags
 from gradsurgeon.report.spikes import Ints
 from gradsurgeon.store.layout import section
@@ -29,6 +32,9 @@ _WORDS = {
     "grad": "gradient of {}",
     "value": "weight {} after the update",
 }
+_HINT = (
+    "write one line `old: new` for each name that changed, such as `h.0.attn: blocks.0.attention`"
+)
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -43,11 +49,6 @@ class Kind(NamedTuple):
         """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
         ends = re.match(r"(input|output)\b", self.tensor)
         return ends[0] + ".grad" * self.tensor.endswith(".grad") if ends else self.tensor
-
-    @property
-    def family(self) -> tuple[str, str]:
-        """Return what the kinds of the tensors of one structure have in common."""
-        return self.base, self.point
 
     @property
     def of_modules(self) -> bool:
@@ -84,16 +85,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Reading:
-    """The fingerprints of one run.
-
-    Attributes:
-        path: its directory.
-        meta: its description.
-        cells: one for each tensor of each step, sorted by `KEYS`, with their `STATS`.
-        bound: the numbers of the names of each kind.
-        chains: names of modules in the order in which they first ran.
-        dtypes: the dtype of each parameter, by the number of its name, if the run says so.
-    """
+    """The fingerprints of one run: cells sorted by `KEYS`, and numbers of names by kind. Chains are in the order of calls."""
 
     path: str
     meta: Mapping[str, Any]
@@ -117,11 +109,7 @@ def stripped(name: str) -> str:
 
 
 def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
-    """Return the fingerprints of a run, by other names; `words` gets its kinds and names.
-
-    Raises:
-        RecordError: the run has no fingerprints.
-    """
+    """Return the fingerprints of a run, by other names; `words` gets its kinds and names. Raises `RecordError` without any."""
     groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
     for series in run:
         key = series.key
@@ -180,6 +168,43 @@ def _dtypes(run: Run, words: Words, rename: Callable[[str], str]) -> dict[int, s
             number = words.names.get(rename(stripped(name)), -1 - len(found))
             found[number] = str(param["dtype"])
     return found
+
+
+def renaming(
+    renamed: str | os.PathLike[str] | Mapping[str, str], old: Collection[str], new: Collection[str]
+) -> Callable[[str], str]:
+    """Return a function that replaces the longest known prefix of a name.
+
+    Raises `RuleFileError` if the file is no mapping of names of the reference to names of the run.
+    """
+    names: Any = renamed
+    if isinstance(renamed, Mapping):
+        document = source.parse("", "<names>")
+    else:
+        document = source.read(renamed)
+        names = document.data
+        if document.problems:
+            raise RuleFileError(document.problems)
+    if not isinstance(names, Mapping) or not names:
+        _refuse(document.place(()), "the file has no names", _HINT)
+    for name, value in names.items():
+        if not isinstance(value, str) or not value:
+            _refuse(document.place((name,)), f"the new name of `{name}` is no text", _HINT)
+        for where, known, one in (("reference", old, name), ("run", new, value)):
+            if not any(is_inside(each, one) for each in known):
+                hint = did_you_mean(one, {*known, *(each.rpartition(".")[0] for each in known)})
+                message = f"the {where} has no name that is `{one}`, or begins with `{one}.`"
+                _refuse(document.key_place((name,)), message, hint)
+
+    def rename(name: str) -> str:
+        prefix = max((one for one in names if is_inside(name, one)), key=len, default="")
+        return f"{names[prefix]}{name[len(prefix) :]}" if prefix else name
+
+    return rename
+
+
+def _refuse(place: Place, message: str, hint: str) -> NoReturn:
+    raise RuleFileError([Problem(place, "bad-map", message, hint)])
 
 
 def starts(cells: Any) -> Flags:

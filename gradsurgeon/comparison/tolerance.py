@@ -38,15 +38,10 @@ _REMEDY = (
     "make noise runs by the script of the reference, with its data and seed, and "
     "`gradsurgeon run --perturb EPS --seed N`"
 )
-_SIZES = "`--perturb 4e-3` (2^-8) is what half precision needs"
 
 
 class Tolerance(NamedTuple):
-    """How tolerances came about: `times` the distance of noise runs, and `least` more.
-
-    A tensor of half precision gets 8 eps of its dtype instead, if that is more. The kind is `noise`, `rounded-away`,
-    `gross-noise`, `exact` (bit for bit) or `bound` (none was measured).
-    """
+    """How tolerances came about: `times` the distance of noise runs, and `least` more, or 8 eps of half precision."""
 
     kind: str
     times: float
@@ -88,8 +83,7 @@ def vanishing(norms: Floats, groups: Ints) -> Floats:
 def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
     """Return drifts that are at least the median of their group; an update is at least as uncertain as its gradient.
 
-    Groups number each kind and step, tensors each name and step. Adam divides a gradient by its size, so small
-    elements can change their sign.
+    Adam divides a gradient by its size, so small elements can change their sign.
     """
     found = drift.copy()
     known, of = np.unique(tensors, return_inverse=True)
@@ -133,16 +127,14 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
     low = np.quantile(drift, 0.25) if len(drift) else 0.0
     measured = f"times the distance of noise runs, {low:.1g} in the first layers"
     if low >= _GROSS:
-        text = f"{_GROSS_TIMES:g} {measured}, as by half precision"
-        remedy = "only gross faults can be told; compare runs of one precision to find others"
-        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, f"{text}: {remedy}")
+        text = f"{_GROSS_TIMES:g} {measured}, as by half precision: only gross faults can be told"
+        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, text)
     kind, text = "noise", f"{_TIMES:g} {measured}"
     if equal >= _MOST:
         kind = "noise" if dtype == "float32" else "rounded-away"
-        share = "all" if equal == 1 else f"{equal:.0%}"
         text = (
-            f"the rounding of {dtype}: the noise runs equal the reference bit for bit in {share} of the inputs "
-            f"and outputs; noise of this size rounds away; {remedy_for(dtype)}; {_SIZES}"
+            f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
+            f"so noise of this size rounds away; {remedy_for(dtype)}"
         )
     elif dtype != "float32":
         text += f", and {_EPS} eps of {dtype}"
@@ -153,41 +145,26 @@ def without_noise(
     run: Mapping[str, Any], reference: Mapping[str, Any], dtype: str = "float32"
 ) -> Tolerance:
     """Return the rule for runs without noise runs, by their descriptions."""
-    names = ("torch", "python", "ranks")
     remedy = remedy_for(dtype)
-    differ = [name for name in names if run.get(name) != reference.get(name)]
+    differ = [name for name in ("torch", "python", "ranks") if run.get(name) != reference.get(name)]
     if section(run, "model").get("origin") != section(reference, "model").get("origin"):
         differ.append("the class of the model")
     if differ:
         least = max(BOUND, _EPS * eps_of(dtype))
         text = f"no tolerance was measured, and {', '.join(differ)} differ: more than {least:g} counts; {remedy}"
         return Tolerance("bound", 0.0, least, text)
-    text = (
-        "bit for bit: there are no noise runs, and torch, Python, ranks and the class of the model are the same; "
-        f"devices and threads are not known: if they differ, {remedy}"
-    )
+    text = f"bit for bit: there are no noise runs; if devices or threads differ, {remedy}"
     return Tolerance("exact", 0.0, 0.0, text)
 
 
-def same(one: Reading, other: Reading) -> bool:
-    """Return whether two runs are one directory."""
-    return os.path.realpath(one.path) == os.path.realpath(other.path)
-
-
 def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
-    """Refuse a directory that is given twice.
-
-    Raises:
-        RecordError: a noise run is the run, the reference or another noise run.
-    """
-    for place, one in enumerate(noise):
-        for what, other in (
-            ("the reference", reference),
-            ("the run", run),
-            *(("given twice", before) for before in noise[:place]),
-        ):
-            if same(one, other):
-                _refuse(one, f"is {what}", "give each noise run once, none of which is compared")
+    """Refuse a noise run that is the run, the reference or another noise run, by `RecordError`."""
+    known = {os.path.realpath(one.path) for one in (run, reference)}
+    for one in noise:
+        if (path := os.path.realpath(one.path)) in known:
+            what = "is the run or the reference, or is given twice"
+            _refuse(one, what, "give each noise run once, none of which is compared")
+        known.add(path)
 
 
 def refuse_unlike(
@@ -197,29 +174,18 @@ def refuse_unlike(
     forward: Flags,
     told: Callable[[int], str],
 ) -> None:
-    """Refuse what differs from the reference by more than rounding can in the first forward pass, and NaN and Inf.
+    """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
 
-    Args:
-        noise: the noise runs.
-        found: of shape `[noise runs, tensors]`: which tensors each noise run has.
-        values: norms and projections of the reference and of the noise runs, NaN where a run lacks a tensor.
-        forward: which tensors are of the first forward pass; none in later steps, as weights differ there.
-        told: returns what a tensor is called.
-
-    Raises:
-        RecordError: a noise run does not repeat the reference, or is non-finite where the reference is finite.
+    Values are of the reference and of the noise runs, NaN where a run lacks a tensor. No tensor is of the forward pass
+    if the first step is late, as weights differ there.
     """
-    finite = np.asarray(np.isfinite(values).all(axis=2))
+    finite = np.asarray(np.isfinite(values[0]).all(axis=1))
     # Where rounding decides, noise runs differ from each other; another script differs alike in all.
     spread = np.zeros(len(forward))
     if len(noise) > 1:
         spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)
-    for one, here, fine, numbers in zip(noise, found, finite[1:], values[1:], strict=True):
-        bad = np.flatnonzero(here & ~fine & finite[0])
-        if len(bad):
-            where = f"has NaN or Inf at the {told(bad[0])}"
-            _refuse(one, f"{where}, where the reference is finite", "lower --perturb, or its seed")
-        known = np.flatnonzero(forward & fine & finite[0])
+    for one, here, numbers in zip(noise, found, values[1:], strict=True):
+        known = np.flatnonzero(forward & here & finite)
         far = distances(numbers[known], values[0][known])
         before = np.concatenate([[0.0], np.maximum.accumulate(far)])[: len(far)]
         # The first tensor that noise moves shows how large the noise is.

@@ -1,8 +1,7 @@
 """The `DistributedDataParallel` wrappers of this process, and which of them average the next backward pass.
 
-A wrapper averages in the backward pass after its own forward pass outside of `no_sync`, not in a pass of its inner
-model, or in a second pass. Ranks wait for each other in no other pass.
-Only the reducer knows the pass that it awaits: trainers set it up themselves.
+A wrapper averages in the backward pass after its own forward pass outside of `no_sync`. Ranks wait for each other in
+no other pass. Only the reducer knows the pass that it awaits: trainers set it up themselves.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ def ran_alone(wrapper: Any) -> bool:
 
 
 def find(params: Iterable[Tensor]) -> None:
-    """Search for wrappers of some parameters that the script used before the watch, or never.
-
-    The search covers all live objects: a wrapper may have come after the session, and nothing on a parameter
-    refers to it.
-    """
+    """Search all live objects for wrappers of some parameters that the script used before the watch, or never."""
     if _dist.world() > 1:
         wanted = set(map(id, params))
         wrappers = _live.instances(DistributedDataParallel)
@@ -92,23 +87,13 @@ def is_any_awaiting() -> bool:
 
 
 def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
-    """Return the ids of the parameters that a wrapper averages in a pass that begins now, if it averages.
-
-    Args:
-        wrapper: a known wrapper.
-        leaves: the ids of the leaves that the pass reaches.
-    """
+    """Return the ids of the parameters that a wrapper averages in a pass that begins now and reaches some leaves."""
     params = _averages[wrapper] if wrapper in _awaiting else frozenset()
     return frozenset() if params.isdisjoint(leaves) else params
 
 
 def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) -> list[Any]:
-    """Return the wrappers that averaged in a finished pass; they await no other pass.
-
-    Args:
-        reaches: tells whether the pass reaches any of some leaves, by their ids.
-        failed: whether the pass raised on this rank. Other ranks may have finished it.
-    """
+    """Return the wrappers that averaged in a pass that is over; other ranks may have finished a ``failed`` one."""
     if not _awaiting:
         return []
     # A wrapper can get its gradients in several passes, and averages in the last of them.

@@ -20,10 +20,7 @@ _OF_TORCH = "torch.distributed.fsdp"
 class Cast(NamedTuple):
     """The actions of `fully_shard` around the forward pass of a module, besides gathering parameters.
 
-    Attributes:
-        inputs: the dtype for floating point tensors among the arguments, if any.
-        outputs: the dtype for floating point tensors in the output, if any.
-        moves: whether tensors among the arguments move to the device of the parameters.
+    Floating point arguments and outputs get a dtype, if any; ``moves`` tells whether arguments move to the parameters.
     """
 
     inputs: torch.dtype | None
@@ -51,42 +48,32 @@ def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | Non
 
 def fits(model: nn.Module) -> bool:
     """Tell whether the device has room for whole parameters and gradients. Host memory is not checked."""
-    sizes: dict[int, int] = {}
-    device: Any = None
-    for module in _managed(model):
-        dtype = _policy(module).param_dtype
-        for param in filter(_dist.is_sharded, module.parameters()):
-            # The innermost module comes last, and its policy counts.
-            sizes[id(param)] = param.numel() * (dtype or param.dtype).itemsize
-            mesh: Any = param
-            device = torch.get_device_module(mesh.device_mesh.device_type)
+    params: dict[int, Any] = {
+        id(param): param
+        for module in _managed(model)
+        for param in filter(_dist.is_sharded, module.parameters())
+    }
+    kinds = {param.device_mesh.device_type for param in params.values()}
+    device: Any = torch.get_device_module(kinds.pop()) if kinds else None
     if not hasattr(device, "mem_get_info"):
         return True
     unused = device.memory_reserved() - device.memory_allocated()
-    return bool(2 * sum(sizes.values()) < device.mem_get_info()[0] + unused)
+    size = sum(param.numel() * param.element_size() for param in params.values())
+    return bool(2 * size < device.mem_get_info()[0] + unused)
 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather whole parameters for a while, and reduce `fully_shard` to its casts. A collective.
-
-    Whole parameters have the dtype of the mixed precision policy.
-    """
-    divided = []
+    """Gather whole parameters in the dtype of the mixed precision for a while; only casts remain. A collective."""
     with ExitStack() as stack:
-        try:
-            for module in _managed(model):
-                before = list(map(id, module.parameters()))
-                module.unshard()
-                if before != list(map(id, module.parameters())):
-                    divided.append(module)
-            for module, cast in _casts(model):
-                _quieten(module, cast, stack)
-            yield
-        finally:
-            stack.close()
-            for module in divided:
-                module.reshard()
+        for module in _managed(model):
+            before = list(map(id, module.parameters()))
+            module.unshard()
+            if before != list(map(id, module.parameters())):
+                stack.callback(module.reshard)
+        for module, cast in _casts(model):
+            _quieten(module, cast, stack)
+        yield
 
 
 def _quieten(module: Any, cast: Cast, stack: ExitStack) -> None:

@@ -1,8 +1,4 @@
-"""The ranks that train one model together, and the information that they exchange.
-
-Decisions by gradients that all ranks share are the same everywhere. Each rank puts its own findings to
-all ranks (`votes`).
-"""
+"""The ranks that train one model together, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapError
 
-# The severity for a step: all ranks follow the worst. A paused rank reports its pause.
-PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
+# The severity for a step: all ranks follow the worst.
+FINE, OVERFLOWED, SKIP, RAISE = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +42,9 @@ class StopReason:
 
 
 class Ranks:
-    """The ranks that reduce or shard the gradients of one model.
+    """The ranks that reduce or shard the gradients of one model; in one process there are no parameters to ask for.
 
-    Process groups are looked up whenever they are needed and never kept: a group that outlives its
-    destruction by the script crashes the process at exit.
-
-    Args:
-        params: returns the current parameters. In one process, which shares no gradients, it returns none.
+    Process groups are never kept: a group that outlives its destruction by the script crashes the process at exit.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor | None]] = tuple) -> None:
@@ -132,15 +124,7 @@ class Ranks:
     def averaging(
         self, tensors: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
-        """Return the ranks over which a pass that begins now averages, and the parameters that it averages.
-
-        Args:
-            tensors: the parameters.
-            leaves: the ids of all leaves that the pass reaches.
-
-        Returns:
-            At most one group, and the ids of the parameters averaged over it.
-        """
+        """Return the group, if any, over which a pass that begins now averages, and the ids of its parameters."""
         groups: dict[Any, set[int]] = {}
         for wrapper in self.wrappers_of(tensors):
             held = self._params()

@@ -1,8 +1,7 @@
 """The ranks find each other's rules and sessions before their first common decision.
 
 A collective would wait for ever for a rank without a session (`if rank == 0: apply(...)`). The ranks therefore
-meet in the key-value store of the job, for a limited time. The first rank that closes the roll closes it for
-all: later ranks read the same list, and all draw the same conclusion from it.
+meet in the key-value store of the job. The first rank that closes the roll closes it for all.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class Roll(NamedTuple):
 
 
 def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo) -> Roll:
-    """Return the sessions of the ranks of some groups that come to the same roll in time.
-
-    The shapes tell the model from other models that these ranks train.
-    """
+    """Return the sessions of the ranks of some groups, for the model with these shapes, that come in time."""
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
     # The ranks of a mesh belong to different groups each.
     name = groups[0].group_name if len(groups) == 1 else ""
@@ -112,8 +108,7 @@ def lacking(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the errors of rules that match too little on all ranks, and notes on rules that match only on others.
 
-    The stages of a pipeline are separate models. With ``alone`` the rules are meant for this one model;
-    a rule for models of another class may match nothing.
+    With ``alone`` a rule for models of another class may match nothing.
     """
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:

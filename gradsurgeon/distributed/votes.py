@@ -1,8 +1,7 @@
 """Votes of ranks on the next update, cast in the key-value store of the job, without a collective.
 
 A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads the votes at
-its update, if it comes to one, so a rank that leaves an update out delays no rank. The ranks take each such pass
-together, so a number identifies it.
+its update, if it comes to one, so a rank that leaves an update out delays no rank.
 
 One server answers some ten thousand requests per second, too few for many ranks. Therefore one rank of each host
 starts a server for its ranks, and only their sum goes to the server of the job.
@@ -37,11 +36,6 @@ LINGER = 10.0
 _SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
 
 
-_WAITS = (
-    "waiting since {waited:.0f} s for a vote: not all of the {number} ranks have ended the pass before "
-    "it. The update takes place without them after {most:.0f} s, the timeout of the process group"
-)
-
 _LEFT = (
     "{having} no session any more: this update takes place, and later traps raise on their own rank"
 )
@@ -54,15 +48,7 @@ def voted(value: int) -> int:
 
 
 class Counter:
-    """The votes of some ranks by key, 0 at first, in the store of the job.
-
-    Args:
-        store: the store, with a prefix that only these ranks use.
-        hosts: the name of the host of each rank.
-
-    Attributes:
-        serves: whether other ranks read from a server in this process.
-    """
+    """The votes of ranks by key, 0 at first, in a store that only they use, given the host of each rank."""
 
     def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
         rank = _dist.rank()
@@ -127,35 +113,24 @@ class Objection(NamedTuple):
     """An objection of a rank to the next update.
 
     Attributes:
-        rank: the rank that objects.
-        rule: the id of its rule; empty if a scaler or a pause is the reason.
-        severity: how bad it is.
-        kind: the kind of the event.
+        rule: the id of its rule; empty if a scaler is the reason.
         concerns: the name of a parameter that the update moves.
         name: the parameter or module with the problem.
         text: the report.
         guilty: whether the rank contributed NaN or Inf to an average.
-        counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in the rank's part.
     """
 
     rank: int
     rule: str
     severity: int
-    kind: str
     concerns: str
     name: str
     text: str
     guilty: bool = False
-    counts: dict[str, tuple[str, int]] = {}  # noqa: RUF012 # a tuple has no factories; never written
 
 
 class Decision(NamedTuple):
-    """The votes of the ranks on a pass.
-
-    Attributes:
-        objections: the objections, in no order that ranks share.
-        unanimous: whether all ranks object.
-    """
+    """The votes of the ranks on a pass: objections in no order that ranks share, and whether all ranks object."""
 
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
@@ -190,11 +165,9 @@ class Voter:
         # The voter has its own connection: a waiting request would delay requests of the script.
         self._store = _dist.own_store(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
-        # Whether this process hosts numbers that other ranks read, besides the store of the job.
-        self.serves = self._counter.serves
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
-        self._rank, self._prefix = _dist.rank(), prefix
+        self._rank = _dist.rank()
         self._passes = 0
         # By pass: the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
@@ -205,8 +178,6 @@ class Voter:
         # Whether some rank has stopped voting, so no vote can be complete.
         self._is_left = False
         self.is_over = False
-        with suppress(RuntimeError):
-            self._store.set(f"here/{self._rank}", "")
         _open.add(self)
 
     @contextmanager
@@ -244,22 +215,10 @@ class Voter:
                 self.close()
         return self._decisions.get(number)
 
-    def begins(self, topic: str) -> bool:
-        """Tell whether the ranks meet over a topic for the first time, alike on all ranks that come to it."""
-        begun = b""
-        if not self.is_over:
-            with self._asking():
-                begun = self._store.compare_set(f"begun/{topic}", "", str(self._passes))
-        return begun == str(self._passes).encode()
-
     def meet(self, value: object, limit: float) -> dict[int, Any]:
-        """Return the values of the ranks that come here in time, the same on all of them.
+        """Return the picklable values of the ranks that come here in time, the same on all of them.
 
         The result is empty if the store fails. All these ranks have read the decision on the last pass.
-
-        Args:
-            value: the value of this rank, which must be picklable.
-            limit: seconds.
         """
         self._met += 1
         prefix, told = f"{self._passes}/met/{self._met}", dict[int, Any]()
@@ -284,17 +243,8 @@ class Voter:
                 self._store.set(f"gone/{self._rank}", "")
                 self._store.add("gone", 1)
             _left[:] = [one for one in _left if not _is_over(*one[:2])]
-            _left.append((self._store, len(self.ranks), self.serves))
+            _left.append((self._store, len(self.ranks), self._counter.serves))
         _open.discard(self)
-
-    def is_of_an_earlier_job(self) -> bool:
-        """Tell whether the script has since destroyed and remade the process groups, with another store."""
-        if not self.is_over:
-            return False
-        try:
-            return not _dist.own_store(self._prefix).check([f"here/{self._rank}"])
-        except (RuntimeError, ValueError):
-            return False
 
     def _object(self, objection: Objection) -> None:
         kind = f"{self._passes}/{'guilty' if objection.guilty else 'other'}"
@@ -321,15 +271,10 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         """Return the votes on a pass, once all ranks have voted or this rank has waited long enough."""
-        began, is_told, is_complete = time.monotonic(), False, self._counter.is_complete
+        began, is_complete = time.monotonic(), self._counter.is_complete
         while not is_complete(value) and not is_complete(value := self._counter.look(key)):
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
-            if waited > LINGER and not is_told:
-                is_told = True
-                self._tell(
-                    _WAITS.format(number=len(self.ranks), waited=waited, most=self._patience)
-                )
             if gone or waited > self._patience:
                 value = int(self._store.add(key, LATE))
                 if not is_complete(value):

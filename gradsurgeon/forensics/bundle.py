@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import shutil
-import stat
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _bounded_load, _torch
+from gradsurgeon import _bounded_load
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.forensics.kept_step import (
     MOST_CALLS,
     FailedStep,
-    Fingerprint,
     KeptCall,
     KeptLoss,
     KeptStep,
@@ -34,9 +29,9 @@ from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import named_modules
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode
-from gradsurgeon.tensors.structure import Copied, tensors_in
+from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 3
+FORMAT = 4
 STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
@@ -47,13 +42,7 @@ _LONGEST = 300
 # The parts of a step and of a call that are in a bundle as they are.
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
-_CALL_PARTS = ("args", "kwargs", "buffers", "grads", "number", "compiled")
-_PLAIN = (str, int, bool, float, type(None), torch.dtype, torch.Size)
-_NOT_HELD = "the model was given a {}, which a bundle cannot hold: it holds tensors, plain values, lists, tuples and dicts"
-
-
-class NotWrittenError(Exception):
-    """The step holds a value that a bundle cannot hold."""
+_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
@@ -65,6 +54,8 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
         return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
     except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor raises: the diagnosis stays
         why = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, _bounded_load.RefusedError):
+            why = f"the model was given more than tensors, plain values, lists, tuples and dicts: {why}"
     return replace(diagnosis, no_bundle=why)
 
 
@@ -75,19 +66,13 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     face = {
         **{key: document[key] for key in told},
         "diagnosis": str(diagnosis).splitlines(),
-        "calls": [{call.name: _forms([call.args, call.kwargs])} for call in failed.kept.calls],
-        "weights": _forms(document["weights"]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
         (made / _FACE).write_text(json.dumps(face, indent=1), encoding="utf-8")
-        torch.save(document, made / STEP)
-        try:
-            with _bounded_load.checked(made / STEP, _MOST_BYTES):
-                pass
-        except _bounded_load.RefusedError as error:
-            raise NotWrittenError(f"no replay would read it: {error}") from error
+        torch.save(Copied(document, _on_host).value, made / STEP)
+        _bounded_load.check(made / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
         made.chmod(folder.stat().st_mode & 0o777)
         # A bundle is never overwritten.
@@ -100,17 +85,9 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         raise
 
 
-def _forms(values: Any) -> list[str]:
-    """Return path, shape and dtype of the tensors of a structure."""
-    return [
-        f"{'.'.join(map(str, path))}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for path, tensor in tensors_in(values)
-    ]
-
-
 def _document(failed: FailedStep) -> dict[str, Any]:
     """Return a step as plain containers and tensors."""
-    plain, called = _Plain(), failed.called
+    called = failed.called
     params = (param for module in called.values() for param in module.parameters())
     weights = {
         name: dict((*module.named_parameters(), *module.named_buffers()))
@@ -128,87 +105,45 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         **{name: getattr(failed, name) for name in _STEP_NAMES},
         **{name: getattr(failed.kept, name) for name in _KEPT_NUMBERS},
         "losses": {
-            number: plain((loss.value, [(n.name, n.saved, n.made_of) for n in loss.nodes]))
+            number: (loss.value, [(n.name, n.saved, n.made_of) for n in loss.nodes])
             for number, loss in failed.kept.losses.items()
         },
-        "calls": [_written(call, plain) for call in failed.kept.calls],
-        "weights": None if size > MAX_BYTES else plain(weights),
-        "code": {name: _code_of(module) for name, module in called.items()},
+        "calls": [_written(call) for call in failed.kept.calls],
+        "weights": None if size > MAX_BYTES else weights,
+        "trees": {name: _tree_of(module) for name, module in called.items()},
     }
 
 
-def _written(call: KeptCall, plain: _Plain) -> dict[str, Any]:
-    module, numpy = call.module(), call.random.numpy
+def _written(call: KeptCall) -> dict[str, Any]:
+    module, random = call.module(), call.random
     modules = [] if module is None else module.named_modules()
-    # Other generators than numpy's default are left out, and its state is written without arrays.
-    if numpy is not None and numpy["bit_generator"] == "MT19937":
-        inner = numpy["state"]
-        numpy = {**numpy, "state": {**inner, "key": inner["key"].tolist()}}
-    else:
-        numpy = None
     return {
         "name": call.name,
-        **{part: plain(getattr(call, part)) for part in _CALL_PARTS},
-        "random": plain(call.random.torch),
-        "host": (call.random.python, numpy),
+        **{part: getattr(call, part) for part in _CALL_PARTS},
+        "random": (random.torch, random.python, random.numpy),
         "autocast": call.autocast,
-        "outputs": {
-            path: (kept.shape, plain(kept.sample), kept.is_overwritten)
-            for path, kept in call.outputs.items()
-        },
-        "written": call.is_input_written,
         "casts": {name: tuple(cast) for name, cast in call.casts.items()},
         "training": {name: inner.training for name, inner in modules},
     }
 
 
-class _Plain:
-    """Makes plain values of structures: tensors on the host, the same one for the same tensor."""
-
-    def __init__(self) -> None:
-        # With the tensor itself, so that no other one gets its number.
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if type(value) in (list, tuple):
-            return type(value)(self(item) for item in value)
-        if type(value) in (dict, OrderedDict):
-            return {self(key): self(item) for key, item in value.items()}
-        if type(value) not in _PLAIN:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise NotWrittenError(_NOT_HELD.format(f"value of the type {kind}"))
-        return value
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        kind = type(tensor)
-        if kind not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            layout = str(tensor.layout).removeprefix("torch.")
-            told = layout if kind is Tensor else f"{kind.__module__}.{kind.__qualname__}"
-            raise NotWrittenError(_NOT_HELD.format(f"tensor of the kind {told}"))
-        if id(tensor) not in self._tensors:
-            part = tensor.detach().resolve_conj().resolve_neg().cpu()
-            # A file has whole storages: nothing of a large one that a small tensor is a part of.
-            if not part.nbytes <= part.untyped_storage().nbytes() <= 2 * part.nbytes:
-                part = part.clone(memory_format=torch.contiguous_format)
-            part = part.detach().requires_grad_(tensor.requires_grad)
-            self._tensors[id(tensor)] = tensor, part
-        return self._tensors[id(tensor)][1]
+def _on_host(tensor: Tensor) -> Tensor:
+    part = tensor.detach().resolve_conj().resolve_neg().cpu()
+    # A file has whole storages: nothing of a large one that a small tensor is a part of.
+    whole = part.untyped_storage().nbytes() if part.layout == torch.strided else part.nbytes
+    if not part.nbytes <= whole <= 2 * part.nbytes:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return part.detach().requires_grad_(tensor.requires_grad)
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
-    """Read a bundle for a model; return the step, and the reasons to doubt a replay of it.
-
-    Raises:
-        GradSurgeonError: the directory is no bundle, is damaged, or is not of this model.
-    """
+    """Read a bundle for a model; return the step, and the reasons to doubt a replay of it."""
     folder = Path(place)
     check(folder)
     try:
-        document = _bounded_load.load(folder / STEP, _MOST_BYTES)
-        _check_format(folder, document)
-        return _Reader(model, document).step()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        document = _bounded_load.load(folder / STEP, _MOST_BYTES, device)
+        return _Reader(model, document, device.type).step()
     except GradSurgeonError:
         raise
     except Exception as error:
@@ -221,53 +156,23 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
 
 
 def check(folder: Path) -> None:
-    """Refuse a directory that is no bundle.
-
-    Raises:
-        GradSurgeonError: it is none.
-    """
-    try:
-        mode = (folder / STEP).lstat().st_mode
-    except OSError as error:
-        why = f"it has no {STEP} ({error.strerror})"
-        inside = sorted(folder.glob("trap-step*")) if folder.is_dir() else []
-        if inside:
-            why += f"; it has {printable(inside[0].name)}: name that"
-        raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
-    if not stat.S_ISREG(mode):
-        raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {STEP} is no file")
-
-
-def _check_format(folder: Path, document: Mapping[str, Any]) -> None:
-    if document["format"] != FORMAT:
-        raise GradSurgeonError(
-            f"{printable(str(folder))} has another format than {FORMAT}, which this version reads: it was written by "
-            f"gradsurgeon {printable(str(document.get('gradsurgeon'))[:40])}"
-        )
+    """Refuse a directory that is no bundle."""
+    if not (folder / STEP).is_file():
+        raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 
 
 class _Reader:
-    def __init__(self, model: nn.Module, document: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, document: Mapping[str, Any], device: str) -> None:
         self._modules = named_modules(model)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._document = document
-        self._made_on = str(document["device"])
-        self._weights: Mapping[str, Any] = self._placed(document["weights"]) or {}
-        code = document["code"]
-        self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
+        self._device, self._made_on = device, str(document["device"])
+        self._weights: Mapping[str, Any] = document["weights"] or {}
         self._doubts: list[str] = []
 
     def step(self) -> tuple[FailedStep, tuple[str, ...]]:
-        document, here = self._document, str(torch.__version__)
-        if (made := str(document["torch"])) != here:
-            self._doubts.append(
-                f"the bundle was written with torch {printable(made)}, and this is torch {here}"
-            )
-        if self._made_on != self._device.type:
-            self._doubts.append(
-                f"the step ran on {printable(self._made_on)}, and the replay on {self._device.type}, with other kernels "
-                "and random numbers"
-            )
+        document = self._document
+        if document["format"] != FORMAT:
+            raise ValueError(f"it has another format than {FORMAT}")
         if not self._weights:
             self._doubts.append(
                 "the bundle has no weights, so the replay used the weights of the new model"
@@ -283,86 +188,44 @@ class _Reader:
         return failed, tuple(dict.fromkeys(self._doubts))
 
     def _call(self, entry: Mapping[str, Any]) -> KeptCall:
-        name, here = str(entry["name"]), self._device.type
+        name, here = str(entry["name"]), self._device
         if (module := self._modules.get(name)) is None:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        weights = self._weights.get(name, {})
-        _check_weights(module, weights)
-        if not self._code.get(name) or self._code[name] != _code_of(module):
-            self._doubts.append(
-                "this may not be the model of the bundle: its modules, or the source code of their classes, differ or "
-                "are unknown"
-            )
-        if entry["written"]:
-            self._doubts.append("an input was written to after the call")
-        devices = entry["random"].items()
-        known = {d: state for d, state in devices if torch.device(d).type in ("cpu", here)}
+        if self._document["trees"].get(name) != _tree_of(module):
+            self._doubts.append("this may not be the model of the bundle: its modules differ")
+        states, *host = entry["random"]
+        known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", here)}
         autocast = {
             here if kind == self._made_on else kind: (bool(enabled), dtype)
             for kind, (enabled, dtype) in entry["autocast"].items()
             if kind in ("cpu", self._made_on)
         }
-        outputs = {
-            path: Fingerprint(shape, sample, -1 if over else _torch.writes(sample))
-            for path, (shape, sample, over) in self._placed(entry["outputs"]).items()
-        }
         return KeptCall(
             module=lambda: module,
             name=name,
-            written={},
-            random=RandomState(known, *entry["host"]),
+            random=RandomState(known, *host),
             autocast=autocast,
-            outputs=outputs,
-            weights=weights,
+            weights=self._weights.get(name, {}),
             training=entry["training"],
             casts={key: Cast(*cast) for key, cast in entry["casts"].items()},
-            **{part: self._placed(entry[part]) for part in _CALL_PARTS},
+            **{part: entry[part] for part in _CALL_PARTS},
         )
 
     def _loss(self, value: Any, nodes: Iterable[Any]) -> KeptLoss:
         if value is not None and value.dim():
             raise ValueError("a loss is one number")
         made = [
-            LossNode(str(name)[:_LONGEST], self._placed(saved), list(map(int, made_of)))
+            LossNode(str(name)[:_LONGEST], saved, list(map(int, made_of)))
             for name, saved, made_of in nodes
         ]
-        return KeptLoss(self._placed(value), made)
-
-    def _placed(self, value: Any) -> Any:
-        """Return a structure with its tensors on the device of the model."""
-        if self._device.type == "cpu":
-            return value
-        return Copied(
-            value, lambda t: t.detach().to(self._device).requires_grad_(t.requires_grad)
-        ).value
+        return KeptLoss(value, made)
 
 
-def _check_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = {name: list(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    given = {name: list(tensor.shape) for name, tensor in weights.items()}
-    other = sorted(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
-    if weights and other:
-        shown = "".join(
-            f"\n  {printable(name)} has the shape {own.get(name, 'none')}, and {given.get(name, 'none')} in the bundle"
-            for name in other[:8]
-        )
-        raise GradSurgeonError(f"this is not the model of the bundle:{shown}")
-
-
-def _code_of(module: nn.Module) -> str:
-    """Return a hash of a module tree and the source of its classes; empty if a source is missing."""
-    known: dict[type, str] = {}
-    try:
-        for kind in {type(inner) for inner in module.modules()}:
-            # `fully_shard` puts a class of its own before the class of the script.
-            classes = [c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed.")]
-            own = [
-                c for c in classes if c.__module__.partition(".")[0] not in ("torch", "builtins")
-            ]
-            known[kind] = classes[0].__qualname__ + "".join(map(inspect.getsource, own))
-    except (OSError, TypeError):
-        return ""
-    tree = "".join(f"{name}: {known[type(inner)]}\n" for name, inner in module.named_modules())
-    return hashlib.sha256(tree.encode()).hexdigest()[:16]
+def _tree_of(module: nn.Module) -> dict[str, object]:
+    """Return the classes of the modules and the shapes of the parameters by name."""
+    shapes = {name: list(param.shape) for name, param in module.named_parameters()}
+    # `fully_shard` puts a class of its own before the class of the script.
+    kinds = {name: type(one).__name__ for name, one in module.named_modules()}
+    return {**shapes, **{name: kind.removeprefix("FSDP") for name, kind in kinds.items()}}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -20,7 +21,6 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.remedies import remedy
 
 # An error of the machine need not happen each time.
 _REPEATS = 3
@@ -30,10 +30,62 @@ _LESSER = (torch.float16, torch.bfloat16, torch.float32)
 # Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
 _GROWN = 1e3
 
+# The remedies by operation: each table has regular expressions, in lower case, without underscores.
+_SINGULAR = (
+    r"(linalg)?(inv|inverse|solve|cholesky|choleskysolve|invex|det|slogdet|logdet|pinv|lu).*"
+)
+_ATTENTION = r"(scaleddotproduct|efficientattention|flashattention).*"
+_PRODUCT = r"addmm|mm|bmm|baddbmm|matmul|linear|convolution|addbmm|dot|mv|addmv"
+_SUM = r"sum|cumsum|mean|norm|linalgvectornorm|var.*|std.*|native(layer|batch|group)norm|.*rmsnorm"
+_ROW = "leave one element of each row unmasked, or leave such rows out before it, not after it"
+
+_FORWARD = {
+    r"sqrt": "the root of a negative number is NaN: clamp the input with `clamp(min=0)`",
+    r"rsqrt": "1 / sqrt(x) is infinite at 0 and NaN below: write `(x + eps).rsqrt()`",
+    r"log|log2|log10": "0 or less has no logarithm: use `log_softmax`, `xlogy` or `clamp(min=eps)`",
+    r"div|truedivide|reciprocal": "a division by 0: `clamp(min=eps)` the divisor",
+    r"pow|float_?power": "a negative base with a fractional exponent is NaN: clamp the base",
+    r"acos|asin": "the input is beyond -1 or 1, which rounding reaches: clamp with `clamp(-1 + eps, 1 - eps)`",
+    r"(linalgvector|linalgmatrix)?norm": "the norm is not finite: look at its input",
+    r"(std|var)(mean|correction)?": "one element has no spread: pass `correction=0`",
+    r"mean|nanmean|median": "the mean of nothing is 0 / 0: divide by `max(count, 1)`",
+    r"(log)?softmax(backwarddata)?": f"a row is masked completely (-Inf in each element): {_ROW}",
+    r"logsumexp|logcumsumexp|logaddexp2?": f"every summand is minus infinity: {_ROW}",
+    _ATTENTION: "a query may attend to nothing: let it attend to one position",
+    r"nllloss.*|crossentropyloss.*": "no target counts, so the mean is 0 / 0: skip the batch",
+    r"binarycrossentropy": "use `binary_cross_entropy_with_logits` of the logits",
+    r"ctcloss.*|cudnnctcloss.*": "a target is longer than its input can spell: pass `zero_infinity=True`",
+    _SINGULAR: "the matrix is singular: add `eps * torch.eye(n)` to it",
+    r"mul|addcmul": "0 times an infinity is NaN: use `where` instead of multiplying by a mask",
+    r"add|sub|rsub|sum|cumsum|addmm|mm|bmm|baddbmm|matmul": "infinities of both signs met: mask later",
+}
+_BACKWARD = {
+    r"sqrt": "the derivative at 0 is infinite: write `(x + eps).sqrt()`",
+    r"rsqrt": "the derivative at 0 is infinite: write `(x + eps).rsqrt()`",
+    r"log|log2|log10": "the derivative at 0 is infinite: use `log_softmax` or `clamp(min=eps)`",
+    r"div|truedivide|reciprocal": "the gradient of a division by 0: choose with `where` before the division",
+    r"pow|float_?power": "the derivative at 0 is infinite: clamp the base with `clamp(min=eps)`",
+    r"acos|asin": "the derivative at -1 and 1 is infinite: clamp with `clamp(-1 + eps, 1 - eps)`",
+    r"(linalgvector|linalgmatrix)?norm": "the derivative at zeros is NaN: write `(x.square().sum(-1) + eps).sqrt()`",
+    r"(cdist|pdist)(forward|backward)?": "the derivative of a distance of 0 is NaN: leave out such pairs",
+    r"(std|var)(mean|correction)?": "the derivative of no spread is NaN: use `(x.var(...) + eps).sqrt()`",
+    r"(log)?softmax(backwarddata)?": f"a row of the softmax is masked completely: {_ROW}",
+    r"logsumexp|logcumsumexp|logaddexp2?": f"every summand was minus infinity: {_ROW}",
+    r"mul|addcmul": "0 times an infinity is NaN: choose with `where` before the operation",
+}
+_OVERFLOW = {
+    r"exp|exp2|expm1|sinh|cosh|specialexp.*": "subtract the maximum before the exponential, or clamp the input",
+    r"pow|square|mul|addcmul|cumprod|prod": "compute it in float32 or wider, or scale the input down before it",
+    r"div|truedivide|reciprocal|rsqrt": "the divisor is too small: add a larger epsilon",
+    _PRODUCT: "look at the weights and the input (learning rate, initialization), or run it in bfloat16",
+    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them, or use bfloat16",
+    _SUM: "the sum, or the squares in it, are too large: run it in float32",
+}
+
 _ADVICE = {
     "overflow": "the values are too large for the format: find out why they grow, or run this in float32",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
-    "bad input": "find out where these numbers come from: no operation of the model has made them",
+    "bad input": "no operation of the model has made these numbers: look at the data, the checkpoint, the update before",
     "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
     "kernel": "another implementation gives finite numbers: use that one, and report the inputs",
     "transient": "the operation is finite when it is repeated: suspect the hardware or a race",
@@ -54,16 +106,10 @@ def cause_of_call(
     history: Sequence[tuple[str, float]] = (),
     lost: str = "",
 ) -> Cause:
-    """Repeat an operation on its inputs, and return why its result is non-finite. Waits for the device.
+    """Repeat an operation on its inputs, and return why its result with a number is non-finite. Waits for the device.
 
-    The script may write over the inputs later, so this is called right after the operation.
-
-    Args:
-        call: the operation.
-        number: which of its results.
-        node: the node of the graph, in the backward pass.
-        history: the largest magnitudes of the operations before.
-        lost: the sentence on a constant among the inputs that the format rounded to zero.
+    The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
+    on a constant among the inputs that the format rounded to zero.
     """
     devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
@@ -79,7 +125,7 @@ def cause_of_call(
         return cause("underflow", *found.evidence, lost)
     if found.fault == "overflow" and (grown := _growth(history)):
         found = replace(found, evidence=(*found.evidence, grown))
-    return replace(found, advice=remedy(found.fault, call.name, node) or found.advice)
+    return replace(found, advice=_remedy(found.fault, call.name, node) or found.advice)
 
 
 def _judged(call: Call, number: int) -> Cause:
@@ -164,16 +210,7 @@ def _result(
     func: Callable[..., Any] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Repeat an operation on copies of its arguments.
-
-    Args:
-        call: the operation.
-        number: which of its results to return.
-        dtype: the dtype of floating point arguments instead of a narrower one.
-        factor: the factor of these arguments.
-        func: another function instead of the operation.
-        device: another device.
-    """
+    """Repeat an operation on copies of its arguments, scaled by a factor, or in another way."""
 
     def fresh(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -208,3 +245,21 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     return (
         f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before"
     )
+
+
+_NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
+
+
+def _remedy(fault: Fault, operation: str, node: str) -> str:
+    """Return the remedy for an operation, an empty text if none is known."""
+    name = operation.rpartition(".")[2]
+    if fault == "mathematics":
+        made_by = _NODE.fullmatch(node)
+        maker = made_by["name"] if made_by else ""
+        return _of(maker, _BACKWARD) or _of(maker, _FORWARD) or _of(name, _FORWARD)
+    return _of(name, _OVERFLOW) if fault == "overflow" else ""
+
+
+def _of(name: str, table: Mapping[str, str]) -> str:
+    key = name.replace("_", "").lower()
+    return next((told for names, told in table.items() if re.fullmatch(names, key)), "")

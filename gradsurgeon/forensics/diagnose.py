@@ -2,59 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep
-from gradsurgeon.forensics.loss import source_in
+from gradsurgeon.forensics.cause import cause, cause_of_call
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
+from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
-from gradsurgeon.forensics.sources import Source
+from gradsurgeon.forensics.sources import BLANK, Source, held
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
 _LONGEST = 300
 _NO_CALL = (
-    "no call of the model was kept: the script calls its parts, or it is compiled: then "
+    "no call of the model was kept: the script calls its parts, or torch.jit.script runs it, or it is compiled: then "
     "apply the rules to the module that torch.compile returned"
 )
 _TOO_LARGE = f"{{}} of the calls of this step were not kept: they exceed {MAX_BYTES // 2**20} MiB"
 _DIFFERENT = (
-    "the replay returned other outputs than the call: state, an input or random numbers changed"
+    "the replay returned other outputs than the call: state, an input, a buffer of more than 65,536 elements or random "
+    "numbers changed"
 )
-_CLOSE = "the replay differs in the last digits, or the script has written into the output"
+_CLOSE = "the replay differs in the last digits"
 _UPDATED = (
     "another optimizer has updated weights since the call, and the replay used the new weights"
 )
 _NOTHING_FINITE = "the call returned no finite number to compare the replay with"
 _FINITE = (
-    "all gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
+    "these gradients are finite in the replay: the script changed them after backward, made them without the forward pass "
     "or by `torch.autograd.grad` (a gradient penalty), or random numbers differ, or the machine made an error"
 )
-_FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
 _ITERATOR = "the model was given an iterator ({}), which a replay would use up: give it the items"
-_LEFT = "the replay changed an object and could not put it back: {}"
 _DIVIDED = (
-    "the parameters are divided over ranks, which run a step again together only with `fully_shard`"
-)
-_ALONE = (
-    "the parameters are divided over ranks, which run a step again together only if a rule makes them agree on it: "
-    "`then: raise` or `skip-step`, and not while rules only observe"
+    "the parameters are divided over ranks, which run a step again together only with `fully_shard` and a rule with "
+    "`then: raise` or `skip-step`, not while rules only observe"
 )
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
-_OTHERS = (
-    "the replay has non-finite gradients in other parameters: the script has changed gradients"
-)
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
-_WRITTEN = "an input was written to after the call"
-_UPDATED_WEIGHT = (
-    "no trap stopped an update before: if one watches this weight, its gradients were finite, and "
-    "the optimizer itself wrote this number there, or the script"
-)
+
+# The operations of nodes that keep all of their arguments.
+_AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
+    "LogBackward0": (torch.ops.aten.log.default, ("self",)),
+    "Log2Backward0": (torch.ops.aten.log2.default, ("self",)),
+    "Log10Backward0": (torch.ops.aten.log10.default, ("self",)),
+    "Log1PBackward0": (torch.ops.aten.log1p.default, ("self",)),
+    "PowBackward0": (torch.ops.aten.pow.Tensor_Scalar, ("self", "exponent")),
+    "PowBackward1": (torch.ops.aten.pow.Tensor_Tensor, ("self", "exponent")),
+    "AcosBackward0": (torch.ops.aten.acos.default, ("self",)),
+    "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
+    "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
+}
+
+_NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
+
+# The edge of a node for a kept argument: edges have the order of the arguments.
+_PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
 def diagnose(
@@ -62,10 +73,7 @@ def diagnose(
 ) -> Diagnosis:
     """Replay the calls of a step, and return where and why a number became non-finite. Waits for the device.
 
-    Args:
-        failed: the step.
-        doubts: reasons that make any result less certain.
-        debugger: open `pdb` at the operation.
+    ``doubts`` are reasons that make any result less certain.
     """
     blank, kept = Diagnosis("not reproduced", (), failed.step, failed.rank), failed.kept
     reasons: list[str] = []
@@ -75,15 +83,13 @@ def diagnose(
         reasons = [_TOO_LARGE.format(kept.dropped)]
     if not kept.calls:
         return replace(blank, reasons=tuple(reasons) or (_NO_CALL,))
-    if not failed.together and any(map(fully_shard.casts, failed.called.values())):
-        return replace(blank, reasons=(_ALONE,))
-    params = (param for module in failed.called.values() for param in module.parameters())
-    if any(map(_dist.is_divided, params)):
+    called = failed.called.values()
+    alone = not failed.together and any(map(fully_shard.casts, called))
+    if alone or any(_dist.is_divided(param) for module in called for param in module.parameters()):
         return replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
     if (blamed := _search(failed, reasons)) is None:
-        finite = _FINITE_HERE if failed.together else _FINITE
-        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
+        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
     replayed, source = blamed
     if debugger and source.is_operation:
         replay(replayed.call, stop_at=source.when)
@@ -96,28 +102,19 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
     outside: tuple[Replayed, Source] | None = None
     for call in failed.kept.calls:
         replayed = replay(call)
-        reasons += [_LEFT.format(_shortened(what)) for what in replayed.left]
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
         elif (error := replayed.error) is not None:
-            why = f"{type(error).__name__}: {_shortened(str(error))}"
-            reasons.append(f"the replay raised {why}")
+            why = str(error).partition("\n")[0][:_LONGEST]
+            reasons.append(f"the replay raised {type(error).__name__}: {why}")
         elif "other" in replayed.compared and not failed.kept.updated:
             reasons.append(_DIFFERENT)
-        elif (source := _to_blame(replayed, failed)) is None:
-            if replayed.gradients and failed.bad:
-                reasons.append(_OTHERS)
-        elif not source.is_outside:
-            return replayed, source
-        elif outside is None:
+        elif (source := _to_blame(replayed, failed)) is not None:
+            if not source.is_outside:
+                return replayed, source
             # Another call may have sent the gradient back.
-            outside = replayed, source
+            outside = outside or (replayed, source)
     return outside
-
-
-def _shortened(text: str) -> str:
-    text = text.partition("\n")[0]
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
@@ -131,7 +128,7 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
     if any(source.is_outside for source in blamed):
         # A non-finite output may have made the loss non-finite, and so the gradient that came back.
         loss = failed.kept.losses.get(replayed.call.number)
-        made = None if loss is None else source_in(loss)
+        made = None if loss is None else _source_in(loss)
         # The script may have meant an infinity of which the loss made NaN.
         by_loss = made is not None and made.is_operation and made.repeated
         blamed += [
@@ -152,8 +149,6 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _UPDATED if failed.kept.updated else _CLOSE
     elif not ("equal" in replayed.compared or _has_moved_alike(replayed, failed)):
         yield _NOTHING_FINITE
-    if call.is_input_written:
-        yield _WRITTEN
     if source.is_outside:
         yield _OUTSIDE
     if told.where == "unknown":
@@ -192,16 +187,14 @@ def _told(
     """Return a diagnosis that blames a source."""
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
-    told = ((loss and source_in(loss)) or source).told
-    module, module_type, name, cause = told.module, told.module_type, told.name, told.cause
+    told = ((loss and _source_in(loss)) or source).told
+    module, module_type, name = told.module, told.module_type, told.name
     if module and call.prefix:
         module = call.name if module == "." else call.prefix + module
     if told.where == "input":
         module, module_type = call.name, type(call.module()).__name__
     if told.where in ("weight", "buffer"):
         name = call.prefix + name
-    if told.where == "weight" and failed.step and not source.intended and cause is not None:
-        cause = replace(cause, evidence=(*cause.evidence, _UPDATED_WEIGHT))
     return replace(
         told,
         certainty="partial" if reasons else "reproduced",
@@ -213,8 +206,82 @@ def _told(
         module=module,
         module_type=module_type,
         name=name,
-        cause=cause,
         scale=None if failed.scale is None else float(failed.scale),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
     )
+
+
+def _source_in(loss: KeptLoss) -> Source | None:
+    """Return the operation or tensor that made a loss outside of the model non-finite, by what its graph keeps."""
+    try:
+        # The script may mean an infinity, but never NaN.
+        is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
+        for node in loss.nodes:
+            bad = _nonfinite(node)
+            if not bad and (made := _repeated(node, loss)) is not None:
+                return made
+            if bad := {n: t for n, t in bad.items() if not is_nan or nonfinite_kind(t) == "NaN"}:
+                return _of_first(node, bad, loss)
+    except Exception:  # noqa: BLE001 # a bundle may hold anything
+        return None
+    return None
+
+
+def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
+    """Return the source of the non-finite tensors of the first node that has some."""
+    result = node.saved.get("result")
+    if isinstance(result, Tensor) and nonfinite_kind(result):
+        return _made(node, loss, result)
+    # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
+    name, tensor = next(iter(bad.items()))
+    maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1), -1)
+    if maker == NO_GRAPH:
+        return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
+    if maker < 0 or _nonfinite(loss.nodes[maker]):
+        return None
+    return _made(loss.nodes[maker], loss, tensor)
+
+
+def _tensors(node: LossNode) -> dict[str, Tensor]:
+    return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
+
+
+def _nonfinite(node: LossNode) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _tensors(node).items() if nonfinite_kind(tensor)}
+
+
+def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
+    """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
+    func, names = _AGAIN.get(node.name, (None, ()))
+    args = tuple(node.saved.get(name) for name in names)
+    # Nodes keep no numbers, and no tensors that need no gradient.
+    if func is None or any(argument is None for argument in args):
+        return None
+    with torch.no_grad():
+        result = func(*args)
+    return _made(node, loss, result, Call(func, args, {})) if nonfinite_kind(result) else None
+
+
+def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
+    """Return a source: the operation of a node, and ``call`` if its arguments are known."""
+    measured = facts(result)
+    told = replace(
+        BLANK,
+        what=measured.kind,
+        where="forward",
+        operation=node.name if call is None else call.name,
+        node=_which(node, loss),
+        inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
+        output=measured,
+        cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
+    )
+    return Source(0, told, repeated=call is not None)
+
+
+def _which(node: LossNode, loss: KeptLoss) -> str:
+    """Return the name of a node, and which one it is if the loss has several of that name."""
+    alike = [one for one in loss.nodes if one.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"

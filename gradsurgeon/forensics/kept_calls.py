@@ -1,12 +1,7 @@
-"""Keeps the calls of a model while it trains, so that a failed step can be run again.
-
-Inputs and gradients of outputs are kept by reference. Random states and the buffers that the forward pass
-changes are copied. Nothing waits for a device.
-"""
+"""Keeps the calls of a model while it trains, so that a failed step can be run again. Nothing waits for a device."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,30 +12,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _backward_calls, _torch
-from gradsurgeon.errors import printable
-from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, KeptStep
+from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-_SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
-
-
-class _Open(threading.local):
-    """The calls that run in a thread, outermost first. Only the outermost one is kept."""
-
-    def __init__(self) -> None:
-        self.calls: list[KeptCall | None] = []
-        # In the first call of a module: its buffers before the call, with the number of writes to each.
-        self.buffers: dict[str, tuple[Tensor, int]] = {}
+# A forward pass that writes into a larger buffer differs in the replay.
+_LARGEST_BUFFER = 2**16
 
 
 class KeptCalls:
-    """Keeps the calls of one model until the step ends that they feed.
-
-    If the root of the model has no forward pass of its own, the calls of the modules in it are kept.
-    """
+    """Keeps the calls of one model until the step ends that they feed."""
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
         # While the session is paused, no call is kept.
@@ -53,21 +36,17 @@ class KeptCalls:
         self.reaching = 0
         # Whether a backward pass has begun and not reached a call yet.
         self._begins = False
-        # Why calls of the model cannot be seen.
-        self._unseen = ""
         self._handles: list[RemovableHandle] = []
-        # By called module and mode: the buffers that its forward pass changes, with their place in a module. They
-        # are known once the first call has ended.
-        self._changing: dict[tuple[str, bool], dict[str, tuple[dict[str, Any], str]]] = {}
+        # By called module.
+        self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
         self._devices: tuple[str, ...] = ()
         self._kinds = {"cpu"}
-        self._open = _Open()
+        # The calls that run, outermost first. Only the outermost one is kept.
+        self._running: list[KeptCall | None] = []
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
         self.model = weakref.ref(model)
-        self._changing.clear()
-        self._unseen = ""
         self.evaluations = self.evaluations or 0
         devices = [
             device
@@ -79,8 +58,8 @@ class KeptCalls:
         self._kinds = {"cpu", *(device.type for device in devices)}
         for name, module in _called(model):
             if is_scripted(class_names(module)):
-                self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
-                continue
+                continue  # Its code calls no hooks.
+            self._buffers[name] = _buffers(module)
             # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
             hooked, hook = (model if compiled else module), _Hook(self, name, module)
@@ -98,24 +77,17 @@ class KeptCalls:
 
     def _forget(self) -> None:
         """Drop everything that was kept for a step."""
-        self.step, self.reaching = KeptStep(problem=self._unseen), 0
+        self.step, self.reaching = KeptStep(), 0
 
-    def updated(self, is_awaited: Callable[[], bool]) -> None:
-        """Note an update. Until the model is called again, the calls may feed the update of another optimizer.
-
-        Args:
-            is_awaited: tells whether there will be such an update.
-        """
-        # The question goes through all parameters, so it is asked only if calls are kept.
+    def updated(self) -> None:
+        """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
         self.step.updated = bool(self._handles)
-        if self.step.updated and not is_awaited():
-            self._forget()
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
     ) -> None:
-        self._open.calls.append(None)
-        outermost = len(self._open.calls) == 1
+        self._running.append(None)
+        outermost = len(self._running) == 1
         if outermost and self.step.updated:
             self._forget()
         if outermost and not (torch.is_grad_enabled() or module.training):
@@ -127,53 +99,41 @@ class KeptCalls:
         if self._is_paused():
             self.step.problem = "the session was paused"
             return
-        key = name, module.training
-        if (changing := self._changing.get(key)) is None:
-            buffers = dict(module.named_buffers())
-            self._open.buffers = {name: (b, _torch.writes(b)) for name, b in buffers.items()}
-        else:
-            # The tables of scripted modules have no `get`.
-            there = {name: table[key] for name, (table, key) in changing.items() if key in table}
-            buffers = {name: buffer for name, buffer in there.items() if buffer is not None}
-        given: list[tuple[Path, Tensor]]
+        # The tables of scripted modules have no `get`.
+        buffers = {path: table[key] for path, table, key in self._buffers[name] if key in table}
+        given: list[Tensor]
         if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
             iterators: list[str] = []
-            given = [((0, place), tensor) for place, tensor in enumerate(args)]
+            given = list(args)
         else:
             # The script may change its dicts and lists later.
             copied = Copied((args, kwargs))
             (args, kwargs), iterators = copied.value, copied.iterators
-            given = list(tensors_in(copied.value))
+            given = [tensor for _, tensor in tensors_in(copied.value)]
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
-            {path: _torch.writes(tensor) for path, tensor in given},
             RandomState.now(self._devices),
-            {name: buffer.detach().clone() for name, buffer in buffers.items()},
+            {path: b.detach().clone() for path, b in buffers.items() if b is not None},
             {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
             compiled=compiled,
             iterators=tuple(iterators),
         )
-        held = [*[one for _, one in given], *call.buffers.values()]
+        held = [*given, *call.buffers.values()]
         call.bytes = call.random.nbytes + sum([x.numel() * x.element_size() for x in held])
-        self._open.calls[-1] = call
+        self._running[-1] = call
 
-    def end(self, module: nn.Module, output: Any) -> None:
-        call = self._open.calls.pop() if self._open.calls else None
-        if call is None:
-            return
-        if (key := (call.name, module.training)) not in self._changing:
-            before, self._open.buffers = self._open.buffers, {}
-            self._changing[key] = dict(_changed(module, before))
-        if output is None:
-            return  # The call has raised, or returned nothing.
+    def end(self, output: Any) -> None:
+        call = self._running.pop() if self._running else None
+        if call is None or output is None:
+            return  # Without output the call has raised, or returned nothing.
         for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
-            call.outputs[path] = Fingerprint.of(tensor)
-            sample = call.outputs[path].sample
+            call.outputs[path] = fingerprint(tensor)
+            sample = call.outputs[path][1]
             call.bytes += sample.numel() * sample.element_size()
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
@@ -190,9 +150,7 @@ class KeptCalls:
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
 
-        Args:
-            graph: the graph of the pass.
-            accumulates: whether a parameter that it reaches has a gradient already.
+        ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
         step = self.step
@@ -233,11 +191,8 @@ class _Hook:
         self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
 
     def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Compiled code must not break its graph here.
-        if torch.compiler.is_compiling():
-            return
-        kept, module = self._kept(), self._module()
-        if kept is not None and module is not None:
+        module = self._module()
+        if module is not None and (kept := self._watching()) is not None:
             try:
                 kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
             except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
@@ -246,14 +201,15 @@ class _Hook:
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Act after a call, also if it has raised."""
         del hooked, args
-        if torch.compiler.is_compiling():
-            return
-        kept, module = self._kept(), self._module()
-        if kept is not None and module is not None:
+        if (kept := self._watching()) is not None:
             try:
-                kept.end(module, output)
+                kept.end(output)
             except Exception as error:  # noqa: BLE001 # as above
                 kept.spare(error)
+
+    def _watching(self) -> KeptCalls | None:
+        # Compiled code must not break its graph here.
+        return None if torch.compiler.is_compiling() else self._kept()
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -270,18 +226,11 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         pending += [name for name in inner if name in modules]
 
 
-def _changed(
-    module: nn.Module, before: dict[str, tuple[Tensor, int]]
-) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
-    """Yield the buffers that the first call of a module has changed, by name, with table and key."""
-    for prefix, inner in module.named_modules():
-        table = inner._buffers  # noqa: SLF001 # where modules keep them
-        # Kernels write running statistics without counting; the number of batches is counted.
-        counted = module.training and "num_batches_tracked" in table
-        for key, buffer in table.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if buffer is None:
-                continue
-            old, writes = before.get(name, (None, 0))
-            if counted or old is not buffer or _torch.writes(old) != writes:
-                yield name, (table, key)
+def _buffers(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """Return name, table and key of each buffer that a forward pass may change: a large one is a mask or a table."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, inner._buffers, key)  # noqa: SLF001 # where modules keep them
+        for prefix, inner in module.named_modules()
+        for key, buffer in inner._buffers.items()  # noqa: SLF001 # as above
+        if buffer is not None and buffer.numel() <= _LARGEST_BUFFER
+    ]

@@ -9,74 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _torch
+from gradsurgeon import _numbers
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
-from gradsurgeon.tensors.structure import Path, tensors_in
+from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.structure import Path
 
+# Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
+Fingerprint = tuple[tuple[int, ...], Tensor]
 # The bounds on one step: beyond them the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
 # A graph with more nodes is another part of the model, not a loss.
 _MOST_NODES = 64
-# The elements by which two tensors are compared, and the largest tensor that is compared whole.
-_SAMPLE, _SMALL = 256, 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fingerprint:
-    """A fixed sample of a tensor, to recognise the tensor by. It stays on its device, unread.
-
-    A small tensor is its own sample, without a copy, unless it is a part of a larger one.
-    """
-
-    shape: tuple[int, ...]
-    sample: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Fingerprint:
-        part, shape = tensor.detach(), tuple(tensor.shape)
-        if part.layout == torch.sparse_coo:
-            part = part.coalesce().values()
-        if part.numel() > _SMALL:
-            if not part.is_contiguous():
-                # A copy of the whole tensor would cost too much: its last row is sampled.
-                while part.dim() > 1:
-                    part = part[-1]
-            part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
-        elif part.layout == torch.strided and part.untyped_storage().nbytes() > part.nbytes:
-            part = part.clone()  # The view would keep the whole tensor alive.
-        return cls(shape, part, _torch.writes(part))
-
-    @property
-    def is_overwritten(self) -> bool:
-        """Whether the script has written into the sample since."""
-        return _torch.writes(self.sample) != self.version
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    return tuple(tensor.shape), sample(_numbers.values(tensor))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptCall:
-    """One call of a model in training.
+    """One call of a model in training, with all that a replay needs: tensors by reference, containers as copies.
 
     Attributes:
         module: the called module, reached weakly.
-        name: its name in the model of the session.
-        args: positional arguments: tensors by reference, in copies of the script's containers.
-        kwargs: keyword arguments, likewise.
-        written: how often each tensor among the arguments had been written to; empty if unknown.
-        random: the random state before the call.
-        buffers: copies of the buffers that the call changes, from before it, by name in ``module``.
-        autocast: by kind of device, whether autocast was on, and its dtype.
-        outputs: the outputs, by path.
+        buffers: copies of the small buffers from before the call, by name in ``module``.
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
         last_node: the number of the last node of the graph that led to an output.
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
-        bytes: the size of all that is kept.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
-        training: by name, whether each module was in training, if that may differ.
-        compiled: whether compiled code ran.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
@@ -85,7 +48,6 @@ class KeptCall:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    written: dict[Path, int]
     random: RandomState
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
@@ -105,22 +67,10 @@ class KeptCall:
         """The prefix of names inside the module: empty for the root."""
         return "" if self.name == "." else f"{self.name}."
 
-    @property
-    def is_input_written(self) -> bool:
-        """Whether the script has written into a tensor among the arguments since the call."""
-        given = tensors_in((self.args, self.kwargs))
-        now = {path: _torch.writes(tensor) for path, tensor in given}
-        return bool(self.written) and self.written != now
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLoss:
-    """The graph from the outputs of a model to a loss, with saved tensors by reference.
-
-    Attributes:
-        value: the loss, if it is one number.
-        nodes: the nodes of its graph, in the order in which they were made.
-    """
+    """The nodes from the outputs of a model to a loss, in the order in which they were made; the loss if it is one number."""
 
     value: Tensor | None
     nodes: Sequence[LossNode]
@@ -140,14 +90,11 @@ class KeptLoss:
 
 @dataclass(slots=True, eq=False)
 class KeptStep:
-    """The calls of a model that feed one update, and the losses that were computed from them.
+    """The calls of a model that feed one update, oldest first, and the losses outside of it by backward pass, from 1.
 
     Attributes:
-        calls: the calls, oldest first.
-        losses: by backward pass, from 1, the loss outside of the model.
         dropped: how many calls were not kept.
         problem: why not, if their size was not the reason.
-        passes: number of backward passes through the calls.
         updated: whether an update came after the calls, and another one may.
     """
 
@@ -184,10 +131,6 @@ class FailedStep:
     """A step that a trap has stopped, with everything that a diagnosis needs.
 
     Attributes:
-        kept: the calls of the model that fed the step.
-        step: its number.
-        rank: the rank of this process.
-        scale: the factor of a `GradScaler`.
         modules: the modules with non-finite tensors, if a trap watches modules.
         bad: the watched parameters with non-finite gradients at the update.
         rested: rules that edit tensors of modules, and do not act in a replay.

@@ -37,13 +37,9 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation and its arguments, to be repeated.
+    """An operation and its arguments, to be repeated, with copies of tensors that it has written over.
 
-    Attributes:
-        func: the operation, as the dispatcher has it.
-        args: the positional arguments, with copies of tensors that the operation has written over.
-        kwargs: the keyword arguments, likewise.
-        written: by identity of such a copy, the tensor that was written over.
+    ``written`` has these tensors, by identity of the copy.
     """
 
     func: Any
@@ -159,9 +155,7 @@ def where_is(values: Tensor, kind: Kind) -> Tensor:
 class ModuleCalls:
     """The calls of modules while a call of the model is replayed.
 
-    Attributes:
-        running: the modules that run, outermost first, each with the number of the first node that it builds.
-        done: the calls that are over, inner calls first, each with the first number and the end of its nodes.
+    ``running`` has the first node that each module builds, ``done`` the first and the end, inner calls first.
     """
 
     running: list[tuple[Place, int]] = field(default_factory=list)
@@ -223,10 +217,7 @@ def lines_of_node(node: Any) -> tuple[Line, ...]:
 
 
 def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the innermost line of the script, and after it that of a library that it called, if any.
-
-    Lines of torch and of this package do not count, and neither do the lines that led to the replay.
-    """
+    """Return the innermost line of the script, and after it that of a library that it called, if any."""
     inner: list[Line] = []
     for line in lines:
         if line.file == _REPLAY:

@@ -7,7 +7,10 @@ Numbers are followed to the gradients of the parameters, so an infinity that spo
 
 from __future__ import annotations
 
+import bdb
 import math
+import pdb  # noqa: T100 # the user asked for it
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Cause
+from gradsurgeon.diagnosis import Cause, Line
 from gradsurgeon.forensics.cause import cause, cause_of_call
-from gradsurgeon.forensics.debugging import stand_at
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
@@ -51,8 +53,6 @@ _SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # How many magnitudes before a birth are kept.
 _HISTORY = 20
-# The births whose operation is repeated, which takes several runs.
-_MOST_JUDGED = 64
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
 # The inputs of these may hold minus infinity.
@@ -71,7 +71,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
-        self._judged = 0
 
     def seed(
         self,
@@ -98,7 +97,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 return None
             if known := first_to_blame(self.memory.sources(tensor, kinds[0])):
                 return known
-            meant = kinds[0] != "NaN" and not self.memory.is_made(tensor)
+            meant = kinds[0] != "NaN" and not self.memory.of(tensor).made
             where = "literal" if meant else "unknown"
             return held(self._when, where, "", facts(tensor), intended=meant)
 
@@ -155,7 +154,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 }
                 self.memory.remember(output, sources)
         # The new content is in memory from here on.
-        self.memory.written(written)
+        for tensor in written:
+            self.memory.of(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
         if magnitudes and call.stem not in _COPIES:
             module = self._modules.place(_torch.current_node())[0]
@@ -168,7 +168,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
         copy = tensor.detach().clone()
-        return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
+        return torch.zeros_like(copy) if self.memory.of(tensor).unwritten else copy
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
@@ -196,7 +196,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
         place = call.passed(tensor)
         found = self.memory.sources(place, kind)
-        if not found and self.memory.is_made(place):
+        if not found and self.memory.of(place).made:
             found = [held(self._moment(), "unknown", call.name, facts(tensor))]
         return found
 
@@ -220,13 +220,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if not first.is_operation:
             # A mask that makes a NaN was none, or was misused.
             return replace(first, intended=False)
-        rivals = [one for one in masks if one.is_operation and not one.constant]
-        rivals = [one for one in rivals if one.when != first.when]
-        if not (faults and rivals) or hides:
+        others = [one.told for one in masks if not one.constant and one.when != first.when]
+        rival = next((one for one in others if one.operation), None)
+        if rival is None or not faults or hides:
             return first
-        told = rivals[0].told
-        at = f" at {told.lines[-1]}" if told.lines else ""
-        return replace(first, rival=f"{told.operation}{at}")
+        return replace(first, rival=" at ".join(map(str, (rival.operation, *rival.lines[-1:]))))
 
     def _birth(self, call: Call, output: Tensor, number: int) -> Source:
         node = _torch.current_node()
@@ -235,7 +233,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         lines = lines_here() or (lines_of_node(node) if backward else ())
         when, measured, inputs = self._moment(), facts(output), dict(call.named())
         if when == self._stop_at:
-            stand_at(call.name, lines, {"inputs": inputs, "output": output})
+            _stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
         told = replace(
             BLANK,
@@ -258,17 +256,12 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if any(map(math.isnan, call.nonfinite_numbers)):
             return cause("bad input", f"the script itself passes the number NaN to {call.name}")
         for name, tensor in call.named():
-            if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(call.passed(tensor)):
+            if nonfinite_kind(tensor) == "NaN" and not self.memory.of(call.passed(tensor)).made:
                 return cause(
                     "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
                     "made (an attribute, a global, a constant, an array of numpy)",
                 )
-        self._judged += 1
-        if self._judged > _MOST_JUDGED:
-            return cause(
-                "unknown", "many operations had made such numbers before: this one was not repeated"
-            )
         lost = self.memory.lost_constant(call)
         return cause_of_call(call, number, node, history=tuple(self._history), lost=lost)
 
@@ -290,3 +283,23 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             found += tensors_of(given)
     return found
+
+
+def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
+    """Open the debugger in the line of the script that called an operation, with more names in ``scope``."""
+    here = frame = sys._getframe()  # noqa: SLF001 # documented
+    place = (lines[-1].file, lines[-1].line) if lines else ("", 0)
+    while (frame.f_code.co_filename, frame.f_lineno) != place and frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_back is None:
+        frame = here  # The backward pass runs no line of the model.
+    known = frame.f_locals
+    for name, value in {"operation": operation, **scope}.items():
+        known.setdefault(name, value)
+    at = lines[-1] if lines else "no line of the script"
+    print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.reset()
+    debugger.interaction(frame, None)
+    if debugger.quitting:
+        raise bdb.BdbQuit

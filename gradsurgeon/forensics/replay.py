@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.distributed.fully_shard import casts
-from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall
+from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import Source
@@ -35,16 +35,12 @@ class Replayed:
     """The result of running one call again.
 
     Attributes:
-        call: the call.
         gradients: the sources of non-finite gradients, by name of the parameter or input.
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
-        compared: how the outputs compare with those of the call: with finite numbers that are equal, nearly equal, or
-            others.
+        compared: how finite outputs compare with those of the call.
         moved: the buffers before and after the replay, by name.
-        left: the objects that the replay has changed and could not put back.
-        error: the exception of the replay.
     """
 
     call: KeptCall
@@ -54,23 +50,16 @@ class Replayed:
     returned: set[Path] = field(default_factory=set)
     compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
     moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
     error: Exception | None = None
 
 
 def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
-    """Run a call and its backward pass again.
-
-    Args:
-        call: the call.
-        stop_at: the moment of the birth at which to open `pdb`.
-    """
+    """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
     module, found = call.module(), Replayed(call)
     if module is None or call.iterators:
         return found
     try:
-        given = undisturbed(module, call.prefix, (call.args, call.kwargs), call.random)
-        with _one_at_a_time, given as found.left, warnings.catch_warnings():
+        with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _run(module, found, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
@@ -140,16 +129,10 @@ def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:
 
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
-    if tensor is None or tuple(tensor.shape) != kept.shape:
+    if tensor is None or tuple(tensor.shape) != kept[0]:
         return {"other"}
-    if kept.is_overwritten:
-        return {"near"}
-    sample, other = Fingerprint.of(tensor).sample, kept.sample
-    if sample.is_floating_point() and other.is_floating_point():
-        # A later hook may have cast the output.
-        sample = sample.to(other.dtype)
-    if sample.dtype != other.dtype:
-        return {"other"}
+    (_, sample), (_, other) = fingerprint(tensor), kept
+    sample = sample.to(other.dtype)  # A later hook may have cast the output.
     if torch.equal(sample.nan_to_num(7.0), other.nan_to_num(7.0)):
         return {"equal"} if bool(sample.isfinite().any()) else set()
     near = torch.allclose(sample, other, rtol=1e-3, atol=1e-5, equal_nan=True)

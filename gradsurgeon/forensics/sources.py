@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import ALREADY, Cause, Diagnosis, Line, TensorFacts
+from gradsurgeon.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.forensics.cause import cause
 from gradsurgeon.forensics.operations import (
     Call,
@@ -32,8 +32,7 @@ _GUARDS = ("add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_
 _KEEP_ZERO = ("sqrt", "pow", "square", "abs", "clone", "_to_copy", "mul", "expand", "detach")
 _LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
 _LOOK_AT_LOSS = (
-    "compute the loss inside the forward pass of a module that holds the model, and the next diagnosis names the "
-    "operation; until then look at the divisions, roots, powers and logarithms among its operations"
+    "look at the divisions, roots, powers and logarithms among the operations of the loss"
 )
 
 
@@ -41,10 +40,7 @@ _LOOK_AT_LOSS = (
 class Source:
     """An operation that made non-finite numbers, or a tensor or number that was non-finite before.
 
-    An operation has made them if its inputs were finite, or masks.
-
     Attributes:
-        when: its moment in the replay.
         told: what a diagnosis reports of it; an ``operation`` only if that made the numbers.
         intended: whether the script wrote the infinity itself: it is never blamed.
         constant: whether no input of the operation leads back to a parameter.
@@ -90,16 +86,13 @@ def held(
     intended: bool = False,
 ) -> Source:
     """Return a tensor or number that was non-finite before any operation as a source."""
+    why = cause("bad input")
     if where == "output gradient":
         text = "the gradient that came back to the model was non-finite already"
         why = Cause("unknown", (text,), _LOOK_AT_LOSS)
     elif where == "unknown":
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
-    elif where == "literal":
-        why = cause("bad input", "the script itself wrote the number")
-    else:
-        why = cause("bad input", f"{where} {name} was not finite {ALREADY[where]}")
     told = replace(
         BLANK,
         what=measured.kind,
@@ -186,12 +179,8 @@ class _Entry(NamedTuple):
 class _Known:
     """One storage, kept alive so no new storage gets its address.
 
-    Attributes:
-        made: whether the replay made it: other memory belongs to the script.
-        unwritten: whether nothing was written to it yet.
-        entries: its non-finite parts.
-        before: its bytes before the replay wrote over it, if the script owns it.
-        lost: the sentence on a constant of which it holds a zero: an epsilon of 1e-8 is 0 in float16.
+    The replay has ``made`` it, or it belongs to the script and ``before`` has its bytes before the replay wrote over
+    it. ``lost`` is the sentence on a constant of which it holds a zero: an epsilon of 1e-8 is 0 in float16.
     """
 
     storage: Any
@@ -211,24 +200,14 @@ class Memory:
     def made(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
         """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
         for tensor in tensors:
-            known = self._of(tensor)
+            known = self.of(tensor)
             known.made, known.unwritten = True, known.unwritten or empty
-
-    def is_made(self, tensor: Tensor) -> bool:
-        return self._of(tensor).made
-
-    def is_unwritten(self, tensor: Tensor) -> bool:
-        return self._of(tensor).unwritten
-
-    def written(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self._of(tensor).unwritten = False
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[Source]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
         self.forget(tensor)
         _, first, end = place_of(tensor)
-        self._of(tensor).entries += [
+        self.of(tensor).entries += [
             _Entry(first, end, kind, source)
             for kind, made_by in sources.items()
             for source in dict.fromkeys(made_by)
@@ -236,19 +215,19 @@ class Memory:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the sources for memory that an operation has written over."""
-        if (entries := self._of(tensor).entries) and tensor.is_contiguous():
+        if (entries := self.of(tensor).entries) and tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[Source]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        there = [e for e in self._of(tensor).entries if e.first < end and first < e.end]
+        there = [e for e in self.of(tensor).entries if e.first < end and first < e.end]
         return [e.source for e in there if e.kind == kind] or [e.source for e in there]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
-        known = self._of(tensor)
+        known = self.of(tensor)
         if not known.made and known.before is None:
             known.before = _bytes(known.storage).clone()
 
@@ -264,14 +243,14 @@ class Memory:
         told = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
         for output in outputs:
             lost = (told or _rounded(call, output)) if output.is_floating_point() else ""
-            self._of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
+            self.of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
 
     def lost_constant(self, call: Call) -> str:
         """Return the sentence on a lost constant among the inputs of an operation, or an empty text."""
-        told = (self._of(call.passed(tensor)).lost for tensor in call.tensors)
+        told = (self.of(call.passed(tensor)).lost for tensor in call.tensors)
         return next(filter(None, told), "")
 
-    def _of(self, tensor: Tensor) -> _Known:
+    def of(self, tensor: Tensor) -> _Known:
         storage = place_of(tensor)[0]
         # The same for tensors that share memory.
         return self._known.setdefault(int(storage._cdata), _Known(storage))  # noqa: SLF001 # no public name

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks.delivery import Prefixes, prefix_of, summary
 from gradsurgeon.sinks.sink import patterns_of
-from gradsurgeon.sinks.summary import Measured, Prefixes, summary
 from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.memory import Series
+from gradsurgeon.store.memory import Measured, Series
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,13 +45,13 @@ class AppliedRules:
 
     def _begin(self, model: nn.Module, start_step: int) -> Session:
         """Apply the rules, after removing the rules of an earlier training."""
-        self._end(log_raised=True)
+        self._end(failed=True)
         # Events so far by kind, and as they were logged last.
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
-        self._prefixes = Prefixes()
+        self._prefixes: Prefixes = {}
         session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
@@ -81,11 +81,11 @@ class AppliedRules:
             f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
 
-    def _end(self, *, log_raised: bool = False) -> None:
-        """Remove the rules. An error of `on_event` is raised, or with ``log_raised`` logged."""
+    def _end(self, *, failed: bool = False) -> None:
+        """Remove the rules. The error of a check is raised unless the training ends by another one."""
         acting, self._acting = self._acting, False
         if acting and self.session is not None:
-            self.session.__exit__(Exception if log_raised else None)
+            self.session.__exit__(Exception if failed else None)
 
     def _note(self, event: Event) -> None:
         self._counts[event.kind] += 1
@@ -104,11 +104,8 @@ class AppliedRules:
             chosen = [
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
-            # The ten largest norms belong to other tensors each time, and a trainer's log is for few numbers.
-            prefix = self._prefixes.of(row.key)
-            largest = f"{prefix}/top/"
-            scalars = getattr(summary(row, prefix, chosen), "scalars", {})
-            found |= {name: scalars[name] for name in scalars if not name.startswith(largest)}
+            if item := summary(row, prefix_of(row.key, self._prefixes), chosen):
+                found |= item[0]
         if not found and self._counts == self._told:
             return {}
         self._told = self._counts.copy()

@@ -68,12 +68,12 @@ class TransformersCallback(AppliedRules, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
         if (left := _on.pop(model, None)) is not None:
-            left._end(log_raised=True)  # noqa: SLF001 # of this class
+            left._end(failed=True)  # noqa: SLF001 # of this class
         session = self._begin(model, state.global_step)
         try:
             self._resume(session, state.global_step)
         except BaseException:
-            self._end(log_raised=True)
+            self._end(failed=True)
             raise
         _on[model] = self
         self._warn_of_clip(args.max_grad_norm, "pass max_grad_norm=0 to TrainingArguments")

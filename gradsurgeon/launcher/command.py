@@ -1,8 +1,4 @@
-"""`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment.
-
-The launcher replaces itself, so no wrapper process remains: arguments, exit code, signals, tracebacks and
-`__main__` are as in plain Python, and all children inherit the environment.
-"""
+"""`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment; no wrapper process remains."""
 
 import argparse
 import os
@@ -10,16 +6,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from gradsurgeon import packs
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import launch_status
+from gradsurgeon.launcher import messages
 from gradsurgeon.launcher.settings import Settings, is_off
-from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
+from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
-from gradsurgeon.store.layout import RUN_FILE, state_name
+from gradsurgeon.store.layout import state_name
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
@@ -61,23 +56,15 @@ def _problems(
             yield f"--rules: {error}"
     elif not Path(rules).is_file():
         yield f"{printable(rules)}: there is no such rule file"
-    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
-    for flag in (flag for flag, on in flags.items() if on):
-        yield (
-            f"the rules cannot get into the script: with {flag} Python looks at neither PYTHONPATH nor "
-            f"sitecustomize: leave {flag} out"
-        )
+    if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
+        yield "the rules cannot get into the script: start Python without -I, -E and -S"
     if record and job.is_taken(Path(record)):
         yield f"{printable(record)} holds a run already: name another directory, or remove it"
-    if resume:
-        folder, shown = Path(resume), printable(resume)
-        if not (folder / RUN_FILE).is_file():
-            yield f"--resume: {shown} is no run directory"
-        if not any(folder.glob(state_name("*"))):
-            yield (
-                f"--resume: {shown} holds no state to resume from: the run was killed within its first minute, or an "
-                "older version wrote it; pass `--start-step N` instead"
-            )
+    if resume and not any(Path(resume).glob(state_name("*"))):
+        yield (
+            f"--resume: {printable(resume)} holds no state to resume from: it is no run directory, or the run was killed "
+            "within its first minute; pass `--start-step N` instead"
+        )
     yield from (f"--sink: {reason}" for sink in sinks if (reason := why_no_sink(sink)))
 
 
@@ -110,7 +97,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
-    environment |= launch_status.variables(program)
+    environment |= messages.variables(program)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":
@@ -136,49 +123,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The exit code is the script's own. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
-    sinks = (
-        f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
-        "given several times"
+    add = parser.add_argument
+    add(
+        "--rules",
+        metavar="FILE",
+        default=DEFAULT_RULES,
+        help=f"the rule file, or a pack by its name; without it {DEFAULT_RULES}, which only looks",
     )
-    rules = (
-        f"the rule file, or a pack by its name; without it {DEFAULT_RULES}: checks, norms, and a trap that reports "
-        "NaN and lets the training go on"
+    add("--record", metavar="DIR", default="", help="write records to this run directory")
+    add(
+        "--sink",
+        metavar="KIND:PLACE",
+        action="append",
+        dest="sinks",
+        default=[],
+        help=f"send aggregates and events to a tracker: {', '.join(FORMS)}; may be given several times",
     )
     resume = "load what the rules of this run had learnt, and continue its step count"
-    start_step = (
-        "number of the first update; with --resume, needed if the script's checkpoint is older than the end "
-        "of that run"
-    )
-    observe = "arm every rule, edit nothing, count what it would do"
-    dry_run = "print the plan at the first step, write params.json, and stop"
-    perturb = (
-        "multiply what modules with parameters take, and the output gradients they get, by 1 + EPS * noise, such as 1e-6: "
-        "a run that shows `gradsurgeon compare` how far rounding goes"
-    )
-    debugger = "open the debugger at the operation that made the NaN, then at the update that a trap stopped"
-    quiet = "print no header and no summary: only errors, warnings, traps and skips"
-    add = parser.add_argument
-    add("--rules", metavar="FILE", default=DEFAULT_RULES, help=rules)
-    add("--record", metavar="DIR", default="", help="write records to this run directory")
-    add("--sink", metavar="KIND:PLACE", action="append", dest="sinks", default=[], help=sinks)
     add("--resume", metavar="RUN", default="", help=resume)
+    start_step = "number of the first update, also with --resume if the checkpoint is older"
     add("--start-step", metavar="N", type=_step, help=start_step)
-    add("--perturb", metavar="EPS", type=_eps, default=0.0, help=perturb)
+    perturb = "add noise of this size, such as 1e-6: a run for `gradsurgeon compare --noise`"
+    add("--perturb", metavar="EPS", type=float, default=0.0, help=perturb)
     add("--seed", metavar="N", type=_step, default=0, help="the seed of that noise")
+    observe = "arm every rule, edit nothing, count what it would do"
     add("--observe", action="store_true", help=observe)
+    dry_run = "print the plan at the first step, write params.json, and stop"
     add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
+    debugger = "open the debugger where the NaN was made, then at the update that a trap stopped"
     add("--pdb", action="store_true", help=debugger)
+    quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add("--quiet", action="store_true", help=quiet)
     return parser
-
-
-def _eps(text: str) -> float:
-    with suppress(ValueError):
-        if 0.0 < (eps := float(text)) < 1.0:
-            return eps
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a size of noise: write a number such as 1e-6"
-    )
 
 
 def _step(text: str) -> int:

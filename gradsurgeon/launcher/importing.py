@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from _thread import get_ident
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -13,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradsurgeon import _live
-from gradsurgeon.launcher import launch_status
+from gradsurgeon.launcher import messages
 from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def start() -> None:
     settings = from_environment(os.environ)
     if settings is None:
         return
-    launch_status.start()
+    messages.start()
     sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 
@@ -38,7 +37,8 @@ def _activate(settings: Settings) -> None:
         from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        launch_status.run_without_rules(reason)
+        messages.explain()
+        messages.say(f"the script runs on without rules: {reason}")
     else:
         activate(settings)
 
@@ -49,8 +49,8 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
         self._name = name
         self._imported = imported
-        # Threads that are inside this finder: their second search passes it by.
-        self._searching: set[int] = set()
+        # The search for other finders meets this one again.
+        self._is_searching = False
 
     def find_spec(
         self,
@@ -59,14 +59,13 @@ class _Finder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         del path, target
-        thread = get_ident()
-        if fullname != self._name or thread in self._searching:
+        if fullname != self._name or self._is_searching:
             return None
-        self._searching.add(thread)
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._searching.remove(thread)
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._done)
         return spec

@@ -1,16 +1,23 @@
-"""Lines on stderr, prefixed by the name of the program, that never break a progress bar of the script."""
+"""Lines of the launcher on stderr, that never break a progress bar, and the one at the end if no rule acted.
 
+Under torchrun the first process only waits for its workers. So a process that trains makes a file, and the launched
+process looks for the file at its end; a command of another environment, such as a shell, does not.
+"""
+
+import atexit
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+# The path of the file; its name holds the id of the launched process.
+STATUS_FILE = "GRADSURGEON_STATUS_FILE"
 
 
 def to_stderr(text: str) -> None:
-    """Write to stderr, or to Python's original stderr if the script's own accepts no text.
-
-    A script may close or remove stderr, or replace it by an object that raises anything.
-    """
+    """Write to stderr, or to Python's original stderr if the script has closed, removed or replaced its own."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(Exception):
             # `print` would write to stdout for None. A tee need not have `closed`.
@@ -28,19 +35,46 @@ def write(lines: Iterable[str], rank: int) -> None:
     if rank != 0 or not text:
         return
     tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    if not getattr(tqdm, "_instances", ()):
-        to_stderr(text)
-        return
-    with suppress(Exception), tqdm.get_lock():
-        # `external_write_mode` would also redraw bars on a redirected stdout.
-        bars = [
-            bar
-            for bar in tqdm._instances  # noqa: SLF001 # all bars
-            if hasattr(bar, "start_t") and bar.fp == sys.stderr
-        ]
-        for bar in bars:
-            with suppress(Exception):  # its stream may be broken
-                bar.clear(nolock=True)
-        to_stderr(text)
-        for bar in bars:
-            bar.refresh(nolock=True)
+    with suppress(Exception):
+        # `tqdm.write` also draws bars again that are on a redirected stdout.
+        if any(bar.fp == sys.stderr for bar in list(tqdm._instances)):  # noqa: SLF001 # all bars
+            tqdm.write(text, file=sys.stderr)
+            return
+    to_stderr(text)
+
+
+def variables(program: str) -> dict[str, str]:
+    """Return the variable for the program that this process becomes; none for a program of another environment."""
+    # The outermost of nested launchers looks for the file.
+    if os.environ.get(STATUS_FILE) or Path(program).parent != Path(sys.executable).parent:
+        return {}
+    import tempfile  # noqa: PLC0415 # every process of a launch imports this module, and `tempfile` is slow
+
+    name = f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}"
+    return {STATUS_FILE: str(Path(tempfile.gettempdir()) / name)}
+
+
+def start() -> None:
+    """Arrange for the message, if this is the launched process. Call it before other functions at exit are known."""
+    file = os.environ.get(STATUS_FILE, "")
+    if f"gradsurgeon-{os.getpid()}-" in file:
+        atexit.register(_end, os.getpid(), Path(file))
+
+
+def explain() -> None:
+    """Note that rules act, or that a message said why they do not."""
+    if file := os.environ.get(STATUS_FILE):
+        with suppress(OSError):
+            Path(file).touch()
+
+
+def _end(pid: int, file: Path) -> None:
+    if os.getpid() != pid:
+        return  # a forked child
+    explained = file.exists() or hasattr(sys, "last_type")  # a traceback explains, too
+    file.unlink(missing_ok=True)
+    if "torch" in sys.modules and not explained:
+        say(
+            "no rule acted: no torch optimizer was built on the parameters of a module; if the script updates weights by "
+            "hand, call gradsurgeon.apply in it"
+        )

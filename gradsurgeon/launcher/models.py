@@ -1,5 +1,6 @@
-"""The models of a script and the sessions on them."""
+"""The models of a script, found among all live objects, and the sessions on them."""
 
+import gc
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -7,39 +8,28 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, api, planning
+from gradsurgeon import _dist, _live, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
-from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.messages import say, write
+from gradsurgeon.launcher.messages import explain, say, write
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import header
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
-from gradsurgeon.sinks.places import at_place
-from gradsurgeon.sinks.sink import Sink
+from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
 
 
 @dataclass(slots=True, eq=False)
 class AttachedModel:
-    """A model of the script and the rules on it.
-
-    Attributes:
-        module: the model; weak, as in the session.
-        session: the rules on it; its plan has the title, a class name with a number if there are several of one class.
-        record: the run directory, if any.
-        start: number of the first update.
-        begun: training has begun, and the header is written.
-        replaced: another model with all of its parameters took its place.
-    """
+    """A model of the script and the rules on it; another model with all of its parameters may have replaced it."""
 
     module: weakref.ref[nn.Module]
     session: Attachment
@@ -102,11 +92,7 @@ class Models:
             self._put_on(root, [optimizer])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Write the headers, now that training begins.
-
-        A model may have been incomplete when its optimizer was built, above all if the model builds the
-        optimizer. A model that has grown since, or became part of a larger one, is bound again.
-        """
+        """Write the headers, now that training begins; bind models again that were incomplete before."""
         waiting = self.waiting()
         params = [param for model in waiting for param in model.params()]
         for root in roots_of(params) if params else []:
@@ -154,7 +140,7 @@ class Models:
         return step
 
     def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
-        launch_status.explain()
+        explain()
         options = Options(
             optimizers,
             mode="observe" if self.settings.observe else "act",
@@ -205,12 +191,10 @@ class Models:
             say(f"{shown} cannot be resumed: it has no state of this model, or of this rank")
         except GradSurgeonError as error:
             say(str(error))
-        restart = "the rules start without what they had learnt"
-        if settings.start_step is None:
-            restart += (
-                ", and steps count from 0: pass --start-step N if the script continues a training"
-            )
-        say(restart)
+        say(
+            f"the rules start without what they had learnt, at step {settings.start_step or 0}: pass --start-step N if the "
+            "script continues a training"
+        )
 
     @cached_property
     def _sinks(self) -> dict[str, Sink]:
@@ -234,11 +218,7 @@ class Models:
         return title
 
     def _run_directory(self, title: str) -> Path | None:
-        """Return the run directory of a model: the requested one, or a folder inside it for further models.
-
-        Processes of one script that are no ranks of one group, such as a sweep, have directories of their
-        own; so have restarted ranks.
-        """
+        """Return the run directory of a model; further models, sweeps and restarted ranks get folders inside it."""
         if not self.settings.record or self.settings.dry_run:
             return None
         if self._folder and any(model.record == self._folder for model in self.attached):
@@ -263,3 +243,88 @@ class Models:
     def shortfalls(self) -> list[str]:
         models = {title: plan.manifest for title, plan in self._plans().items()}
         return planning.shortfalls(self.rules, models)
+
+
+def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the outermost modules that own parameters, except losses and modules that keep copies of a model (EMA)."""
+    wanted = {id(param) for param in params}
+    # An unreachable module that the collector has not yet freed must not pass for a model.
+    gc.collect()
+    modules = _live.instances(nn.Module)
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        if not _is_loss(module):
+            for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
+                parents.setdefault(id(child), []).append(module)
+    _pass_over_keepers(parents, wanted)
+    roots: list[nn.Module] = []
+    seen: set[int] = set()
+    for module in modules:
+        trains = any(id(param) in wanted for param in module._parameters.values())  # noqa: SLF001 # as above
+        waiting = [module] if trains else []
+        while waiting:
+            current = waiting.pop()
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            above = parents.get(id(current), [])
+            waiting += above
+            if not above:
+                roots.append(current)
+    return _without_repetition(roots, wanted)
+
+
+def _is_loss(module: nn.Module) -> bool:
+    losses = nn.modules.loss._Loss  # noqa: SLF001 # the base of all of torch's
+    return isinstance(module, losses) or type(module).__name__.endswith(("Loss", "Criterion"))
+
+
+def _pass_over_keepers(parents: dict[int, list[nn.Module]], wanted: set[int]) -> None:
+    """Remove parents that only keep a model and frozen copies of it: such a whole is not trained."""
+    for child, above in parents.items():
+        parents[child] = [
+            keeper
+            for keeper in above
+            if parents.get(id(keeper)) or not _keeps_copies(keeper, child, wanted)
+        ]
+
+
+def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
+    # A container may hold equal layers of which one is trained.
+    if isinstance(keeper, nn.Sequential | nn.ModuleList | nn.ModuleDict) or any(
+        param is not None
+        for param in keeper._parameters.values()  # noqa: SLF001 # `parameters` hides shared ones
+    ):
+        return False
+    children = {id(module): module for module in keeper.children()}
+    if (model := children.pop(child, None)) is None:
+        return False  # an empty place for a module
+    copies = [module for module in children.values() if any(True for _ in module.parameters())]
+    own = {id(param) for param in model.parameters()}
+    return bool(copies) and all(
+        _equal(copy, model)
+        and not any(p.requires_grad or id(p) in wanted or id(p) in own for p in copy.parameters())
+        for copy in copies
+    )
+
+
+def _equal(copy: nn.Module, model: nn.Module) -> bool:
+    ours, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
+    return ours.keys() == theirs.keys() and all(
+        not (a.is_meta or b.is_meta) and torch.equal(_dist.local(a), _dist.local(b).to(a))
+        for a, b in zip(ours.values(), theirs.values(), strict=True)
+    )
+
+
+def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:
+    """Drop roots whose trained parameters all belong to other roots: no gradient is edited twice."""
+    chosen: list[nn.Module] = []
+    covered: set[int] = set()
+    held = {id(root): {id(param) for param in root.parameters()} for root in roots}
+    # First the root that covers most; among equals, the root with the fewest other parameters.
+    order = sorted(roots, key=lambda r: (-len(held[id(r)] & wanted), len(held[id(r)])))
+    for root in order:
+        if not (held[id(root)] & wanted) <= covered:
+            chosen.append(root)
+            covered |= held[id(root)]
+    return chosen

@@ -3,15 +3,11 @@
 import atexit
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
-from gradsurgeon._patching import Patch
-from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
+from gradsurgeon.errors import BindError, GradSurgeonWarning, RecordError, printable
 from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
@@ -28,7 +24,6 @@ class ScriptEnd:
         # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
         self._pid = 0
         self._prepared = False
-        self._exit: tuple[SystemExit, int] | None = None
 
     def prepare(self) -> None:
         # Registered last, so it runs first: sessions write before their records are closed at exit.
@@ -40,18 +35,8 @@ class ScriptEnd:
         self._pid = os.getpid()
         # A worker that `multiprocessing` forked runs no functions at exit.
         Finalize(None, self._finish, exitpriority=100)
-        Patch(sys, "exit", self._note_exit)
         if self._settings.pdb:
             debugger.install(self._models.attached)
-
-    def _note_exit(self, original: Callable[..., None], *status: Any) -> None:
-        """Remember the exit status, which Python forgets before the functions at exit run."""
-        if threading.current_thread() is threading.main_thread():
-            self._exit = SystemExit(*status), self._steps()
-        original(*status)
-
-    def _steps(self) -> int:
-        return sum(model.session.step for model in self._models.attached)
 
     def first_step(self) -> None:
         """Check that the rules fit; end a dry run with the plans and the manifests."""
@@ -66,8 +51,8 @@ class ScriptEnd:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
             try:
                 manifest_file.write(model.session.plan.manifest, path)
-            except OSError as error:
-                say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
+            except (OSError, RecordError) as error:
+                say(f"dry run: error: cannot write {printable(str(path))}: {printable(str(error))}")
                 code = 2
             else:
                 say(f"dry run: wrote {printable(str(path))}")
@@ -79,9 +64,6 @@ class ScriptEnd:
         self._pid = 0
         models = self._models
         ended_by = getattr(sys, "last_value", None)
-        # A script that has caught the exit and trained on has not ended by it.
-        if ended_by is None and self._exit is not None and self._exit[1] == self._steps():
-            ended_by = self._exit[0]
         refused = isinstance(ended_by, BindError) and not models.fitting
         with warnings.catch_warnings():
             # The summary shows the warnings of the end.

@@ -17,10 +17,8 @@ from gradsurgeon import _backward_calls, _dist, _live, api
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
-from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.messages import write
-from gradsurgeon.launcher.models import Models
+from gradsurgeon.launcher.messages import explain, write
+from gradsurgeon.launcher.models import Models, roots_of
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.runtime import registry
@@ -32,7 +30,7 @@ def activate(settings: Settings) -> None:
     try:
         rules = _perturbed(api.load(settings.rules), settings)
     except RuleFileError as error:
-        launch_status.explain()
+        explain()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
         raise SystemExit(2) from None
     # Events of updates are logged, the first trap or skipped step of a kind at once.
@@ -72,13 +70,7 @@ def _nothing() -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds.
-
-    Args:
-        models: receives the models.
-        found: called whenever rules were put on models.
-        first_step: called before the first step of an optimizer.
-    """
+    """Finds the models of the parameters that an optimizer holds; ``found`` is called when rules were put on some."""
 
     def __init__(
         self,

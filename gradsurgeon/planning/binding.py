@@ -8,7 +8,7 @@ from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Manifest, Module, Param
-from gradsurgeon.planning.matching import Match, Matcher, Thing, examples
+from gradsurgeon.planning.matching import Match, Matcher, Thing
 from gradsurgeon.planning.obstacles import MatchedRules, complaint
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.table import count
@@ -19,11 +19,7 @@ NO_MATCH = "matches nothing in this model"
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Return the plan of rules on one model, or raise `BindError` with all problems at once.
-
-    With ``alone=False`` a rule may match nothing here, because another model may have its names:
-    `shortfalls` checks the rules once all models are known.
-    """
+    """Return the plan of rules, or raise `BindError`; without ``alone`` another model may have missing names."""
     matcher = Matcher(manifest)
     matched = MatchedRules(rules, matcher)
     complaints = [
@@ -79,44 +75,19 @@ def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
         return
-    if isinstance(rule, LossRule):
-        yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"
-        if inplace := [one for one in matched if isinstance(one, Module) and one.inplace]:
-            yield (
-                f"works in place{examples(inplace)}: the gradient belongs to the tensor before the "
-                "module, and includes the contributions of its earlier consumers"
-            )
     if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
         yield "acts in every forward call, also in evaluation; `when: train` limits it to training"
 
 
-def _apart(matched: Sequence[Thing]) -> Iterator[str]:
-    """Yield the matched modules whose gradients meet no others: one alone, or one inside another."""
-    names = {thing.name for thing in matched}
-    if len(names) == 1:
-        name = printable(matched[0].name)
-        yield f"{name} alone meets no other gradient: name all modules with the same input tensor"
-    for name in sorted(names):
-        parts = name.split(".")
-        outer = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
-        if around := next((one for one in outer if one in names), ""):
-            yield (
-                f"{printable(name)} is a part of {printable(around)}, and each has its own view of the input: "
-                "their gradients do not meet; leave one of them out by `exclude`"
-            )
-
-
 def _graph_breaks(plan: Plan) -> Iterator[str]:
     """Yield what `torch.compile` leaves out of its graphs because of rules on modules and tags."""
-    targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
-    # A break in a module also breaks the graph around the module.
-    calls = ["a module with rules, or around one,"] * ("modules" in targets)
-    calls += ["gradsurgeon.tag()"] * ("tensors" in targets)
-    if calls:
-        called = " or ".join(calls)
-        yield f"under torch.compile no call of {called} is part of a graph: numerics may differ"
+    if any(rule.target != "params" and plan.of(rule.id) for rule in plan.rules.rules):
+        yield (
+            "under torch.compile no call of gradsurgeon.tag(), of a module with rules, or around one, is part "
+            "of a graph: numerics may differ"
+        )
 
 
 def _cost(plan: Plan) -> Iterator[str]:
@@ -128,16 +99,13 @@ def _cost(plan: Plan) -> Iterator[str]:
     if params:
         elements = count(sum(param.numel for param in params), "element")
         yield (
-            f"gradsurgeon.backward takes one more backward pass per loss ({printable(', '.join(losses))}), and meanwhile "
-            f"keeps {len(losses)} gradients of {elements} and the graph"
+            f"gradsurgeon.backward takes one more backward pass per loss, and meanwhile keeps {len(losses)} "
+            f"gradients of {elements} and the graph"
         )
 
 
 def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
-    """Return a warning about patterns of curves that match no recorded tensor; empty without such patterns.
-
-    Records of modules and tags have names only once the model runs, so these are not judged.
-    """
+    """Return a warning about patterns of curves that match no recorded parameter; empty without such patterns."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
     if any(rule.target != "params" for rule in rules):
         return ""

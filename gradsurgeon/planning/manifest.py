@@ -70,7 +70,6 @@ class Module:
     name: Name
     aliases: Annotated[NameList, Field(default=())]
     module_type: Annotated[NameList, Field(alias="type")]
-    inplace: StrictBool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,13 +125,7 @@ class Manifest:
 
 
 def is_scripted(kind: Collection[str]) -> bool:
-    """Tell whether `torch.jit` calls modules of a class, and runs none of their hooks.
-
-    Hooks on the result of `torch.jit.trace` do run, unless it is a part of a scripted module.
-
-    Args:
-        kind: the names of the class and of its bases.
-    """
+    """Tell whether `torch.jit` calls modules of a class, given by its names, and runs none of their hooks."""
     return "ScriptModule" in kind and "TopLevelTracedModule" not in kind
 
 
@@ -204,8 +197,7 @@ def _modules(model: Any) -> Iterator[Module]:
     for name, module in named_modules(model).items():
         found.setdefault(id(module), (module, []))[1].append(name)
     for module, names in found.values():
-        inplace = getattr(module, "inplace", None) is True
-        yield Module(names[0], tuple(names[1:]), class_names(module), inplace)
+        yield Module(names[0], tuple(names[1:]), class_names(module))
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:

@@ -1,20 +1,10 @@
-"""The names of a model as a file, so that rules can be planned without the model.
+"""The names of a model as a file, `params.json` or the header of a ``.safetensors`` file, perhaps of a stranger."""
 
-`params.json` is ours: version, origin, a hash of the content, parameters and modules. The format is stable.
-Keys that have their default in most models are left out.
-
-The header of a ``.safetensors`` file has names, shapes and dtypes in no useful order. It has neither classes of
-modules nor which tensors train, are tied, or are buffers. The tensors are never read.
-
-Both kinds of files may come from a stranger: sizes are bounded, and pydantic checks the content.
-"""
-
-import errno
 import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -25,7 +15,7 @@ from gradsurgeon.actions import described
 from gradsurgeon.errors import ManifestError, Place, Problem
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
 from gradsurgeon.schema import Built
-from gradsurgeon.store.files import replacing
+from gradsurgeon.store.files import begins, check_replaceable, replacing
 
 VERSION = 1
 # A model of 100,000 tensors needs 40 MB.
@@ -105,19 +95,9 @@ def dumps(manifest: Manifest) -> str:
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
     """Write a manifest, but never over a file of another kind."""
     place = Path(path)
-    if place.is_file() and place.stat().st_size and not _is_manifest(place):
-        kept = "a file of another kind is there and stays: move it away, or write to another"
-        raise FileExistsError(errno.EEXIST, kept, os.fspath(path))
+    check_replaceable(place, lambda there: begins(there, b'{\n "version"'), "params.json")
     with replacing(place) as file:
         file.write(dumps(manifest))
-
-
-def _is_manifest(path: Path) -> bool:
-    try:
-        data = _read_json(os.fspath(path))
-    except ManifestError:
-        return False
-    return isinstance(data, dict) and data.keys() >= {field.name for field in fields(_File)}
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
@@ -125,19 +105,11 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return _from_weights(file)
-    data = _read_json(file)
-    if isinstance(data, dict) and "weight_map" in data:
-        message = "an index of several files of weights is not read"
-        _refuse(file, message, "write the names of the model: `gradsurgeon params --model`")
-    return from_dict(data, file)
+    return from_dict(_read_json(file), file)
 
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """Return the manifest that `to_dict` has written; a wrong hash becomes a note of the manifest."""
-    version = data.get("version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > VERSION:  # its words may have other meanings
-        message = f"this is version {version} of the format, this gradsurgeon reads {VERSION}"
-        _refuse(file, message, "upgrade gradsurgeon")
     top = _checked(_File, data, file)
     for noun, things in (("parameter", top.params), ("module", top.modules)):
         names = Counter(name for thing in things for name in thing.names)
@@ -160,48 +132,34 @@ def _from_weights(file: str) -> Manifest:
         _refuse(file, "its header is no JSON object: this is no safetensors file")
     entries.pop("__metadata__", None)
     tensors = _checked(dict[Name, _Tensor], entries, file)
-    names = sorted(tensors, key=_layers_in_order)
-    whole = [name for name in names if tensors[name].dtype.startswith(_WITHOUT_GRADIENT)]
     params = []
     # The root and every prefix of the names, each before the modules inside it.
     paths = {ROOT: None}
-    for name in names:
+    for name in sorted(tensors):
         dtype, shape = tensors[name].dtype, tensors[name].shape
         if not dtype.startswith(_WITHOUT_GRADIENT):
             dtype = _DTYPES.get(dtype, dtype.lower())
             params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
             parts = name.split(".")
             paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
-    notes = [
+    note = (
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
-    ]
-    if whole:
-        notes.append(f"{len(whole)} tensors of whole numbers are left out (such as {whole[0]})")
+    )
     modules = tuple(Module(path, (), ()) for path in paths if path)
-    return Manifest(file, tuple(params), modules, notes=tuple(notes))
-
-
-def _layers_in_order(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts ``h.2`` before ``h.10``."""
-    steps = name.split(".")
-    return [(not step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in steps]
+    return Manifest(file, tuple(params), modules, notes=(note,))
 
 
 def _read_json(file: str, *, header: bool = False) -> object:
     """Return the data of a JSON file, or of the header of a safetensors file."""
     path, length = Path(file), MAX_BYTES
     try:
-        if header and path.exists() and not path.is_file():
-            _refuse(file, "is no regular file", "name a file", "unreadable-file")
         with path.open("rb") as stream:
             if header:
                 lead = stream.read(_LEAD)
                 length = int.from_bytes(lead, "little")
                 if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
-                    message = (
-                        "no safetensors file, or one that is cut off: its header does not fit in it"
-                    )
+                    message = "no safetensors file, or one that is cut off"
                     _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
             # A bounded read, because the path may be a device.
             raw = stream.read(min(length, MAX_BYTES) + (length >= MAX_BYTES))
@@ -225,8 +183,8 @@ def _checked(kind: type[_Value], value: object, file: str) -> _Value:
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
         path = tuple(step[:60] if isinstance(step, str) else step for step in first["loc"])
-        text = first["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "list")
-        message = f"{text[:1].lower()}{text[1:]}, found {described(first['input'])}"
+        text = first["msg"].replace("Input should be", "expected").replace("valid tuple", "list")
+        message = f"{text}, found {described(first['input'])}"
         if first["type"] == "missing":
             path, message = path[:-1], f"missing key `{path[-1]}`"
         place = Built(None, file=file).place(path)

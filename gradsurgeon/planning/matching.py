@@ -1,18 +1,16 @@
 """Patterns and conditions of rules -> the parameters or modules that they select."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
 from gradsurgeon.actions import Rule, Where, in_order
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.match import compile_pattern, segments, select, suggest, without_zeros
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 
 Thing = Param | Module
-_EXAMPLES = 3
 _MAX_DOUBTS = 20  # on one rule
 _FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all hints
 
@@ -108,21 +106,18 @@ class NameIndex:
         """Return why a rule selects nothing."""
         matched = list(self._under(rule.patterns).values())
         if not matched:
-            shown, more = rule.patterns[:_FEW], len(rule.patterns) - _FEW
-            texts = ", ".join(map(quoted, shown)) + (
-                f" or {more} more patterns" if more > 0 else ""
-            )
-            hints = dict.fromkeys(map(self._hint, shown))
+            texts = shorten_names([f'"{text}"' for text in rule.patterns])
+            hints = dict.fromkeys(map(self._hint, rule.patterns[:_FEW]))
             return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
-        reasons = Counter(filter(None, (self._failed(rule.where, thing) for thing in matched)))
         plural = f"{len(matched)} {self.noun}s match"
+        reasons = {self._failed(rule.where, thing): None for thing in matched}
+        reasons.pop("", None)
         if not reasons:
             return f"{plural}, but `exclude` removes all of them"
-        causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-        if reasons["module_type"]:
-            known = list(dict.fromkeys(name for thing in matched for name in thing.module_type[:1]))
-            first = ", ".join(map(printable, known[:_FEW]))
-            causes += f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
+        causes = ", ".join(f"`{key}`" for key in reasons)
+        if "module_type" in reasons:
+            known = dict.fromkeys(name for thing in matched for name in thing.module_type[:1])
+            causes += f"; the classes are {shorten_names(list(known))}"
         return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
 
     def _failed(self, where: Where, thing: Thing) -> str:
@@ -150,7 +145,7 @@ def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, Name
 def _failed_param(where: Where, param: Param) -> str:
     if where.ndim is not None and (param.shape is None or len(param.shape) != where.ndim):
         return "ndim"
-    if where.dtype is not None and param.dtype != where.dtype.removeprefix("torch."):
+    if where.dtype is not None and param.dtype != where.dtype:
         return "dtype"
     if where.requires_grad is not None and param.requires_grad != where.requires_grad:
         return "requires_grad"
@@ -182,13 +177,7 @@ class Matcher:
         self._matches: dict[object, Match] = {}
 
     def match(self, rule: Rule) -> Match:
-        key = (
-            rule.target,
-            frozenset(rule.patterns),
-            frozenset(rule.exclude),
-            rule.where,
-            rule.model,
-        )
+        key = (rule.target, rule.patterns, rule.exclude, rule.where, rule.model)
         if key not in self._matches:
             self._matches[key] = self._match(rule)
         return self._matches[key]
@@ -217,29 +206,20 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
 
 def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
     """Return complaints about conditions on facts that the source of the names lacks."""
-    conditions = {
-        "model": rule.model,
-        "where: module_type": rule.where.module_type,
-        "where: requires_grad": rule.where.requires_grad,
-    }
+    where = rule.where
+    asked = {rule.model, where.module_type, where.requires_grad} - {None}
+    if not (asked and manifest.lacks_classes):
+        return []
     return [
-        f"`{condition}` cannot be decided: {printable(manifest.origin)} lacks these facts; plan with "
-        "`--model`, or with the params.json that `gradsurgeon params` writes"
-        for condition, wanted in conditions.items()
-        if wanted is not None and manifest.lacks_classes
+        f"`model`, `module_type` and `requires_grad` cannot be decided: {printable(manifest.origin)} lacks these "
+        "facts; plan with `--model`, or with the params.json that `gradsurgeon params` writes"
     ]
 
 
 def chains_of(
     rules: Sequence[Rule], names: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return, per tensor, the ids of its rules in the order in which they take effect.
-
-    Args:
-        rules: in file order.
-        names: the matches of each rule by its id. Parameters go by their name; ``conv1 output.grad`` is a
-            tensor of a module.
-    """
+    """Return, per tensor, the ids of its rules in order of effect; ``names`` has the matches of each rule."""
     chains: dict[str, list[str]] = {}
     for rule in in_order(rules):
         suffix = "" if rule.target == "params" else f" {rule.ref}"
@@ -250,13 +230,10 @@ def chains_of(
 
 def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
     """Return the first names in parentheses, each behind its owner if owners are given."""
-    if not things:
-        return ""
-    names = [thing.name for thing in things[:_EXAMPLES]]
+    names = [thing.name for thing in things]
     if owners:
-        names = [f"{owner}: {name}" for owner, name in zip(owners, names, strict=False)]
-    shown = ", ".join(map(printable, names))
-    return f" ({shown}{', ...' if len(things) > _EXAMPLES else ''})"
+        names = [f"{owner}: {name}" for owner, name in zip(owners, names, strict=True)]
+    return f" ({shorten_names(names)})" if names else ""
 
 
 def quoted(text: str) -> str:

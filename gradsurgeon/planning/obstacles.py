@@ -1,14 +1,11 @@
-"""Why training with a rule would end before its first step. Pure: nothing here raises.
-
-`bind` turns each obstacle into a complaint, a review into a problem of a file or a warning about a change.
-"""
+"""Why training with a rule would end before its first step. Pure: nothing here raises."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import (
     Match,
@@ -23,6 +20,11 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
+
+_SPREAD = {
+    "fully_shard": "autograd hands no hook what one backward pass contributes to them",
+    "tensor parallel": "their norm would need the other ranks in the middle of a backward pass",
+}
 
 
 class Obstacle(NamedTuple):
@@ -66,9 +68,8 @@ class MatchedRules:
                 shared = [name for name in self.matches[rule.id].names if name in taken]
                 if not shared or not _meet(other, rule):
                     continue
-                more = f" and {count(len(shared) - 1, 'other')}" if len(shared) > 1 else ""
                 found[rule.id].append(
-                    f"{other.id} combines the gradients of {printable(shared[0])}{more} already, and they can be "
+                    f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
                     "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
                 )
         return found
@@ -90,12 +91,7 @@ def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return the complaints about rules that match too little over several models together.
-
-    Args:
-        rules: the rules.
-        models: the names of each model by its title.
-    """
+    """Return the complaints about rules that match too little over several models, given by title, together."""
     complaints: list[str] = []
     matchers = {title: Matcher(one) for title, one in models.items()}
     together: dict[tuple[str, ...], dict[str, NameIndex]] = {}
@@ -146,15 +142,12 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
     complex_ones = [param for param in params if param.dtype.startswith("complex")]
     if complex_ones and (reason := rule.complex_problem()):
         yield f"{reason}{examples(complex_ones)}; leave them out by `exclude` or `where`"
-    if sparse := [param for param in params if param.sparse]:
-        found = f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}"
-        if isinstance(rule, LossRule):
-            yield f"{found}: the gradients of single losses cannot be told apart there; leave them out by `exclude`"
-        elif not rule.keeps_zero:
-            yield (
-                f"{found}, and the bounds exclude 0, so the result would be dense; include 0 in the bounds, or "
-                "exclude them"
-            )
+    sparse = [param for param in params if param.sparse]
+    if sparse and (isinstance(rule, LossRule) or not rule.keeps_zero):
+        yield (
+            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: the rule would make them "
+            "dense, or has to tell losses apart there; leave them out by `exclude`, or include 0 in the bounds"
+        )
     yield from _unreachable(rule, params, manifest)
     modules = (thing for thing in match.things if isinstance(thing, Module))
     if scripted := [module for module in modules if "ScriptModule" in module.module_type]:
@@ -186,14 +179,7 @@ def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Ite
         return
     later = next((f"use `at: {point}`" for point in rule.points if point != "backward"), "")
     hint = later or "leave them out by `exclude`"
-    if sharded := [param for param in spread if param.sharding == "fully_shard"]:
-        yield (
-            f"{len(sharded)} parameters are sharded by fully_shard{examples(sharded)}: autograd hands "
-            f"no hook what one backward pass contributes to them; {hint}"
-        )
-    divided = [param for param in spread if param.sharding == "tensor parallel"]
-    if divided and rule.measures:
-        yield (
-            f"{len(divided)} parameters are divided by tensor parallelism{examples(divided)}: their "
-            f"norm would need the other ranks in the middle of a backward pass; {hint}"
-        )
+    for kind, reason in _SPREAD.items():
+        found = [param for param in spread if param.sharding == kind]
+        if found and (kind == "fully_shard" or rule.measures):
+            yield f"{len(found)} parameters are divided by {kind}{examples(found)}: {reason}; {hint}"

@@ -82,10 +82,7 @@ class Plan:
     @cached_property
     @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
-        """Per tensor, the ids of its rules in the order in which they take effect.
-
-        Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
-        """
+        """Per parameter, or tensor such as ``conv1 output.grad``, the ids of its rules in order of effect."""
         names = {rule.id: [one.name for one in self.of(rule.id)] for rule in self.rules.rules}
         chains = chains_of(self.rules.rules, names)
         place = {param.name: number for number, param in enumerate(self.manifest.params)}
@@ -217,9 +214,8 @@ def _chains(plan: Plan) -> Iterator[str]:
         noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     if len(groups) > _MAX_CHAINS:
-        rest = sum(map(len, islice(groups.values(), _MAX_CHAINS, None)))
-        more = count(len(groups) - _MAX_CHAINS, "more chain")
-        yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` lists all"
+        more = len(groups) - _MAX_CHAINS
+        yield f"  and {more} more chains: `plan --format json` lists all"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
 

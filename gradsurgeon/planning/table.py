@@ -1,12 +1,11 @@
 """Tables for people: aligned columns, counted nouns, and many names in a few words."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 
 _SHOWN = 6
-_TIED_SHOWN = 2
 NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
@@ -34,22 +33,14 @@ def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
     shown = []
     for text, members in fold_names(names).items():
-        shown.append(printable(text + tied_to(members, aliases)))
+        tied = [alias for name in members for alias in aliases.get(name, ())]
+        shown.append(printable(text) + f" (tied to {shorten_names(tied)})" * bool(tied))
     more = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def tied_to(names: Iterable[str], aliases: Mapping[str, Sequence[str]]) -> str:
-    """Return the note about tied names, with a blank before it; empty without ties."""
-    tied = [alias for name in names for alias in aliases.get(name, ())]
-    ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
-    return f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
-
-
 def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return short texts for all names, each with its names.
-
-    A text covers existing names only: ``{0..1}.{0..1}`` is four names, never two.
+    """Return short texts for all names, each with its names. A text covers existing names only.
 
     >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
     {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}

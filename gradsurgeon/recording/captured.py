@@ -1,13 +1,37 @@
-"""Copies of tensors that rules keep, the newest ones within a limit."""
+"""Copies of tensors that rules keep, the newest ones within a limit, and previews of them for the run directory."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
+from base64 import b64encode
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
 
-from gradsurgeon.actions import Rule
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import Rule, gradient_pairs
+from gradsurgeon.errors import printable
 from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.previews import CaptureKey, previews
-from gradsurgeon.store.json_text import json_text
+from gradsurgeon.store.layout import clean, json_text
+from gradsurgeon.tensors.saliency import grad_cam
+
+CaptureKey = tuple[str, int, int]
+Kept = Mapping[CaptureKey, Tensor]
+
+_TENSORS, _BINS = 24, 60
+_CHANNELS, _SIDE = 16, 48
+_SAMPLES, _CAM_SIDE = 4, 64
+# All maps of a rank together, at one byte per pixel.
+_BYTES = 400_000
+_TOP, _NONFINITE = 254, 255
+_IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
+# Tensors may have gigabytes: so many elements at most become float64.
+_MOST = 2**24
+_LONGEST_REASON = 200
 
 
 class CapturedTensors:
@@ -41,12 +65,123 @@ class CapturedTensors:
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
 
+    @torch.no_grad()
     def previews(self) -> bytes:
-        """Return small pictures of the copies for the run directory. Waits for the device."""
-        return json_text(previews(self.rules, self.of)).encode()
+        """Return numbers and small maps of the copies for the run directory. Waits for the device."""
+        refs = {id_: rule.ref for id_, rule in self.rules.items() if rule.target != "params"}
+        partners = dict(gradient_pairs(refs))
+        room = _BYTES // max(1, len(self.rules))
+        found = [
+            _of_rule(rule, self.of(rule), self.of(partners.get(rule, "")), room)
+            for rule in self.rules
+        ]
+        return json_text(found).encode()
 
 
 def _size(tensor: Tensor) -> int:
     if tensor.is_sparse:
         return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # uncoalesced
     return tensor.numel() * tensor.element_size()
+
+
+def _of_rule(rule: str, kept: Kept, gradients: Kept, room: int) -> dict[str, Any]:
+    newest = {name: (name, step, call) for name, step, call in kept}
+    shown = []
+    for key in islice(newest.values(), _TENSORS):
+        name, step, call = key
+        tensor = kept[key]
+        entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
+        drawings: dict[str, Any] = {}
+        try:
+            entry |= _numbers(tensor)
+            drawings = {"maps": _feature_maps(tensor), "cam": _cam(name, kept, gradients)}
+        except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
+            reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
+            entry["note"] = f"cannot be shown: {printable(reason)}"
+        for kind, maps in drawings.items():
+            size = 0 if maps is None else math.prod(maps["shape"])
+            if size > room:
+                entry["note"] = "its maps are left out: the maps of other tensors take the room"
+            elif maps is not None:
+                room -= size
+                entry[kind] = maps
+        shown.append(entry)
+    return {"rule": rule, "more": len(newest) - len(shown), "tensors": shown}
+
+
+def _numbers(tensor: Tensor) -> dict[str, Any]:
+    """Return shape, range, mean and histogram of the finite elements, and the number of non-finite elements."""
+    if _dist.is_sharded(tensor):
+        raise TypeError("it is divided over ranks (a DTensor), of which each has only a part")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError("it is sparse or quantized")
+    numbers = _doubles(tensor.flatten()[:_MOST])
+    finite = numbers[numbers.isfinite()]
+    notes = ["complex: of the magnitudes"] if tensor.is_complex() else []
+    notes += [f"of the first {_MOST:,} elements"] if tensor.numel() > _MOST else []
+    found: dict[str, Any] = {
+        "shape": list(map(int, tensor.shape)),
+        "elements": tensor.numel(),
+        "nonfinite": len(numbers) - len(finite),
+        "note": "; ".join(notes),
+    }
+    if not len(finite):
+        return found
+    low, high, mean = finite.min().item(), finite.max().item(), finite.mean().item()
+    counts = [len(finite)]
+    if 0 < high - low < math.inf:
+        counts = [int(number) for number in torch.histc(finite, _BINS, low, high).tolist()]
+    # The sum of numbers near the end of the range of float64 overflows.
+    found["mean"] = mean if math.isfinite(mean) else None
+    return {**found, "low": low, "high": high, "counts": counts}
+
+
+def _doubles(tensor: Tensor) -> Tensor:
+    here = tensor.cpu()  # other devices may lack float64
+    return here.to(torch.complex128).abs() if here.is_complex() else here.double()
+
+
+def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
+    """Return the first channels of the first sample, ``None`` unless the tensor has the shape of feature maps."""
+    shape = tensor.shape
+    if len(shape) not in (_IMAGE, _IMAGES) or 0 in shape or 1 in shape[-2:]:
+        return None
+    return _codes((tensor[0] if len(shape) == _IMAGES else tensor)[:_CHANNELS], _SIDE)
+
+
+def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:
+    """Return the Grad-CAM of the first samples in the newest step in which the module ran once."""
+    steps = {key[1] for key in values if key[0] == name}
+    steps &= {key[1] for key in gradients if key[0] == name}
+    for step in sorted(steps, reverse=True):
+        maps, slopes = (
+            [tensor for key, tensor in kept.items() if key[:2] == (name, step)]
+            for kept in (values, gradients)
+        )
+        if len(maps) == len(slopes) == 1 and maps[0].dim() == _IMAGES:
+            # One sample at a time: `grad_cam` converts all its arguments to float64.
+            samples = zip(
+                *(torch.split(one[:_SAMPLES], 1) for one in (*maps, *slopes)), strict=True
+            )
+            heat = torch.cat([grad_cam(*pair) for pair in samples])
+            # The gradient of the loss is small for a confident sample, so only proportions mean anything.
+            tops = heat.nan_to_num(posinf=0.0).amax(dim=(1, 2), keepdim=True)
+            return {"step": step, **_codes(heat / tops.where(tops > 0, 1.0), _CAM_SIDE)}
+    return None
+
+
+def _codes(maps: Tensor, side: int) -> dict[str, Any]:
+    """Return averaged maps of shape (C, H, W), with no side longer than given, as codes from 0 (lowest) to 254."""
+    # Much larger maps are thinned out first, so that little leaves the device.
+    stride = max(1, max(maps.shape[1:]) // (4 * side))
+    numbers = _doubles(maps[:, ::stride, ::stride].cpu())
+    factor = min(1.0, side / max(numbers.shape[1:]))
+    height, width = (max(1, round(length * factor)) for length in numbers.shape[1:])
+    small = functional.adaptive_avg_pool2d(numbers, (height, width))
+    is_finite = small.isfinite()
+    finite = small[is_finite]
+    low, high = (finite.min().item(), finite.max().item()) if len(finite) else (0.0, 0.0)
+    shares = (small - low) / (high - low) if 0 < high - low < math.inf else small * 0
+    codes = (shares * _TOP).round().masked_fill(~is_finite, _NONFINITE).to(torch.uint8)
+    data = b64encode(bytes(codes.flatten().tolist())).decode("ascii")
+    return {"shape": list(small.shape), "low": low, "high": high, "codes": data}

@@ -1,34 +1,17 @@
-"""The event log: the events of a session, and the status of each rule.
-
-The user hears of each event once, in one of three ways:
-
-* as an exception, if a trap stops the training;
-* as a `GradSurgeonWarning`, if the caller should change something: a rule that never fired, a
-  parameter that is gone, a set-up that cannot honour a rule, a trap with ``then: warn``;
-* by the logger ``gradsurgeon``: at WARNING a skipped step, and a trap that lets the training go on. Python
-  prints these to stderr if logging is not configured. All other events are at INFO.
-
-An event that repeats, such as a trap or a step that the scaler skips, is logged in full the first time. Then
-the log counts, and has one line at the 10th, the 100th, the 1,000th time.
-"""
+"""The event log: the events of a session, the status of each rule, and what the user hears of them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
 from threading import RLock
 
-import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
@@ -55,29 +38,14 @@ _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
 
-_NOT_THE_SCRIPT = (
-    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
-    weakref.__file__,  # calls us when a model is gone
-    contextlib.__file__,  # calls us when a session is closed
-)
-
-
-def _level_of_the_script() -> int:
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    # A thread of autograd has no frame of the script.
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
-        level, frame = level + 1, frame.f_back
-    return level
-
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of one rule. ``counters`` hold changes that devices have counted and the host has not read."""
+    """The counts of one rule."""
 
     matched: int
     fired: int = 0
     altered: int = 0
-    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
@@ -105,12 +73,9 @@ class EventLog:
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
         self._listener: Callable[[Event], None] | None = None
-        # The script's own function, which may raise.
         self._on_event = on_event
+        # Errors of checks, until the update.
         self._raised: list[BaseException] = []
-        if on_event is not None:
-            # If the script ends without another step, nothing else would raise them.
-            weakref.finalize(self, _log_raised, self._raised)
         # The events by number, and the numbers of repetitions by whether they are innocent.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
@@ -151,7 +116,10 @@ class EventLog:
         warn: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Record an event and report it: as a warning, or in the log, at INFO if ``quiet``."""
+        """Record an event and report it once: by the warning if the caller should change something, else by the log.
+
+        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO.
+        """
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
         text = self._news((topic, rule), step, message) if topic else message
@@ -162,7 +130,7 @@ class EventLog:
             _log(logging.INFO if quiet else level, lines)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
-        """Return the text to report of an event that may repeat, empty for none."""
+        """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
         with self._lock:
             times, last = self._repeated.get(topic, (0, None))
             if last == step:
@@ -179,7 +147,7 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        warn(_with_rule(message, rule), _level_of_the_script())
+        warn(_with_rule(message, rule), 2)
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT or (
@@ -201,35 +169,26 @@ class EventLog:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except BaseException as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
-                self._raised.append(error)
+            except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+                _log(logging.ERROR, "on_event raised an error, and training goes on", error)
         if full:
             text = (
                 f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
             )
             self.notice_once("events", text, step=event.step)
 
-    def raised(self) -> BaseException | None:
-        """Return the exception of `on_event` since the last call. Of several the first is returned, and the others are logged."""
-        if not self._raised:
-            return None
-        with self._lock:
-            first = self._raised.pop(0) if self._raised else None
-            _log_raised(self._raised)
-        return first
-
     def raise_later(self, error: BaseException) -> None:
         """Keep an error until the update, where nothing is half done."""
-        with self._lock:
-            self._raised.append(error)
+        self._raised.append(error)
+
+    def raised(self) -> BaseException | None:
+        """Return the first error that was kept since the last call."""
+        errors, self._raised = self._raised, []
+        return errors[0] if errors else None
 
     def raise_raised(self) -> None:
         if (error := self.raised()) is not None:
             raise error
-
-    def log_raised(self) -> None:
-        """Log the exceptions of `on_event` while another exception is being raised."""
-        _log_raised(self._raised)
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -252,17 +211,12 @@ class EventLog:
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that changed something. A count on a device is not read."""
+        """Count firings that changed something. A count on a device is read once that takes no wait."""
         tally = self._tallies[rule]
-        if not isinstance(count, Tensor) or _torch.is_host(count):
+        if isinstance(count, Tensor):
+            self.when_read(count, partial(self._add, tally))
+        else:
             self._add(tally, count)
-        elif not _torch.is_capturing():  # every replay would count from zero
-            # A validation may come first, and a counter made in inference mode is no use outside.
-            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-                if (counter := tally.counters.get(count.device)) is None:
-                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
-                    tally.counters[count.device] = counter
-                counter.add_(count)
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
@@ -291,22 +245,11 @@ class EventLog:
             self._flags.send()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
-        if _torch.is_capturing():
-            return  # tensors on the device have no value yet
-        # Counters travel with the flags, and start again at zero.
-        for tally in self._tallies.values():
-            with self._lock:
-                counters, tally.counters = tally.counters, {}
-            for counter in counters.values():
-                self._flags.put(partial(self._add, tally), counter)
+        """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
         self._flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
-        """Report early that a rule does not fire. Only the end shows whether it never did.
-
-        Several optimizers may reach a step of the same number, which counts once.
-        """
+        """Report early that a rule does not fire. Only the end shows whether it never did."""
         tally = self._tallies[rule]
         with self._lock:
             if tally.fired or step <= tally.quiet_step:
@@ -324,10 +267,7 @@ class EventLog:
         return "" if tally.fired else tally.cause
 
     def never_fired(self) -> list[tuple[str, int, str]]:
-        """Return each rule that matched something and never fired, the number of steps in which it was due, and the cause.
-
-        The cause is empty if the rule was due in too few steps to ask for it.
-        """
+        """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
         tallies = self._tallies.items()
         return [
             (rule, tally.quiet, tally.cause)
@@ -346,22 +286,13 @@ def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
         act(values)
 
 
-def _log_raised(errors: list[BaseException]) -> None:
-    while errors:
-        _log(logging.ERROR, "on_event has raised, too late to stop anything", errors.pop(0))
-
-
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
-    """Log. If a handler or a filter of the script raises, print the traceback to stderr, as Python's handlers do.
-
-    A log server that is gone must not leave a step half done.
-    """
+    """Log. A handler that raises, such as a log server that is gone, must not leave a step half done."""
     try:
         _LOGGER.log(level, "%s", text, exc_info=error)
     except Exception:  # noqa: BLE001 # whatever a handler raises
-        if logging.raiseExceptions and sys.stderr is not None:
-            with contextlib.suppress(Exception):  # stderr may raise also
-                traceback.print_exc(file=sys.stderr)
+        with contextlib.suppress(Exception):  # stderr may raise also
+            traceback.print_exc()
 
 
 def _with_rule(message: str, rule: str) -> str:

@@ -20,11 +20,9 @@ from gradsurgeon.actions import ObserverRule
 from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.recording.captured import CapturedTensors
-from gradsurgeon.recording.device_queue import DeviceQueue
+from gradsurgeon.recording.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.pending_statistics import PendingStatistics
-from gradsurgeon.recording.rows import Row, shares
-from gradsurgeon.recording.shared_rows import SharedRows
+from gradsurgeon.recording.shared_rows import Row, SharedRows, shares
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import captures_name, state_name
 
@@ -39,6 +37,7 @@ _ROWS_PER_FLUSH = 64
 _MOST_PENDING = 1024
 # A killed script resumes from a state that is at most this many seconds old.
 _STATE_SECONDS = 60.0
+_LONG_STEP = 1.0
 _DROPPED = (
     "records in memory have reached their limit: from now on new records replace the oldest; a run "
     "directory (record=) keeps all of them"
@@ -46,20 +45,7 @@ _DROPPED = (
 
 
 class Recorder:
-    """Collects rows of measurements and moves them to the host in one transfer per flush.
-
-    The rows stay in memory. A writer, if there is one, stores them after a second at most, together with events
-    and the status of each rule. Sinks get them equally often.
-
-    Args:
-        records: keep the rows in memory.
-        event_log: receives notices on failures, and hands each event on.
-        writer: the writer of the run directory.
-        sinks: receive aggregates.
-        step: returns the step for an event without its own.
-        state: returns the state from which a later session can resume.
-        pending: returns the number of an optimizer's next update, by the names of its parameters.
-    """
+    """Moves rows of measurements to the host in one transfer per flush, to memory, the run directory and sinks."""
 
     def __init__(
         self,
@@ -79,7 +65,7 @@ class Recorder:
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
-        self._state_written = time.monotonic()
+        self._state_written = self._step_ended = time.monotonic()
         self._outlived = _exceptions()
         # The failed writes, with the reasons.
         self.lost: list[str] = []
@@ -95,7 +81,7 @@ class Recorder:
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _is_due(self) -> bool:
-        return bool(self._outlets) and any(outlet.due() for outlet in self._outlets)
+        return any(outlet.due() for outlet in self._outlets)
 
     def add(
         self,
@@ -113,8 +99,7 @@ class Recorder:
             key: the key of the series.
             step: the step of the row.
             columns: the columns that have values, ascending.
-            values: one number per column; for sharded tensors the numbers that merging the statistic needs, shape
-                ``[len(columns), k]``.
+            values: one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
             replace: whether a later row of the same step replaces the row.
             grads: the tensors of the columns, if this rank has measured only shards of some.
         """
@@ -144,10 +129,10 @@ class Recorder:
         # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
         # in a notebook, which shows an exception and goes on.
         self._outlived = _exceptions()
-        due = False
-        for outlet in self._outlets:  # each outlet must learn of it
-            due |= outlet.ends_step()
-        if due:
+        # The rows of a long step must not wait until the next one ends.
+        is_long = time.monotonic() - self._step_ended > _LONG_STEP
+        self._step_ended = time.monotonic()
+        if self._outlets and (is_long or self._is_due()):
             self._gather()
             self._move(due=True)
         # The state has its own clock: each event commits the outlets and restarts theirs.
@@ -252,16 +237,9 @@ class Recorder:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
             what = "the state to resume from could not be written, and training goes on"
-            self._write(what, state_name, lambda: _saved(state()), warn=True)
+            self._write(what, state_name, lambda: _saved(state()))
 
-    def _write(
-        self,
-        what: str,
-        name: Callable[[int], str],
-        content: Callable[[], bytes],
-        *,
-        warn: bool = False,
-    ) -> None:
+    def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
         """Write a file beside the records; a failure becomes a notice."""
         if self.writer is None or self.writer.closed or _torch.is_capturing():
             return
@@ -272,7 +250,7 @@ class Recorder:
             text = f"{what}: {printable(reason)}"
             if text not in self.lost:  # the write may be retried every minute
                 self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self._step(), warn=warn)
+            self._event_log.notice_once(what, text, step=self._step(), warn=True)
 
     def _take(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
         whole = []
@@ -284,13 +262,13 @@ class Recorder:
         self._store(whole)
 
     def _store(self, rows: Iterable[tuple[Row, Tensor]]) -> None:
-        packed = [(row, *row.packed(values)) for row, values in rows]
+        packed = [row.measured(values) for row, values in rows]
         # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):
-            for row, values, absent in packed:
-                store.add(row.key, row.step, values, absent, replace=row.replace)
+            for measured in packed:
+                store.take(measured)
         if packed and self.records.dropped and self.writer is None:
-            self._event_log.notice_once("records", _DROPPED, step=packed[-1][0].step)
+            self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
 
 
 def _saved(state: dict[str, Any]) -> bytes:

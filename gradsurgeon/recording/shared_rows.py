@@ -1,8 +1,4 @@
-"""Rows of tensors that ranks share: each rank measures its shards, and the lowest rank merges the rows.
-
-The numbers travel in the key-value store of the job, in batches, once they are on the host. No rank waits for
-another one while training goes on, and none calls a collective.
-"""
+"""Rows of measurements on their way; of tensors that ranks share, the lowest rank merges the rows of all."""
 
 from __future__ import annotations
 
@@ -10,17 +6,17 @@ import pickle
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.errors import RecordError
-from gradsurgeon.recording.rows import Row, Share
 from gradsurgeon.store import Key
+from gradsurgeon.store.memory import Measured
 from gradsurgeon.tensors import measure
 
 Answer = TypeVar("Answer")
@@ -34,8 +30,6 @@ _PAUSE = 0.005
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
-# If this many rows wait, a rank checks whether other ranks have closed.
-_MANY_WAITING = 16
 
 _GIVEN_UP = (
     "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
@@ -49,14 +43,63 @@ _ALONE = (
 _ELSEWHERE = "{name} is shared by {ranks}, and rank {leader} keeps its records: ask there"
 
 
+class Share(NamedTuple):
+    """The places in a row whose tensors the same ranks share; no ranks if this rank holds the tensors whole."""
+
+    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank that merges the parts."""
+        return self.ranks[0] if self.ranks else _dist.rank()
+
+
+def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
+    if not tensors:
+        return ()
+    places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        # The statistic of a tensor without elements is the same everywhere.
+        places_of[_dist.sharing(tensor) if tensor.numel() else ()].append(place)
+    return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
+
+
+def by_column(
+    keys: Sequence[Key], values: Tensor, *, are_parts: bool
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each key of a statistic with its numbers. Numbers that ranks are going to merge keep a second dimension."""
+    if len(keys) == 1:
+        yield keys[0], values
+        return
+    for key, column in zip(keys, torch.split(values, 1, dim=1), strict=True):
+        yield key, column if are_parts else column.squeeze(1)
+
+
+class Row(NamedTuple):
+    """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
+
+    key: Key
+    step: int
+    columns: Sequence[int]
+    replace: bool = False
+    sources: Sequence[object] = ()
+    shares: tuple[Share, ...] = ()
+    number: int = 0
+
+    def measured(self, values: Tensor) -> Measured:
+        """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
+        width, absent = len(self.key.names), frozenset[int]()
+        if len(self.columns) < width:
+            # Scripts may set another default dtype or default device.
+            whole = torch.zeros(width, dtype=torch.float32, device="cpu")
+            whole[torch.tensor(self.columns, device="cpu")] = values
+            values, absent = whole, frozenset(range(width)) - frozenset(self.columns)
+        return Measured(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
+
+
 class SharedRows:
-    """Merges the rows of shared tensors.
-
-    Before `open` and after `close` a row has only the tensors that this rank holds whole.
-
-    Args:
-        tell: called with a topic, a rule and a text to report once.
-    """
+    """Merges the rows of shared tensors by the key-value store of the job. No rank waits for another in training."""
 
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
         self._tell = tell
@@ -179,7 +222,7 @@ class SharedRows:
         if not waiting:
             return
         rank, closed = _dist.rank(), set[int]()
-        if self._ending or len(waiting) > _MANY_WAITING:
+        if self._ending:
             # Checked before the batches are read: a rank closes after it has sent its last batch.
             others = {other for share in waiting[0].shares for other in share.ranks}
             closed = {other for other in others if self._store.check([f"closed/{other}"])}

@@ -14,7 +14,6 @@ from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,
     LOSS_STATS,
-    OPPOSED,
     RATIO,
     WEIGHT,
 )
@@ -29,11 +28,11 @@ _MOST_TAGGED, _ROWS = 8, 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _TAGGED_HEAD = ("loss", "history", "first", "least", "max", "last", "non-finite")
-_PAIR_HEAD = ("losses", "mean cosine", "least", "< 0", "ratio", "opposed", "calls")
+_PAIR_HEAD = ("losses", "mean cosine", "least", "< 0", "ratio", "calls")
 _WEIGHT_HEAD = ("loss", "mean weight", "least", "largest", "calls")
 _PAIR_HINTS = (
     "cosine < 0: a small step down one loss is a step up the other",
-    "ratio: median norm of the first over the second; opposed: share of elements with opposite signs, by norm",
+    "ratio: median norm of the first over the second",
 )
 
 
@@ -178,17 +177,14 @@ def loss_tables(
 
 
 def _pairs(worst: Sequence[Measured], by_stat: dict[str, list[Measured]]) -> Table:
-    ratios, opposed = (
-        {one.name: one.numbers for one in by_stat.get(stat, ())} for stat in (RATIO, OPPOSED)
-    )
+    ratios = {one.name: one.numbers["median"] for one in by_stat.get(RATIO, ())}
     rows = [
         [
             printable(one.name),
             _number(one.numbers["mean"]),
             _number(one.numbers["least"]),
             _share(one.numbers["negative"]),
-            _number(ratios.get(one.name, {}).get("median", math.nan)),
-            _number(opposed.get(one.name, {}).get("mean", math.nan)),
+            _number(ratios.get(one.name, math.nan)),
             f"{len(one.finite):,}",
         ]
         for one in worst[:_ROWS]

@@ -25,8 +25,9 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
-from gradsurgeon.store import NOTHING_RECORDED, Records, WholeSeries
-from gradsurgeon.store.json_text import json_number
+from gradsurgeon.store import Records, WholeSeries
+from gradsurgeon.store.layout import json_number
+from gradsurgeon.store.memory import NOTHING_RECORDED
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History, Track

@@ -14,13 +14,13 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.tables import Table
 
 STAT, GRADIENT = "l2", "gradient"
-COSINE, RATIO, OPPOSED = "cosine", "ratio", "opposed"
+COSINE, RATIO = "cosine", "ratio"
 WEIGHT, DISTANCE = "weight", "distance"
 # What rules on weights measure, and the statistics of updates that are shown beside norms.
 WEIGHTS, UPDATES = "weight", "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
-LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
+LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _EVENTS = 20
 _NAMES = 4
 

@@ -37,8 +37,7 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.json_text import json_number
-from gradsurgeon.store.layout import section
+from gradsurgeon.store.layout import json_number, section
 from gradsurgeon.store.run import Run, open_run
 
 # What every page begins with: nothing else is written over.

@@ -1,14 +1,81 @@
-"""The checks of `gradsurgeon lint` on valid rules: questions about one rule, or about two."""
+"""The checks of `gradsurgeon lint`: while a file is read, and on valid rules, about one rule or about two."""
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from gradsurgeon.actions import LossRule, Rule, TrapRule
+from gradsurgeon.actions import Rule, Steps, TrapRule, Where, in_order
 from gradsurgeon.actions.scale import Scale
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.lint_context import LintContext
+from gradsurgeon.errors import Severity, shorten_names
+from gradsurgeon.match import contains
+from gradsurgeon.schema import RuleSet
+
+# The checks that run while a rule file is read, with the sentence that `explain` and SARIF show.
+READING_CHECKS: Mapping[str, str] = {
+    "bad-include": "An entry of `include` names nothing that can be included.",
+    "bad-pattern": "A pattern cannot be read. It may have `*`, `?`, `[0-9]`, `{a,b}` and `{0..11}`, or begin with `re:`.",
+    "bad-value": "The value of an option is not allowed: `gradsurgeon explain ACTION` lists the values.",
+    "bad-version": "The file is written for an unknown version of the rule language.",
+    "duplicate-key": "A mapping holds a key twice.",
+    "duplicate-rule-id": "Two rules have the same id.",
+    "empty-file": "The file holds no rules.",
+    "key-type": "A key is not text.",
+    "merge-key": "The merge key `<<` is not allowed.",
+    "missing-key": "A key that must be given is missing.",
+    "no-rules": "The list of rules is empty.",
+    "not-a-mapping": "The file is not a mapping with `version` and `rules`.",
+    "several-documents": "The file holds more than one YAML document.",
+    "too-large": "The file is too large, or nested too deeply.",
+    "unknown-action": "There is no such action.",
+    "unknown-key": "There is no such key.",
+    "unmet-requirement": "The file requires another gradsurgeon.",
+    "unreadable-file": "The file cannot be read.",
+    "wrong-type": "A value is of the wrong type.",
+    "yaml-syntax": "The text is not YAML.",
+    "yaml-tag": "A YAML tag is not allowed.",
+}
+
+# Rules are compared in pairs, pattern by pattern, and a file may hold thousands of rules.
+MAX_COMPARED = 400
+
+
+class LintContext:
+    def __init__(self, rules: RuleSet) -> None:
+        self.rules = rules.rules
+        self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
+        sizes = accumulate(len(rule.patterns) + len(rule.exclude) for rule in self.rules)
+        # The rules that are compared with each other: all of them, except in a huge file.
+        self.compared = self.rules[: sum(total <= MAX_COMPARED for total in sizes)]
+
+    def acts_before(self, first: Rule, second: Rule) -> bool:
+        return self._place[first.id] < self._place[second.id]
+
+    def overlap(self, first: Rule, second: Rule) -> bool:
+        """Tell whether two rules certainly act on one tensor in one step."""
+        if (first.target, first.ref) != (second.target, second.ref):
+            return False
+        shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(
+            _selects_all_of(second, first, text) for text in first.patterns
+        )
+        return shared and first.steps.meets(second.steps)
+
+    def covers(self, wide: Rule, narrow: Rule) -> bool:
+        """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
+        if (wide.target, wide.ref) != (narrow.target, narrow.ref):
+            return False
+        if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
+            return False
+        return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
+
+
+def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
+    """Tell whether ``wide`` certainly selects every name that ``narrow`` selects by ``text``, one of its patterns."""
+    # Each condition of the wide rule is also a condition of the narrow one.
+    conditions = wide.where in (Where(), narrow.where) and wide.model in (None, narrow.model)
+    out = set(wide.exclude) <= set(narrow.exclude)
+    return conditions and out and any(contains(pattern, text) for pattern in wide.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +143,7 @@ def number_prefix(context: LintContext) -> Iterator[Finding]:
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
-                ended = text.replace(number[0], f"{number[1]}.*", 1)
-                hint = f'end the number with a dot: "{ended[:80]}"'
+                hint = f"end the number with a dot: `{digits}.*`"
                 yield Finding(rule, (key, index), message, hint)
 
 
@@ -144,11 +210,7 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
         if later:
             message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
             hint = "put them in the order in which they act, or choose another `at`"
-            if isinstance(rule, LossRule):
-                message = f"`{rule.id[:60]}` acts on single losses, before {_listed(later)} above it in the file"
-                hint = "put this rule first: the others see the combined losses"
-            key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), message, hint, later)
+            yield Finding(rule, ("action",), message, hint, later)
 
 
 @_check(
@@ -176,10 +238,7 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
             and context.overlap(other, rule)
         )
         if above:
-            edit = f"edit{'s' * (len(above) == 1)}"
-            message = (
-                f"`{rule.id[:60]}` judges the gradient before {_listed(above)} above it {edit} it"
-            )
+            message = f"`{rule.id[:60]}` judges the gradient before the edits of {_listed(above)} above it"
             hint = f"put the {rule.name()} first"
             yield Finding(rule, ("action",), message, hint, above)
 
@@ -208,8 +267,7 @@ def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
             if context.acts_before(rule, trap) and context.covers(rule, trap)
         )
         if before:
-            replace = f"replace{'s' * (len(before) == 1)}"
-            message = f"the trap never sees a NaN: {_listed(before)} {replace} it first"
+            message = f"the trap never sees a NaN, because of {_listed(before)}"
             hint = "restrict that rule, or remove the trap"
             yield Finding(trap, ("action",), message, hint, before)
 
@@ -234,10 +292,7 @@ def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
 
 
 def _listed(rules: Sequence[Rule]) -> str:
-    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
-    if len(rules) > len(shown):
-        shown.append(f"{len(rules) - len(shown)} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    return shorten_names([f"`{rule.id[:60]}`" for rule in rules])
 
 
 CHECKS: dict[str, Check] = {check.id: check for check in sorted(_checks, key=lambda one: one.id)}

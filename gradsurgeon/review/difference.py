@@ -1,25 +1,14 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from gradsurgeon.actions import FreezeRule, Options, Rule, Steps, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.schema import RuleSet
 
 Ids = tuple[str, ...]
-Kind = Literal[
-    "lost-protection",  # parameters that no rule protects any more
-    "lost-trap",  # tensors that lost a trap, and that other rules still protect
-    "weaker-trap",  # tensors whose trap only warns now
-    "unfrozen",  # parameters that no rule freezes any more
-    "no-match",  # a rule that newly matches nothing
-    "expect",  # a rule that newly breaks its `expect`
-    "cannot-act",  # a rule that newly cannot act
-    "order",  # tensors whose rules take effect in another order
-]
 
 
 class OptionChange(NamedTuple):
@@ -47,15 +36,6 @@ class ChainChange(NamedTuple):
     after: Ids
 
 
-class DiffWarning(NamedTuple):
-    """A part of the change that a reviewer must not miss."""
-
-    kind: Kind
-    rules: Ids = ()  # several in order of effect
-    names: tuple[str, ...] = ()  # of parameters, or of tensors as in the chains
-    detail: str = ""  # the reason in words; for an ``expect`` the numbers
-
-
 @dataclass(frozen=True)
 class Difference:
     old: RuleSet
@@ -64,21 +44,16 @@ class Difference:
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
     changed: tuple[RuleChange, ...]  # rules with other options
-    unchanged: Ids
-    order_before: Ids  # the rules of both sides, in the old order ...
-    order_after: Ids  # ... and in the new one
+    order_changed: bool  # of the rules of both sides, in the file
     params: tuple[ChainChange, ...]  # in model order
     tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
     covered: tuple[int, int]  # number of parameters with rules, before and after
     # Parameters that rules edited, trapped or froze before, and none does now.
     lost: tuple[str, ...]
-    warnings: tuple[DiffWarning, ...]  # the worst first
+    # Why training newly ends before its first step, with the rule.
+    obstacles: tuple[tuple[str, Obstacle], ...]
 
     @property
-    def order_changed(self) -> bool:
-        return self.order_before != self.order_after
-
-    @cached_property
     def in_effect(self) -> bool:
         """Whether a training run could show a difference; an order without effect does not count."""
         rules = self.added or self.removed or self.changed
@@ -92,22 +67,26 @@ class Difference:
             "removed": [_one_side(change, change.before) for change in self.removed],
             "changed": [_both_sides(change) for change in self.changed],
             "order_changed": self.order_changed,
-            "order": {"before": self.order_before, "after": self.order_after},
             "params": [chain._asdict() for chain in self.params],
             "tensors": [chain._asdict() for chain in self.tensors],
             "lost_protection": self.lost,
             "covered": {"before": self.covered[0], "after": self.covered[1]},
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "warnings": [warning._asdict() for warning in self.warnings],
+            "warnings": [
+                {"kind": found.kind, "rule": rule, "detail": found.text}
+                for rule, found in self.obstacles
+            ],
             "in_effect": self.in_effect,
         }
 
 
+def _scope(change: RuleChange) -> dict[str, Any]:
+    return {"id": change.id, "action": change.action, "target": change.target}
+
+
 def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
     return {
-        "id": change.id,
-        "action": change.action,
-        "target": change.target,
+        **_scope(change),
         "params": match.names if change.target == "params" else (),
         "modules": match.names if change.target == "modules" else (),
         "elements": match.elements,
@@ -116,9 +95,7 @@ def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
 
 def _both_sides(change: RuleChange) -> dict[str, Any]:
     return {
-        "id": change.id,
-        "action": change.action,
-        "target": change.target,
+        **_scope(change),
         "fields": [option._asdict() for option in change.options],
         "params_before": change.before.names,
         "params_after": change.after.names,
@@ -138,7 +115,7 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     chains.sort(key=lambda chain: order.get(chain.name, len(order)))
     protected = (_params_under(side, protecting=True) for side in (before, after))
     lost = sorted(frozenset.difference(*protected), key=order.__getitem__)
-    both = tuple(rule for rule in after.rules if rule in before.rules)
+    both = [rule for rule in after.rules if rule in before.rules]
     changes = [_rule_change(before, after, rule) for rule in both]
     return Difference(
         old=old,
@@ -147,14 +124,12 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         added=tuple(_rule_change(before, after, r) for r in after.rules if r not in before.rules),
         removed=tuple(_rule_change(before, after, r) for r in before.rules if r not in after.rules),
         changed=tuple(change for change in changes if change.options),
-        unchanged=tuple(change.id for change in changes if not change.options),
-        order_before=tuple(rule for rule in before.rules if rule in after.rules),
-        order_after=both,
+        order_changed=both != [rule for rule in before.rules if rule in after.rules],
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
         covered=(len(_params_under(before)), len(_params_under(after))),
         lost=tuple(lost),
-        warnings=tuple(_warnings(before, after, chains, lost)),
+        obstacles=tuple(_new_obstacles(before, after)),
     )
 
 
@@ -174,8 +149,7 @@ def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleCh
     else:
         options = tuple(
             OptionChange(name, None, value) if new else OptionChange(name, value, None)
-            for name, (value, given) in _options(shown).items()
-            if given and name != "action"
+            for name, value in _given(shown).items()
         )
     return RuleChange(
         id=rule,
@@ -187,68 +161,16 @@ def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleCh
     )
 
 
-def _warnings(
-    before: MatchedRules, after: MatchedRules, chains: Sequence[ChainChange], lost: Sequence[str]
-) -> Iterator[DiffWarning]:
-    """Yield the warnings, the worst first, without those that were true before the change."""
+def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[str, Obstacle]]:
+    """Yield the obstacles that were none before the change."""
     for rule in after.rules:
         known = set(map(_key, before.obstacles(rule))) if rule in before.rules else set()
-        for found in after.obstacles(rule):
-            if _key(found) not in known:
-                yield DiffWarning(found.kind, (rule,), detail=found.text)
-    if lost:
-        yield DiffWarning("lost-protection", names=tuple(lost))
-    yield from _weakened(before, after, frozenset(lost))
-    # Many tensors share few distinct chains.
-    sides = {(chain.before, chain.after) for chain in chains}
-    reordered = {side for side in sides if _is_reordered(*side)}
-    if names := [chain.name for chain in chains if (chain.before, chain.after) in reordered]:
-        ids = [rule for rule in after.rules if rule in before.rules]
-        yield DiffWarning("order", tuple(ids), tuple(names))
+        yield from ((rule, found) for found in after.obstacles(rule) if _key(found) not in known)
 
 
 def _key(found: Obstacle) -> tuple[str, str]:
     # A rule that matched nothing before is no news, whatever its pattern.
     return found.kind, "" if found.kind == "no-match" else found.text
-
-
-def _weakened(
-    before: MatchedRules, after: MatchedRules, lost: Collection[str]
-) -> Iterator[DiffWarning]:
-    """Yield the traps and freezes that do less for some tensors now, and that no rule of their action replaces."""
-    names: dict[tuple[Kind, str, str], list[str]] = {}
-
-    @cache  # many tensors share few distinct chains
-    def gone(old: Ids, new: Ids) -> list[tuple[Kind, str, str]]:
-        there = {after.rules[other].action for other in new}
-        holding = {after.rules[other].action for other in new if _holds_back(after.rules[other])}
-        found: list[tuple[Kind, str, str]] = []
-        for rule in (before.rules[one] for one in old):
-            if isinstance(rule, FreezeRule) and rule.action not in there:
-                found.append(("unfrozen", rule.id, rule.action))
-            elif isinstance(rule, TrapRule) and rule.action not in there:
-                found.append(("lost-trap", rule.id, rule.action))
-            elif _holds_back(rule) and rule.action not in holding:
-                found.append(("weaker-trap", rule.id, rule.action))
-        return found
-
-    for name, chain in before.chains.items():
-        for one in gone(chain, after.chains.get(name, ())):
-            if one[0] != "lost-trap" or name not in lost:
-                names.setdefault(one, []).append(name)
-    for (kind, rule, action), concerned in names.items():
-        yield DiffWarning(kind, (rule,), tuple(concerned), action)
-
-
-def _holds_back(rule: Rule) -> bool:
-    """Tell whether a trap keeps its finding from the weights."""
-    return isinstance(rule, TrapRule) and rule.then != "warn"
-
-
-def _is_reordered(before: Ids, after: Ids) -> bool:
-    """Tell whether the rules that a tensor keeps take effect in another order now."""
-    both = set(before) & set(after)
-    return [rule for rule in before if rule in both] != [rule for rule in after if rule in both]
 
 
 def protects(rule: Rule) -> bool:
@@ -258,52 +180,36 @@ def protects(rule: Rule) -> bool:
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
     """Return the options whose meaning differs."""
-    before, after = _options(old), _options(new)
-    given = (name for side in (before, after) for name, option in side.items() if option.given)
-    changes = []
-    for name in dict.fromkeys(given):
-        first, second = (side[name].value if name in side else None for side in (before, after))
-        # The order of a list has no effect on what the rule selects.
-        same = first == second or (
-            isinstance(first, list) and sorted(first) == sorted(second or ())
+    before, after = _given(old), _given(new)
+    changes = (
+        OptionChange(
+            name, before.get(name, _default(old, name)), after.get(name, _default(new, name))
         )
-        if not same:
-            changes.append(OptionChange(name, first, second))
-    return tuple(changes)
+        for name in {"action": "", **before, **after}
+    )
+    return tuple(one for one in changes if _unordered(one.before) != _unordered(one.after))
 
 
-class _Option(NamedTuple):
-    value: Any  # as in a rule file
-    given: bool  # differs from the default
+def _unordered(value: object) -> object:
+    # The order of a list has no effect on what the rule selects.
+    return sorted(value) if isinstance(value, list) else value
 
 
-def _options(rule: Rule) -> dict[str, _Option]:
-    """Return the options of a rule by name, with dots into mappings.
+def _default(rule: Rule, name: str) -> object:
+    value = getattr(rule, name, None)
+    return value if isinstance(value, str | int | float) else None
 
-    ``at`` and ``tensor`` are always given if the rule uses them: their defaults depend on the rule, and
-    writing a default out is no difference.
-    """
-    options = dict(_fields(rule))
-    options["action"] = _Option(rule.action, given=True)
-    for name in ("id", "at", "tensor"):
-        del options[name]
+
+def _given(rule: Rule) -> dict[str, Any]:
+    """Return the options of a rule as in its file, without defaults, but with the ``at`` or ``tensor`` it acts on."""
+    plain = rule.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    options = {
+        key: list(dict.fromkeys(value)) if isinstance(value, list) else value
+        for key, value in plain.items()
+        if key not in {"id", "at", "tensor"}
+    }
     if rule.target != "params" or not rule.ref.grad:
-        options["tensor"] = _Option(str(rule.ref), given=True)
+        options["tensor"] = str(rule.ref)
     elif rule.takes_at:
-        options["at"] = _Option(rule.point, given=True)
+        options["at"] = rule.point
     return options
-
-
-def _fields(options: Options, within: str = "") -> Iterator[tuple[str, _Option]]:
-    for key, info in type(options).model_fields.items():
-        name, value = f"{within}{info.alias or key}", getattr(options, key)
-        if isinstance(value, Steps):
-            plain = value.model_dump(by_alias=True, exclude_defaults=True) or None
-            yield name, _Option(plain, given=plain is not None)
-        elif isinstance(value, Options):
-            yield from _fields(value, f"{name}.")
-        else:
-            shown = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
-            if key == "dtype" and value is not None:
-                shown = value.removeprefix("torch.")
-            yield name, _Option(shown, given=value != info.default)

@@ -1,7 +1,4 @@
-"""Write problems for people, for programs, for pull requests and for code scanning.
-
-All text from a user's file is escaped for the format.
-"""
+"""Write problems for people, programs, pull requests and code scanning, with a user's text escaped for each."""
 
 import json
 import os
@@ -11,8 +8,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gradsurgeon.errors import Problem, Severity, printable
-from gradsurgeon.review import checks
-from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.checks import CHECKS, READING_CHECKS
 from gradsurgeon.schema import VERSION
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -37,12 +33,9 @@ def write(
 
 def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
     text = f"{problem.full()}\n" if form == "full" else problem.concise()
-    if not colour:
-        return text
-    # The place is escaped, so the first match is the severity.
-    head = f"{problem.place}: {problem.severity}:"
-    lit = f"{problem.place}: {_COLOURS[problem.severity]}{problem.severity}:{_RESET}"
-    return lit + text.removeprefix(head)
+    severity = problem.severity
+    lit = f" {_COLOURS[severity]}{severity}:{_RESET}"
+    return text.replace(f" {severity}:", lit, 1) if colour else text
 
 
 def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
@@ -101,7 +94,7 @@ class CheckInfo(NamedTuple):
 
 def all_checks() -> dict[str, CheckInfo]:
     infos = {name: CheckInfo(text, text) for name, text in READING_CHECKS.items()}
-    for name, check in checks.CHECKS.items():
+    for name, check in CHECKS.items():
         summary, _, text = check.page.partition("\n")
         infos[name] = CheckInfo(summary, " ".join(text.split()) or summary, check.severity)
     return infos

@@ -1,7 +1,4 @@
-"""Find the problems of rule files, except the problems that comments suppress.
-
-``# gradsurgeon: ignore[check-id]`` suppresses warnings and notes of a check that are shown at its own line.
-"""
+"""Find the problems of rule files, except those that ``# gradsurgeon: ignore[check-id]`` suppresses in their line."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from gradsurgeon import schema, source
 from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.review.checks import CHECKS
-from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
+from gradsurgeon.review.checks import CHECKS, MAX_COMPARED, LintContext
 from gradsurgeon.schema import Inspection, Located, bounded
 
 _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")

@@ -10,20 +10,10 @@ from typing import Any
 
 from gradsurgeon.errors import ModelError, printable
 
-_PLACEHOLDER = (
-    "MODULE:BUILD stands for your module and the class or function that builds the model, such as "
-    "train:build_model"
-)
-
 
 def load_model(spec: str, *, with_values: bool = False) -> Any:
-    """Return the model that a spec names.
-
-    Args:
-        spec: ``MODULE:NAME`` of the model, or of a function that builds it.
-        with_values: build the model with values; otherwise on the meta device, which is enough for names.
-    """
-    with _stdout_to_stderr():
+    """Return the model that ``MODULE:NAME`` names or builds, on the meta device unless values are needed."""
+    with redirect_stdout(sys.stderr):  # stdout has our answer
         needed = (
             "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
         )
@@ -32,38 +22,20 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
         target = _target(spec)
         if isinstance(target, torch.nn.Module):
             return target
-        kind = f"a value of the type {type(target).__name__}"
-        if not callable(target):
-            message = f"`{printable(spec)}` is neither a module nor something that builds one"
-            raise ModelError(f"{message}, but {kind}")
-        with _failing(f"cannot build `{printable(spec)}`"):
-            model = target() if with_values else _built_without_values(torch, target)
+        model = target
+        if callable(target):
+            with _failing(f"cannot build `{printable(spec)}`"):
+                model = target() if with_values else _built_without_values(torch, target)
     if not isinstance(model, torch.nn.Module):
-        message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
+        message = f"`{printable(spec)}` must be or give a torch.nn.Module, it gives"
         raise ModelError(f"{message} a value of the type {type(model).__name__}")
     return model
 
 
 def import_module(name: str) -> Any:
     """Import a module of the user; Python also searches the current folder."""
-    with _stdout_to_stderr():
+    with redirect_stdout(sys.stderr):
         return _imported(name)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send the output of the user's code to stderr, also from compiled parts and child processes."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        # Python's own prints, too: buffered, they would appear after the rest.
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 @contextmanager
@@ -78,19 +50,10 @@ def _failing(what: str) -> Iterator[None]:
 
 def _target(spec: str) -> Any:
     name, _, path = spec.partition(":")
-    if not name or not path:
+    if not name or not path or name.endswith(".py"):
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    if name.endswith(".py"):
-        module = printable(name.removesuffix(".py").replace("/", "."))
-        message = f"`--model {printable(spec)}` names a file: write the module"
-        raise ModelError(f"{message}, {module}:{printable(path)}")
-    try:
-        target = _imported(name)
-    except ModelError as error:
-        # Messages print `--model MODULE:BUILD`, which people paste as it is.
-        hint = f"\n{_PLACEHOLDER}" * str(error).endswith(f"No module named {name!r}")
-        raise ModelError(f"{error}{hint}") from None
+    target = _imported(name)
     for step in path.split("."):
         if not hasattr(target, step):
             raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")

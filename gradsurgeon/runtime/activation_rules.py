@@ -21,7 +21,7 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
-from gradsurgeon.tensors.loss_scale import unscaled
+from gradsurgeon.runtime.scaler_watch import unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (in a transform of torch.func, such as vmap or grad; in "

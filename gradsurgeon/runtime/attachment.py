@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -104,16 +104,6 @@ class Attachment:
             self.controller.detach()
             raise
         self._when_removed = removed
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self.context.paused = self.context.paused, True
-        try:
-            with self.context.parameters.lock:
-                yield
-        finally:
-            self.context.paused = paused
 
     @_live.uncollected()
     def remove(self, error: BaseException | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,19 +11,16 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _live
+from gradsurgeon import _dist
 from gradsurgeon.actions import Examination
-from gradsurgeon.checks.base import Check, Finding, Model, Pass, Update
-from gradsurgeon.checks.mail import Mail
+from gradsurgeon.checks.base import Check, Finding, Mail, Model, Pass, Update
 from gradsurgeon.compiler import Stage
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
-from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
-from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import BackwardPass, Step
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -73,15 +69,25 @@ class Checks:
             self._mail = Mail(context.program.names, self._averaged, self._is_local)
 
     def before_pass(self, graph: BackwardGraph) -> None:
-        for running, counter in self._due("before_pass"):
-            moment = self._pass(running, counter, (), graph)
-            self._tell(running, moment.step, running.check.before_pass(moment))
+        self._look_at_pass("before_pass", (), graph)
 
     def after_pass(self, done: BackwardPass) -> None:
-        for running, counter in self._due("after_pass"):
-            if not running.members.isdisjoint(done.tensors):
-                moment = self._pass(running, counter, done.tensors, done.graph)
-                self._tell(running, moment.step, running.check.after_pass(moment))
+        self._look_at_pass("after_pass", done.tensors, done.graph)
+
+    def _look_at_pass(
+        self, method: str, reached: Sequence[int], graph: BackwardGraph | None
+    ) -> None:
+        def strangers() -> list[Tensor]:
+            known = set(self._context.parameters.ids())
+            # Other leaves, such as points at which a derivative is taken, are inputs.
+            leaves = [] if graph is None else graph.leaves()
+            return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in known]
+
+        for running, counter in self._due(method):
+            if method == "before_pass" or not running.members.isdisjoint(reached):
+                facts = self._facts(running, counter)
+                moment = Pass(**facts, reached=reached, graph=graph, strangers=strangers)
+                self._tell(running, moment.step, getattr(running.check, method)(moment))
 
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
@@ -94,11 +100,7 @@ class Checks:
     def before_update(self, step: Step) -> None:
         for running, counter in self._due("", step.counter):
             self._context.event_log.count_fired(running.stage.rule.id, counter.step)
-        self._look("before_update", step.counter, _optimizer_of(step))
-
-    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
-        facts = {} if gradients is None else {"known_norms": gradients.known_norms}
-        self._look("before_edits", step.counter, _optimizer_of(step), **facts)
+        self._look("before_update", step.counter, step.optimizer())
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context
@@ -106,7 +108,7 @@ class Checks:
         due = [stage for stage in freezes if stage.rule.steps.due(step.counter.step)]
         frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
         facts = {"took_place": took_place, "frozen": frozen}
-        self._look("after_update", step.counter, _optimizer_of(step), **facts)
+        self._look("after_update", step.counter, step.optimizer(), **facts)
 
     def _due(
         self, method: str, counter: StepCounter | None = None
@@ -118,27 +120,6 @@ class Checks:
             if one.always or one.stage.rule.steps.due(clock.step):
                 due.append((one, clock))
         return due
-
-    def _pass(
-        self,
-        running: _Running,
-        counter: StepCounter,
-        reached: Sequence[int],
-        graph: BackwardGraph | None,
-    ) -> Pass:
-        def strangers() -> list[Tensor]:
-            known = set(self._context.parameters.ids())
-            # Other leaves, such as points at which a derivative is taken, are inputs.
-            leaves = [] if graph is None else graph.leaves()
-            return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in known]
-
-        return Pass(
-            **self._facts(running, counter),
-            reached=reached,
-            graph=graph,
-            strangers=strangers,
-            is_homeless=_is_homeless,
-        )
 
     def _look(
         self, method: str, counter: StepCounter, optimizer: Optimizer | None, **facts: Any
@@ -222,14 +203,3 @@ class Checks:
                 event_log.raise_later(
                     CheckError(message, rule=rule, step=at, rank=_dist.rank(), name=name)
                 )
-
-
-def _optimizer_of(step: Step) -> Optimizer | None:
-    return step.optimizer() if isinstance(step, optimizers.Update) else None
-
-
-def _is_homeless(leaf: Tensor) -> bool:
-    """Return whether a leaf belongs to no module and no optimizer. Searches all objects."""
-    held = (module.parameters(recurse=False) for module in _live.instances(nn.Module))
-    in_module = any(param is leaf for param in chain.from_iterable(held))
-    return not in_module and not optimizers.owning([leaf])

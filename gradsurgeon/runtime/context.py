@@ -184,7 +184,7 @@ class Context:
     mode: Mode = "act"
     # The launcher applied the rules: the script has no session.
     outside: bool = False
-    # No rule is due until the session resumes, except while ranks agree to act: see `resting`.
+    # No rule is due until the session resumes.
     paused: bool = False
     # The name of the model, if the process has several.
     title: str = ""
@@ -226,11 +226,12 @@ class Context:
         return not (program.modules or program.tags or self.by_counter.any_due(step))
 
     @contextmanager
-    def resting(self, *, rests: bool) -> Iterator[None]:
-        """Suspend the rules within the context, or run them although paused, as all ranks agreed."""
-        paused, self.paused = self.paused, rests
+    def resting(self) -> Iterator[None]:
+        """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
+        paused, self.paused = self.paused, True
         try:
-            yield
+            with self.parameters.lock:
+                yield
         finally:
             self.paused = paused
 

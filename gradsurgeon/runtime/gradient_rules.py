@@ -11,17 +11,16 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.recording.rows import by_column
+from gradsurgeon.recording.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.gradients import Gradients, NormClip, changes
-from gradsurgeon.runtime.optimizers import Update
+from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Step
 from gradsurgeon.statistics import STATISTICS
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 from gradsurgeon.tensors.sampling import sample
 
 
@@ -182,7 +181,7 @@ class WeightRecords:
 
     def _due(self, step: Step) -> Sequence[BoundRule]:
         """Return the due rules on weights. Of a script that updates weights by hand no update is known."""
-        if not isinstance(step, Update):
+        if step.optimizer() is None:
             return ()
         return self._context.due_rules(step.counter).of_weights
 

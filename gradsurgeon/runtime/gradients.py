@@ -15,25 +15,18 @@ from gradsurgeon.actions import ByNorm, Edit, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
-# Up to this many elements, one range of all gradients is faster than one for each large gradient.
-_JOINED = 2**17
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
 class Gradients:
-    """The gradients that a backward pass left, or that an update is about to consume.
-
-    ``scale`` is the factor by which a `GradScaler` multiplied the gradients.
-    """
+    """The gradients that a backward pass left, or that an update consumes; ``scale`` is that of a `GradScaler`."""
 
     def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
-        # Whether no parameter of the session is left out.
-        self._is_whole = len(tensors) == len(context.program.names)
         self._tensors, grads = context.parameters.grads(tensors)
         self._now = dict(zip(self._tensors, grads, strict=True))
         self.scale = scale
@@ -66,20 +59,12 @@ class Gradients:
         return [unscaled(grad, self.scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
-        """Measure the 2-norms of this rank's parts of gradients that no rule has edited yet.
-
-        If no gradient is sharded over ranks, later rules reuse the norms.
-        """
+        """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
         grads = self.of(tensors)
         norms = measure.norms_here(tensors, grads, scale=self.scale)
         if not _dist.any_sharded(grads):
             self._norms, self._measured = norms, tensors
         return norms
-
-    def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
-        """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
-        is_known = len(self._norms) == 1 and self._knows(tensors)
-        return self.norms(tensors, 2.0) if is_known else None
 
     def _knows(self, tensors: Sequence[int]) -> bool:
         """Return whether the measured norms of some gradients still hold."""
@@ -111,12 +96,9 @@ class Gradients:
             return measure.statistics(stat, self.unscaled(tensors))
 
     def parts(self, stat: str, tensors: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return gradients, and the numbers from this rank's shards from which ranks merge a statistic.
+        """Return gradients, and numbers ``[len(tensors), k]`` of this rank's shards to merge a statistic from.
 
         Runs a collective only for gradients that await a sum over ranks.
-
-        Returns:
-            The gradients after such sums, and numbers of shape ``[len(tensors), k]``.
         """
         with torch.no_grad():
             grads = list(map(_dist.settled, self.unscaled(tensors)))
@@ -137,10 +119,7 @@ class Gradients:
                 grad.copy_(self._now[tensor] * scale.to(grad.device))
 
     def writable(self, tensors: Collection[int]) -> list[Tensor]:
-        """Return gradients that rules may write to: the optimizer gets them, and nothing else shares them.
-
-        Under ``mode="observe"``, these are copies that only the rules see.
-        """
+        """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
         fresh = [tensor for tensor in tensors if tensor not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
@@ -174,22 +153,16 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            own = self._tensors, self.of(self._tensors)
-            everything, grads = own if self._is_whole else self._context.parameters.grads()
-            self._twice = set()
-            if len(set(map(id, grads))) < len(grads):
-                holders = Counter(map(id, grads))
-                several = zip(everything, grads, strict=True)
-                self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
+            tensors, grads = self._context.parameters.grads()
+            holders = Counter(map(id, grads))
+            several = zip(tensors, grads, strict=True) if len(holders) < len(grads) else ()
+            self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
 
     def edit(
         self, bound_rule: BoundRule, tensors: Sequence[int], frozen: Collection[int] = ()
     ) -> None:
-        """Edit some of the gradients that a rule matched, in true units, and count how many changed.
-
-        What ``frozen`` hides from the optimizer has no part in a norm over the rule.
-        """
+        """Edit gradients in true units, and count the changed ones; ``frozen`` ones count in no norm."""
         rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
         if not bound_rule.keeps_zero:
             for tensor in tensors:
@@ -292,18 +265,8 @@ def changed(edit: Edit, grads: Sequence[Tensor]) -> Sequence[bool | Tensor]:
     if joined is None or edit.decided is None:
         return [changes(edit, grad) for grad in grads]
     flat, lengths = joined
-    low, high = _numbers.ends(flat)
-    if edit.decided(low, high, flat.dtype) is False:
-        biting = [False] * len(grads)
-        count = 0 if first is grads else sum(map(Tensor.numel, grads))
-        whole = _numbers.joined(grads, count) if 0 < count <= _JOINED else None
-        if whole is not None and changes(edit, whole) is False:
-            return biting
-    else:
-        edited = edit.apply(flat)
-        is_plain = math.isfinite(low + high)
-        differs = edited.ne(flat) if is_plain else _numbers.differs(flat, edited)
-        biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
+    differs = _numbers.differs(flat, edit.apply(flat))
+    biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
     if first is grads:
         return biting
     return [

@@ -6,56 +6,34 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import RunningPass, taking
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_effects import DueLossRule
-from gradsurgeon.runtime.loss_rules import REST, LossRules, NamedPass, current, in_order
+from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.inner_products import Contributions
 
+# The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
+REST = ""
 _NAMES = 'pass the losses by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
-_COMPILED = (
-    "the gradients of single losses cannot be taken: torch.compile compiled the model to free each saved tensor right "
-    "after its use. Set torch._functorch.config.donated_buffer = False before the first call of the model"
-)
-_REENTRANT = (
-    "the gradients of the loss {name} cannot be taken alone: its graph has a checkpoint with use_reentrant=True; use "
-    "use_reentrant=False"
-)
-_SPARSE = (
-    "the loss {name} has a sparse gradient, and sparse gradients cannot be combined: `exclude` the parameter, or build "
-    "its layer with sparse=False"
-)
-_TWO = (
-    "rule {rule}: another session combines the gradient of {name} already, by the rule {other}: `exclude` the parameter "
-    "from one of the two rules"
-)
+_SPARSE = "the loss {name} has a sparse gradient, which cannot be combined: `exclude` the parameter, or use sparse=False"
+_TWO = "rule {rule}: the rule {other} of another session combines {name} already: `exclude` it from one of them"
 
 
 def before_plain_pass(
     sessions: Collection[LossRules], graph: BackwardGraph, inputs: Sequence[Tensor]
 ) -> None:
-    """Meet the other ranks before a pass without named losses, if ranks average it: all ranks use the plain sum.
-
-    Args:
-        sessions: the sessions that have rules on losses.
-        graph: the graph that the pass runs through.
-        inputs: the only leaves that get gradients; empty for all leaves.
-    """
+    """Meet the other ranks before a pass without named losses, if ranks average it: all must pass none."""
     if sessions and current.get() is None:
         leaves = list(inputs or graph.leaves())
-        for rules in in_order(sessions):
+        for rules in sessions:
             rules.due(leaves, None)
 
 
@@ -65,14 +43,7 @@ def backward(
     sessions: Collection[LossRules],
     modules: Iterable[nn.Module],
 ) -> None:
-    """Run the backward pass of the sum of losses; rules of the sessions act on the gradient of each loss.
-
-    Args:
-        losses: scalars by name.
-        scaler: multiplies the losses, unless it is ``None``.
-        sessions: the sessions that have rules on losses.
-        modules: the modules of all models of these sessions.
-    """
+    """Run the backward pass of the sum of losses; rules of the sessions act on the gradient of each loss."""
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
     # Summed as a script would do it, so without a rule exactly the operations of a plain script run.
@@ -84,9 +55,9 @@ def backward(
             # The hooks on the leaves are replaced meanwhile.
             stack.enter_context(RunningPass(graph, is_alone=True))
             leaves = list(graph.leaves())
-            due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
+            due += [one for rules in sessions for one in rules.due(leaves, losses)]
         named = NamedPass(due)
-        if parts := _parts(due, scaled, total):
+        if parts := _parts(due, scaled):
             grads, tasks = _gradients(due, parts, total, list(modules))
             with torch.no_grad():
                 named.take(grads, _weights(due, grads, tasks))
@@ -109,33 +80,18 @@ def _check(losses: object) -> None:
             )
 
 
-def _parts(
-    due: Sequence[DueLossRule], losses: Mapping[str, Tensor], total: Tensor
-) -> dict[str, Tensor]:
-    """Return the losses that need a pass of their own, in an order that all ranks share.
-
-    A model may meet other ranks in its backward pass (`SyncBatchNorm`), so all ranks run equally many passes. A loss
-    that only another rank has is zero here.
-    """
+def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the losses that need a pass of their own, alike on all ranks: they may meet in a pass (`SyncBatchNorm`)."""
     names = dict.fromkeys(name for one in due for name in one.senders)
-    elsewhere = {name for one in due if one.groups for name in one.losses}
     parts = {name: losses[name] for name in names if name in losses}
-    others = [loss for name, loss in losses.items() if name not in names]
-    if others and (parts or elsewhere):
-        parts[REST] = reduce(operator.add, others)
-    # A loss that only rules of other sessions name also belongs to `REST`.
-    lacking = {name if name in names else REST for name in elsewhere} - parts.keys()
-    parts |= dict.fromkeys(lacking, total * 0.0)
-    return {name: parts[name] for name in (*names, REST) if name in parts}
+    others = [losses[name] for name in sorted(losses) if name not in names]
+    return {**parts, REST: reduce(operator.add, others)} if parts and others else parts
 
 
 def _weights(
     due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
-    """Run the rules on the gradients; return the weights of the losses, by the ids of the parameters to combine.
-
-    A loss without a weight is added unweighted.
-    """
+    """Run the rules on the gradients; return the weights other than 1, by the ids of the parameters to combine."""
     sessions = {one.effects for one in due}
     given = {one: Contributions(grads, one.context.scaling.of(tasks)) for one in sessions}
     found: dict[int, tuple[str, Mapping[str, float]]] = {}
@@ -162,14 +118,7 @@ def _gradients(
 ) -> tuple[dict[int, dict[str, Tensor]], Sequence[int]]:
     """Return the gradients by the ids of the parameters and then by loss, and the numbers of the passes.
 
-    Args:
-        due: the rules that take the gradients.
-        parts: scalars by loss; the passes retain their graph.
-        total: the sum of all losses.
-        modules: the modules whose buffers may change, because checkpointing runs their forward pass again.
-
-    Raises:
-        GradSurgeonError: the graph cannot be run twice, or a gradient is sparse.
+    ``modules`` may change their buffers, because checkpointing runs their forward pass again.
     """
     found: dict[int, dict[str, Tensor]] = {}
     if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
@@ -181,7 +130,7 @@ def _gradients(
     put_back = _buffers_of(modules)
     with data_parallel.extra_pass(wrappers), taking() as tasks:
         for name, loss in parts.items():
-            with _torch.without_hooks(params), put_back(), _retained_put_back(loss):
+            with _torch.without_hooks(params), put_back():
                 for param, grad in _gradients_of(name, loss, params):
                     found.setdefault(id(param), {})[name] = grad
     return found, tasks
@@ -192,17 +141,9 @@ def _gradients_of(
 ) -> Sequence[tuple[Tensor, Tensor]]:
     if not loss.requires_grad:
         return []
-    try:
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            loss, params, retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as error:
-        if "donated buffer" in str(error):
-            raise GradSurgeonError(_COMPILED) from error
-        # The wording differs between releases of torch.
-        if "use_reentrant=False" in str(error) and ".grad()" in str(error):
-            raise GradSurgeonError(_REENTRANT.format(name=printable(name))) from error
-        raise
+    grads: Sequence[Tensor | None] = torch.autograd.grad(
+        loss, params, retain_graph=True, allow_unused=True
+    )
     pairs = zip(params, grads, strict=True)
     reached = [(param, grad) for param, grad in pairs if grad is not None]
     if any(grad.layout != torch.strided for _, grad in reached):
@@ -240,39 +181,3 @@ def _is_writable(buffer: Tensor) -> bool:
     plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
     sizes = zip(buffer.stride(), buffer.shape, strict=True)
     return plain and all(stride or size == 1 for stride, size in sizes)
-
-
-# Activations on which the script called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
-_retained: Any = WeakTensorKeyDictionary()
-_noting: list[Patch] = []
-
-
-def note_retained(*, wanted: bool) -> None:
-    """Start or stop noting calls of `retain_grad()`: only sessions with rules on losses need the notes."""
-    if wanted and not _noting:
-        _noting.append(Patch(torch.Tensor, "retain_grad", _note))
-    elif _noting and not wanted:
-        _noting.pop().undo()
-        _retained.clear()
-
-
-# Uncompiled, because compiled code would call the function on a stand-in for the tensor.
-@uncompiled
-def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-    original(tensor, *args, **kwargs)
-    _retained[tensor] = None
-
-
-@contextmanager
-def _retained_put_back(loss: Tensor) -> Iterator[None]:
-    """Restore the retained gradients of activations of one graph after a pass through the graph."""
-    # The list is a copy: another thread may note a tensor meanwhile.
-    alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
-    # Other threads may run passes through the graphs of other tensors.
-    nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()
-    kept = [(one, one.grad) for one in alive if one.retains_grad and one.grad_fn in nodes]
-    try:
-        yield
-    finally:
-        for tensor, grad in kept:
-            tensor.grad = grad

@@ -21,10 +21,6 @@ from gradsurgeon.tensors.inner_products import Contributions, pairs
 _PLAIN = "the parameters get the plain sum, as without the rule"
 _NONFINITE = f"the gradient of {{some}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
 _UNSOLVED = f"the solver found no weights for {{names}}: {{problem}}; {_PLAIN}"
-_OWN = (
-    "DistributedDataParallel does not average {name}: the loss weights are computed from the other parameters alone, and "
-    "also apply to this parameter"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,14 +28,10 @@ class DueLossRule:
     """A rule on several gradients that acts now.
 
     Attributes:
-        effects: the effects of the rules of its session.
-        rule: the rule.
-        step: the number of the update that the pass feeds.
         senders: the losses or modules whose gradients the rule uses.
         params: the tensors that get these gradients, parameters by their numbers.
         groups: the ranks that average the pass; empty if this rank acts alone.
         averaged: the ids of the parameters that these ranks average.
-        losses: the losses that some of these ranks have.
     """
 
     effects: LossEffects
@@ -49,26 +41,23 @@ class DueLossRule:
     params: Mapping[int, Tensor]
     groups: _dist.Groups = ()
     averaged: frozenset[int] = frozenset()
-    losses: frozenset[str] = frozenset()
 
     def name(self, number: int) -> str:
         return printable(self.effects.context.program.names[number])
 
-    def products(
-        self, given: Contributions, params: Iterable[Tensor], *, compare: bool = False
-    ) -> Tensor:
+    def products(self, given: Contributions, params: Iterable[Tensor]) -> Tensor:
         """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
         params = list(params)
         # If ranks average some parameters, the others are left out: their gradients differ between ranks.
         averaged = [param for param in params if id(param) in self.averaged]
         if not averaged:
-            return given.products(self.senders, params, compare=compare)
+            return given.products(self.senders, params)
         groups, number = self.groups[:1], len(_dist.members(self.groups[0]))
 
         def average(block: Tensor) -> Tensor:
             return _dist.reduce(block, groups) / number
 
-        return given.products(self.senders, averaged, average, compare=compare)
+        return given.products(self.senders, averaged, average)
 
 
 class LossEffects:
@@ -103,16 +92,16 @@ class LossEffects:
         return weights if self.acts(due.rule.id) else {}
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        """Record cosine, norm ratio and opposed share of each pair."""
+        """Record cosine and norm ratio of each pair."""
         parts: dict[str, list[Tensor]] = {}
         for number, param in due.params.items():
             name = "" if per == "rule" else self.context.program.names[number]
             part = name.rpartition(".")[0] if per == "module" else name
             parts.setdefault(part, []).append(param)
-        compared: dict[str, tuple[float, float, float]] = {}
+        compared: dict[str, tuple[float, float]] = {}
         for part, params in parts.items():
             prefix = f"{part}:" if part else ""
-            for pair, numbers in pairs(due.senders, due.products(given, params, compare=True)):
+            for pair, numbers in pairs(due.senders, due.products(given, params)):
                 compared[prefix + pair] = numbers
         for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
             self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
@@ -123,11 +112,8 @@ class LossEffects:
     ) -> dict[str, float]:
         """Return the weight of each sender and record it; empty if there are no weights."""
         rule, step, event_log = due.rule.id, due.step, self.context.event_log
-        own = [n for n, param in due.params.items() if due.groups and id(param) not in due.averaged]
-        if own:
-            event_log.notice_once("own", _OWN.format(name=due.name(own[0])), rule=rule, step=step)
         # Other rules may have compared the same gradients.
-        products = due.products(given, due.params.values())[0]
+        products = due.products(given, due.params.values())
         event_log.count_fired(rule, step)
         finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
         if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
@@ -189,8 +175,7 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
 def _drawing(call: str) -> Iterator[None]:
     """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
 
-    The seed derives from the script's seed, the rule, the step and the call. So a resumed run draws the numbers of an
-    uninterrupted run.
+    A resumed run draws the numbers of an uninterrupted run: the seed derives from the script's seed and the call.
     """
     digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
     # The script may have set another default device.

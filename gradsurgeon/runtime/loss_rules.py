@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,17 +21,9 @@ from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.tensors.inner_products import weighted_sum
 
-# The sum of the losses that no rule names. No loss has this name: names of losses are not empty.
-REST = ""
-
-# Two reasons of one rank that make all ranks use the plain sum: the rank is paused, or its pass is plain.
-RESTS = (
-    "rank {rank} is paused: all ranks use the plain sum of the losses",
-    "rank {rank} runs a plain `.backward()` while this rank passes named losses: all ranks use the plain sum",
-)
-_ALONE = (
-    "DistributedDataParallel does not average this pass (`no_sync`, or a pass of the model inside the wrapper): each rank "
-    "uses its own losses alone"
+_UNLIKE = (
+    "rule {rule}: ranks whose gradients are averaged must pass the same losses, in this pass they did not: call "
+    "gradsurgeon.backward with the same names on all ranks (a zero for a missing loss), and pause all ranks or none"
 )
 _UNKNOWN = (
     "a backward pass reached {name} without the losses being known: call "
@@ -59,7 +52,6 @@ class NamedPass:
     """A backward pass of the sum of named losses: parameters get combined gradients, and these are checked."""
 
     def __init__(self, due: Sequence[DueLossRule]) -> None:
-        self._expected = {(one.effects, one.rule.id): set(one.params) for one in due}
         self._params = {id(param): param for one in due for param in one.params.values()}
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
         self._asked = [one for one in due if one.rule.id not in one.effects.verified]
@@ -79,12 +71,7 @@ class NamedPass:
     def take(
         self, grads: dict[int, dict[str, Tensor]], weights: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Combine the gradients of single losses, and remove them from ``grads`` to free one copy per loss.
-
-        Args:
-            grads: the gradients by the ids of the parameters and then by loss.
-            weights: the weights of the losses, by the ids of the parameters to combine.
-        """
+        """Combine gradients, by the ids of the parameters and then by loss, and remove them from ``grads`` to free memory."""
         self._given = frozenset(grads)
         asked = {id(param) for one in self._asked for param in one.params.values()}
         for key in self._given:
@@ -97,11 +84,7 @@ class NamedPass:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """Give parameters their combined gradients within the context; afterwards check the passes.
-
-        Raises:
-            GradSurgeonError: the passes of single losses prove nothing about this pass.
-        """
+        """Give parameters their combined gradients within the context; afterwards check the passes."""
         token = current.set(self)
         params = list(self._params.values()) if self._given is not None else []
         handles = [_torch.register_first(param, self._hook(param)) for param in params]
@@ -136,17 +119,15 @@ class NamedPass:
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
 
-    def reached(self, effects: LossEffects, rule: LossRule, tensors: Sequence[int]) -> None:
-        """Compare the parameters that got gradients with the parameters that a rule expected."""
-        expected, context = self._expected.get((effects, rule.id), ()), effects.context
-        for tensor in tensors if not self._problem else ():
-            param = context.parameters.param(tensor)
+    def reached(self, context: Context, rule: LossRule, tensors: Sequence[int]) -> None:
+        """Compare the parameters that got gradients with the parameters that the rules expected."""
+        for tensor, param in zip(tensors, context.parameters.params(tensors), strict=True):
             is_divided = _dist.is_divided(param)
-            if is_divided or tensor not in expected or id(param) in self._astray:
+            if is_divided or id(param) not in self._params or id(param) in self._astray:
                 name = printable(context.program.names[tensor])
-                text = _DIVIDED if is_divided else _ASTRAY
-                self._problem = text.format(rule=rule.id, name=name)
-                return
+                self._problem = (_DIVIDED if is_divided else _ASTRAY).format(
+                    rule=rule.id, name=name
+                )
 
     def _check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
@@ -171,12 +152,7 @@ current: ContextVar[NamedPass | None] = ContextVar("current", default=None)
 
 
 class LossRules:
-    """The rules of one session on parameters that take the gradient of each loss.
-
-    Attributes:
-        effects: the effects of these rules.
-        order: the key by which ranks sort their sessions; equal on all ranks, in whatever order they were applied.
-    """
+    """The rules of one session on parameters that take the gradient of each loss."""
 
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self.context, self._agreement = context, agreement
@@ -184,12 +160,8 @@ class LossRules:
         self._stages = [
             (cast("LossRule", stage.rule), stage.tensors) for stage in context.program.of_losses
         ]
-        rules = [rule.model_dump_json() for rule, _ in self._stages]
-        self.order = (*rules, *context.program.names)
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
-        # Ids of the rules that rested in the last pass, because some rank was paused or ran a plain pass.
-        self._resting: set[str] = set()
 
     def due(self, leaves: Sequence[Tensor], given: Collection[str] | None) -> list[DueLossRule]:
         """Return the rules that act in a pass. Runs a collective if ranks average the pass.
@@ -199,43 +171,29 @@ class LossRules:
         Args:
             leaves: the leaves that the pass reaches.
             given: the names of its losses; ``None`` for a plain pass, in which no rule acts.
-
-        Raises:
-            GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
         """
-        context, losses = self.context, set(given or ())
+        context = self.context
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
-        # A paused session does this too: other ranks may wait for it.
-        scheduled = [
-            (rule, matched, tensors)
-            for rule, matched in self._stages
-            if (tensors := [t for t in matched if rule.steps.due(context.counters[t].step)])
-        ]
-        names = [*dict.fromkeys(name for rule, _, _ in scheduled for name in rule.losses or ())]
-        # Whether this rank has each named loss, and whether it has others.
-        here = [*(name in losses for name in names), not losses.issubset(names)]
         acting: list[DueLossRule] = []
-        for rule, matched, tensors in scheduled:
+        # A paused session does this too: other ranks may wait for it.
+        for rule, matched in self._stages:
+            tensors = [t for t in matched if rule.steps.due(context.counters[t].step)]
+            if not tensors:
+                continue
             groups, averaged = context.ranks.averaging(matched, keys)
             reaches, step = not reached.isdisjoint(tensors), context.counters[tensors[0]].step
-            is_alone = reaches and not groups and not losses.isdisjoint(rule.losses or ())
-            if is_alone and context.ranks.wrappers_of(matched):
-                context.event_log.notice_once("alone", _ALONE, rule=rule.id, step=step)
-            facts = [reaches, context.paused, given is None, *here]
-            reaches, paused, is_plain, *there = self._on_any(rule, step, groups, facts)
-            (self._resting.add if paused or is_plain else self._resting.discard)(rule.id)
+            if groups:
+                self._agreement.roll(groups)
+                _refuse_unlike(rule, groups, (reaches, context.paused, sorted(given or ())))
             # Ranks that average know no better which parameters the others reach.
             params = self._params(tensors, None if groups else reached)
-            if not reaches or paused or is_plain or not params:
-                continue
-            step = context.counters[next(iter(params))].step
-            on_ranks = zip((*names, REST), there, strict=True)
-            some = frozenset(name for name, is_there in on_ranks if is_there)
-            senders = rule.losses or ()
-            acting.append(
-                DueLossRule(self.effects, rule, step, senders, params, groups, averaged, some)
-            )
-            self._note_given(rule, step, list(given or ()))
+            if reaches and params and given is not None and not context.paused:
+                step = context.counters[next(iter(params))].step
+                senders = rule.losses or ()
+                acting.append(
+                    DueLossRule(self.effects, rule, step, senders, params, groups, averaged)
+                )
+                self._note_given(rule, step, list(given))
         return acting
 
     def _params(self, tensors: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
@@ -250,38 +208,16 @@ class LossRules:
             if not _dist.is_divided(param)
         }
 
-    def _on_any(
-        self, rule: LossRule, step: int, groups: _dist.Groups, facts: Sequence[bool]
-    ) -> Sequence[bool]:
-        """Return which facts hold on any rank. Warn once if another rank is paused or runs a plain pass."""
-        if not groups:
-            return facts
-        self._agreement.roll(groups)
-        mine = torch.tensor([(_dist.rank() + 1) * fact for fact in facts], device="cpu")
-        largest = _dist.reduce(mine, groups, "max").tolist()
-        for other, fact, why in zip(largest[1:3], facts[1:3], RESTS, strict=True):
-            if other and not fact and not self.context.paused:
-                log, text = self.context.event_log, why.format(rank=other - 1)
-                log.notice_once(why, text, rule=rule.id, step=step, warn=True)
-        return list(map(bool, largest))
-
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
-        """Warn once if a rule names a loss that no call passes, and calls pass other losses instead."""
+        """Warn once if a rule names a loss that no call has passed, and this call passes one with a similar name."""
         given = self._given.setdefault(rule.id, set())
-        unnamed = [name for name in losses if name not in (rule.losses or ())]
-        # Losses of another model, such as a generator, may pass through this model first.
-        again = not given.isdisjoint(unnamed)
         given.update(losses)
-        for lacking in rule.losses or () if unnamed else ():
-            hint = did_you_mean(lacking, unnamed)
-            if lacking not in given and (hint or again):
-                text = (
-                    f"no loss is called {printable(lacking)}; gradsurgeon.backward got "
-                    f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
-                )
+        others = [name for name in losses if name not in (rule.losses or ())]
+        for lacking in set(rule.losses or ()) - given:
+            if hint := did_you_mean(lacking, others):
+                text = f"no loss is called {printable(lacking)}: {hint}"
                 log = self.context.event_log
                 log.notice_once(f"unknown {lacking}", text, rule=rule.id, step=step, warn=True)
-                return
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
         """Yield each rule that was due, with each loss that it names and that no call passed."""
@@ -299,10 +235,14 @@ class LossRules:
                 text = _UNKNOWN.format(name=printable(context.program.names[due[0]]))
                 step = context.counters[due[0]].step
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
-            elif named is not None and rule.id not in self._resting:
-                named.reached(self.effects, rule, due)
+            elif named is not None:
+                named.reached(context, rule, due)
 
 
-def in_order(sessions: Collection[LossRules]) -> list[LossRules]:
-    """Return sessions in the order that all ranks share."""
-    return sorted(sessions, key=lambda one: one.order)
+def _refuse_unlike(rule: LossRule, groups: _dist.Groups, facts: object) -> None:
+    """Raise on all ranks if the facts differ between them: they would wait for each other. A collective."""
+    digest = zlib.crc32(repr(facts).encode())
+    both = torch.tensor([digest, -digest], device="cpu")
+    high, low = _dist.reduce(both, groups, "max").tolist()
+    if high != -low:
+        raise GradSurgeonError(_UNLIKE.format(rule=rule.id))

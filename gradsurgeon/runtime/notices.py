@@ -13,7 +13,6 @@ from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
-from gradsurgeon.runtime.loss_rules import RESTS
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
@@ -177,7 +176,7 @@ class Notices:
         if not any(param.requires_grad for param in there):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):
-            return _why_no_loss(self._context, rule)
+            return _why_no_loss(rule)
         if all(param.grad is None for param in there):
             return _NONE_REACHED if self.arrived.isdisjoint(tensors) else _CLEARED
         return _UNOWNED if owned and counters[tensors[0]] is counters.common else _UNSEEN
@@ -187,9 +186,7 @@ def _of_loss(rule: Rule) -> bool:
     return isinstance(rule, LossRule)
 
 
-def _why_no_loss(context: Context, rule: LossRule) -> str:
-    if any(context.event_log.is_noticed(why, rule.id) for why in RESTS):
-        return "another rank was paused or ran a plain `.backward()`, and all ranks took the plain sum with it"
+def _why_no_loss(rule: LossRule) -> str:
     names = ", ".join(map(printable, rule.losses or ()))
     return f"no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
 

@@ -1,43 +1,96 @@
 """Watches optimizers right before an update: finds them, calls the rules at `step`, and hides gradients.
 
-Torch calls step hooks before the closure that an optimizer is given. The update happens after the closure, so
-the watch wraps the closure, and the rules act when it returns.
+Torch calls step hooks before the closure of an optimizer, so the watch wraps the closure: rules act when it returns.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _live, _torch
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
-from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.optimizers import Update
-from gradsurgeon.runtime.training_events import TrainingEvents
+from gradsurgeon.runtime.training_events import Step, TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 
 _LBFGS = (
-    "LBFGS moves all parameters together, so `freeze` cannot hide one parameter from it; make requires_grad "
-    "false in the script, or use `zero`"
+    "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "
+    "step; make requires_grad false in the script, or use `then: raise`"
 )
+_MOVED = "the optimizer evaluates its closure after it has moved weights: they are not as before the step"
 _INSIDE = (
     "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
     "update can still be held back; step the optimizer after backward, or leave the rule out"
 )
+
+
+class Update(Step):
+    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly."""
+
+    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: FrameType) -> None:
+        inside = _torch.graph_task() != -1
+        super().__init__(counter, inside=inside, optimizer=weakref.ref(optimizer))
+        self.key = threading.get_ident(), id(optimizer)
+        # The frame that calls the hooks, torch's wrapper around `step`: torch calls no hook after a step that raises.
+        self.frame: FrameType | None = frame
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        # The numbers that the optimizer keeps on itself and in its groups, if the step is skipped.
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        # Whether traps have judged the gradients, and the last loss that a closure returned.
+        self.judged = False
+        self.loss: Any = None
+        # The scale under which the gradients overflowed, so the scaler skips the update.
+        self.overflowed: Tensor | None = None
+        self.skipped = False
+
+    def is_on_stack(self) -> bool:
+        """Tell, in the thread of the step, whether the step still runs."""
+        return self.frame in _callers()
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
+        self.skipped = True
+        tables: list[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups]
+        self._numbers = [
+            (table, {key: it for key, it in table.items() if isinstance(it, int | float)})
+            for table in tables
+        ]
+        self.hide(params_of(optimizer))
+
+    def hide(self, params: Iterable[Tensor | None]) -> None:
+        for param in params:
+            if param is not None and param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def end(self) -> None:
+        self.frame = None
+        # Some optimizers count their steps even if no parameter has a gradient.
+        for table, numbers in self._numbers:
+            table.update(numbers)
+        self.give_back()
+
+    def give_back(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        for param, grad in hidden:
+            if param.grad is None:
+                param.grad = grad
 
 
 @dataclass(slots=True)
@@ -71,10 +124,10 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        owning = optimizers.owning(model_params)
-        for optimizer in owning:
+        found = owning(model_params)
+        for optimizer in found:
             self.meet(optimizer)
-        return bool(owning)
+        return bool(found)
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
@@ -89,7 +142,7 @@ class OptimizerWatch:
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
-        params = optimizers.params_of(optimizer)
+        params = params_of(optimizer)
         held = list(map(id, params))
         if self._known.get(optimizer) == (held, self._context.parameters.ids()):
             return owner
@@ -100,7 +153,7 @@ class OptimizerWatch:
             if any(set(tensors) <= set(outer.counter.tensors) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
-                self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
+                self._refuse(tensors, _LBFGS, _hides)
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(tensors))
@@ -188,7 +241,7 @@ class OptimizerWatch:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizers.only_makes_state(optimizer):
+        if only_makes_state(optimizer):
             return None
         owner = self._owners[optimizer]
         if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
@@ -205,23 +258,23 @@ class OptimizerWatch:
         if closure is None:
             self._act(optimizer, update)
             return None
-        if not optimizers.evaluates_before_moving(optimizer):
-            update.memory = optimizers.Memory(optimizer, whole=True)
+        before = _versions(optimizer)
 
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
                 return update.loss
             update.give_back()
-            loss = closure()
-            self._act(optimizer, update)
-            return update.settled(loss)
+            has_moved = update.judged or before != _versions(optimizer)
+            update.loss = closure()
+            self._act(optimizer, update, has_moved=has_moved)
+            return update.loss
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _act(self, optimizer: Optimizer, update: Update) -> None:
+    def _act(self, optimizer: Optimizer, update: Update, *, has_moved: bool = False) -> None:
         self._context.refuse_graph_capture()
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
@@ -246,8 +299,11 @@ class OptimizerWatch:
             # Scripts catch a trap's error by its type; the context shows the other error also.
             decision.error.__context__ = raised
         error = decision.error or raised
+        if decision.skip and has_moved and decision.cause is not None:
+            error = decision.cause.error(update.counter.step)
         if error is not None:
-            update.undo()
+            if has_moved:
+                error.add_note(_MOVED)
             self._end(update, took_place=decision.error is not None)
             raise error
         if decision.skip:
@@ -261,8 +317,6 @@ class OptimizerWatch:
         update = self._running.get((threading.get_ident(), id(optimizer)))
         if update is None or update.frame is not sys._getframe(1):  # noqa: SLF001 # as above
             return
-        if update.skipped:
-            update.undo()
         self._end(update)
         self._context.event_log.raise_raised()
 
@@ -278,3 +332,55 @@ class OptimizerWatch:
 def _needs_whole_step(rule: Rule) -> bool:
     stops = isinstance(rule, TrapRule) and not rule.edits
     return stops or isinstance(rule, FreezeRule) or getattr(rule, "per", "") == "rule"
+
+
+def _hides(rule: Rule) -> bool:
+    return isinstance(rule, FreezeRule) or getattr(rule, "then", "") == "skip-step"
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [param._version for param in params_of(optimizer)]  # noqa: SLF001 # documented
+
+
+def owning(params: Iterable[Tensor]) -> list[Optimizer]:
+    wanted = {id(param) for param in params}
+
+    def candidates() -> list[Optimizer]:
+        return [
+            optimizer
+            for optimizer in _live.instances(Optimizer)
+            if any(id(param) in wanted for param in params_of(optimizer))
+            and _torch.stepping(optimizer) is not None
+        ]
+
+    if not candidates():
+        return []
+    # Garbage that still waits for collection must not pass for the owner.
+    gc.collect()
+    return candidates()
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    # Wrappers that skip the constructor of their base class may have no groups of their own.
+    groups = getattr(optimizer, "param_groups", ())
+    return [param for group in groups for param in group["params"]]
+
+
+def only_makes_state(optimizer: Optimizer) -> bool:
+    """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
+    module = "torch.distributed.checkpoint.state_dict"
+    if optimizer.state or module not in sys.modules:
+        return False
+    for frame in _callers():
+        if frame.f_code.co_name == "_init_optim_state":
+            return frame.f_globals.get("__name__") == module
+    return False
+
+
+def _callers() -> list[FrameType]:
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # documented
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames

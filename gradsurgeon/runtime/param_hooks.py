@@ -21,8 +21,8 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.gradients import check_layout
+from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.loss_scale import unscaled
 
 
 class Hook:

@@ -1,8 +1,4 @@
-"""All ranks make one decision on an update, by the votes that they cast at the end of a backward pass.
-
-Each rank puts its own findings to all. Reduced gradients are usually alike, but a parameter that DDP ignores, a
-communication hook or the script can make them differ. A rank that stops or skips alone leaves the others waiting.
-"""
+"""All ranks make one decision on an update, by the votes that they cast at the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
-from gradsurgeon.distributed.ranks import FINE, PAUSED, largest
+from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
 from gradsurgeon.errors import GradSurgeonError, shorten_names
@@ -23,9 +19,8 @@ from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 _OWN_NORM = (
-    "takes one norm over gradients that DDP averages and others that DDP leaves alone ({name}): unless the script "
-    "averages those, the norm and the clipped gradients differ by rank, and the weights drift apart; "
-    "`exclude` them, or use `per: parameter`"
+    "takes one norm over gradients that DDP averages and others ({name}): the clipped gradients differ by rank, and the "
+    "weights drift apart; `exclude` them, or use `per: parameter`"
 )
 _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
@@ -43,17 +38,18 @@ class Heard:
 
     Attributes:
         voter: the voter that read the votes; ``None`` if this rank decides alone.
-        objections: the objections that concern the update.
-        unanimous: whether all ranks have objected.
-        severity: the worst severity of the objections.
         known: whether no vote is missing: none was lost, and the session saw the backward pass.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
-    severity: int = FINE
     known: bool = True
+
+    @property
+    def severity(self) -> int:
+        """The worst severity of the objections."""
+        return max((one.severity for one in self.objections), default=FINE)
 
     @property
     def worst(self) -> Objection:
@@ -87,14 +83,8 @@ class RankAgreement:
         self._decides = any(map(_decides, acting))
         # Decisions by norms that all ranks have need no vote.
         self._votes = any(_decides(rule) and self._is_trap(rule) for rule in acting)
-        self._edits = any(map(_edits_updates, acting))
-        self._judges = any(map(_judges, acting))
-        # In both modes, because ranks average the gradients of single losses.
-        self._drifts = (
-            self._edits
-            or any(getattr(rule, "then", "") == "skip-step" for rule in acting)
-            or any(map(_averages_losses, context.rules))
-        )
+        # Losses in both modes, because ranks average the gradients of single losses.
+        self._drifts = any(map(_lets_drift, acting)) or any(map(_averages_losses, context.rules))
         # In both modes: rules that measure whole gradients at the update, although ranks hold shards.
         self._measures = any(map(self._measures_whole, context.rules))
         # Rules that record shards.
@@ -119,10 +109,6 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together."""
-        if any(voter.is_of_an_earlier_job() for voter in self._voters.values()):
-            self._voters.clear()
-            self._rolls.clear()
-            self._voted.clear()
         if self._measures or self._records:
             roll = self.roll(self._context.ranks.shard_groups(done.tensors))
             if roll is not None and self._records:
@@ -132,12 +118,7 @@ class RankAgreement:
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
-        ranks = self._context.ranks
-        if not ranks.are_several:
-            return False
-        if self._votes or self._judges:
-            return bool(self._groups(done))
-        return (self._edits or self._measures) and bool(ranks.shard_groups(done.tensors))
+        return self._votes and self._context.ranks.are_several and bool(self._groups(done))
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Cast this rank's objections to the update after a pass, without waiting."""
@@ -157,9 +138,6 @@ class RankAgreement:
             limit = _dist.patience(self._groups(done))
             voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
             self._voters[roll.prefix] = voter
-        if self._context.paused:
-            name = self._context.program.names[done.tensors[0]]
-            objections = [Objection(_dist.rank(), "", PAUSED, "notice", name, name, "")]
         self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
     def heard(self, counter: StepCounter) -> Heard:
@@ -182,34 +160,14 @@ class RankAgreement:
         told = last.voter.decision(last.number)
         decision = told or Decision()
         names = context.program.names
-        own, others = {names[tensor] for tensor in tensors}, set[str]()
-        if decision.objections:
-            others = {name for name in names if name not in own}
         # A rank can have parameters that this rank lacks.
-        objections = tuple(one for one in decision.objections if one.concerns not in others)
+        objections = tuple(
+            one
+            for one in decision.objections
+            if one.concerns not in names or names.index(one.concerns) in tensors
+        )
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
-        severity = max((one.severity for one in objections), default=FINE)
-        return Heard(last.voter, objections, unanimous, severity, told is not None)
-
-    def rests(self, heard: Heard) -> bool:
-        """Tell whether the rules rest in an update.
-
-        A pause on one rank is a pause on all ranks that hold parts of edited or measured gradients: half a clip is no
-        clip. It is one also for rules that stop or skip by a norm at the update.
-        """
-        context = self._context
-        if heard.voter is None:
-            return context.paused
-        everything = range(len(context.program.names))
-        meets = self._edits or self._measures
-        if not (self._judges or (meets and context.ranks.shard_groups(everything))):
-            return context.paused
-        paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
-        if paused and not context.paused:
-            text = f"rank {paused[0]} is paused and has a part in what the rules would do: the rules rest on this rank also"
-            step = context.counters.latest
-            context.event_log.notice_once("paused", text, step=step, warn=True)
-        return bool(paused)
+        return Heard(last.voter, objections, unanimous, told is not None)
 
     def close(self) -> None:
         self._voted.clear()
@@ -220,16 +178,12 @@ class RankAgreement:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: DueRules) -> None:
-        """Warn once per rule whose norm differs by rank.
-
-        Raises:
-            GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
-        """
+        """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
-        judging = (self._edits or self._judges) and context.ranks.is_reducing
-        for bound in due.at_step if judging else ():
+        for bound in due.at_step if context.ranks.is_reducing else ():
             rule, tensors = bound.rule, bound.tensors
-            judges, one_norm = _judges(rule), getattr(rule, "per", "") == "rule"
+            # A rule that stops or skips an update by norms at the update itself.
+            judges, one_norm = _decides(rule), getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))
@@ -280,10 +234,7 @@ class RankAgreement:
                 f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
                 f"would drift apart if a step is skipped or a final gradient edited; {remedy}"
             )
-        if self._decides:
-            text = f"{lacking}: this rank decides alone, and if it stops, the others wait for it; {remedy}"
-        else:
-            text = f"{lacking}: nothing is recorded of parameters that ranks share; {remedy}"
+        text = f"{lacking}: this rank decides alone, and records nothing of parameters that ranks share; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 
@@ -325,14 +276,10 @@ def _decides(rule: Rule) -> bool:
     return isinstance(rule, TrapRule) and decides(rule)
 
 
-def _judges(rule: Rule) -> bool:
-    """Tell whether a rule stops or skips an update by norms at the update itself."""
-    return _decides(rule) and rule.point == "step"
-
-
-def _edits_updates(rule: Rule) -> bool:
+def _lets_drift(rule: Rule) -> bool:
     """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
-    return _changes(rule) and rule.target == "params" and rule.point == "step"
+    edits = _changes(rule) and rule.target == "params" and rule.point == "step"
+    return edits or getattr(rule, "then", "") == "skip-step"
 
 
 def _lacking(roll: Roll, info: SessionInfo) -> str:

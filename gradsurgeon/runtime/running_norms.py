@@ -23,13 +23,11 @@ _BETA = 0.97
 
 @dataclass(slots=True, eq=False)
 class RunningStatistic:
-    """The state that a rule has learnt from the tensors of one counter.
+    """The state that a rule has learnt from the tensors of one counter, float64.
 
     Attributes:
-        tensors: their indices.
-        kept: the state of the rule's bound, float64, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
-        usual: running means of the norms of the tensors, by which a report finds the tensors that carry a spike;
-            float64 of shape ``[len(tensors)]``, 0 for a tensor without a mean.
+        kept: the state of the rule's bound, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
+        usual: running means of the norms of the tensors, of shape ``[len(tensors)]``, 0 for a tensor without a mean.
     """
 
     tensors: tuple[int, ...]
@@ -42,9 +40,6 @@ class JudgedNorms:
     """The norms of one update under one rule, as its bound sees them.
 
     Attributes:
-        bound_rule: the rule.
-        spikes: the compiled form of the rule.
-        statistic: the learnt state before this update.
         tensors: the tensors whose gradients the update is about to consume.
         columns: the places of the tensors in the statistic, ``None`` if the statistic has no other tensors.
         each: their norms, float64 of shape ``[len(tensors)]``.
@@ -82,25 +77,14 @@ class JudgedNorms:
 
     def to_be_read(self) -> Tensor:
         """Return the numbers that `read` needs, in one tensor."""
-        parts = [self.norms, self.passed, self.before.flatten()]
-        if self.spikes.over_rule and not _torch.is_host(self.norms):
-            # Now the maximum is one more small reduction. Later it would be a wait.
-            parts += self.each.max(0, keepdim=True)
-        return torch.cat(parts)
+        return torch.cat([self.norms, self.passed, self.before.flatten()])
 
     def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
         """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
         count, rows = len(self.norms), self.spikes.bound.rows
-        table = numbers[: (2 + rows) * count].reshape(-1, count)
+        table = numbers.reshape(2 + rows, count)
         norms, passed = table[:2].tolist()
         return norms, passed, table[2:]
-
-    def largest(self, numbers: Tensor) -> tuple[float, int]:
-        """Return the largest norm of a single gradient and its place, under a rule with one norm over all."""
-        if _torch.is_host(self.each):
-            norm, place = self.each.max(0)
-            return float(norm), int(place)
-        return float(numbers[-2]), int(numbers[-1])
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
         """Return the factors of gradients, float32: one for all, or one for each."""
@@ -128,10 +112,7 @@ class JudgedNorms:
 def regrouped(
     spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
-    """Return the learnt state of tensors that several statistics had, or none.
-
-    If some tensors are new, or each had its own norm, one norm over all of them is a new quantity without a past.
-    """
+    """Return the learnt state of tensors that several statistics had; a norm over other tensors has none."""
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
     columns = 1 if spikes.over_rule else len(tensors)
     kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)
@@ -160,32 +141,20 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
 _ABOVE_0 = 2
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    # The checks below need plain memory.
-    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
-    if not (is_plain and tensor.is_floating_point()):
-        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        raise _flaw(f"is of {kind}, and should hold floating point numbers")
-    if bad := int((~tensor.isfinite()).sum()):
-        count = tensor.numel()
-        raise _flaw(f"{bad} of {count} numbers are NaN or infinite, which a rule never learns")
-    if bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
-        raise _flaw("has numbers below 0, but no count or norm is negative")
-    return tensor.detach()
-
-
-def _sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
+def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     for number, part in enumerate(rule.statistics):
-        count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
-        if len(set(part.params)) < count:
-            raise _flaw(f"statistic {number} names a parameter twice")
+        count, kept, usual = len(part.params), part.kept, part.usual
         # The bound of a rule that is gone has an unknown number of rows.
-        rows = (info.context or {}).get(rule.bound, kept[0] if kept else 0)
-        columns = 1 if rule.per == "rule" else count
-        for what, size, wanted in (("kept", kept, (rows, columns)), ("usual", usual, (count,))):
-            if size != wanted:
-                should = f"for {count} parameters, should be of {wanted}"
-                raise _flaw(f"in statistic {number} {what!r} is of size {size} and, {should}")
+        rows = (info.context or {}).get(rule.bound, len(kept) if kept.dim() else 0)
+        wanted = (rows, 1 if rule.per == "rule" else count), (count,)
+        if (kept.shape, usual.shape) != wanted or len(set(part.params)) < count:
+            sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {wanted[0]} and {wanted[1]}"
+            raise _flaw(f"statistic {number} of {count} parameters has numbers of sizes {sizes}")
+        plain = all(t.layout == torch.strided and t.is_floating_point() for t in (kept, usual))
+        if not (plain and kept.isfinite().all() and usual.isfinite().all()) or any(
+            bool(t.lt(0).any()) for t in (kept[:_ABOVE_0], usual)
+        ):
+            raise _flaw(f"statistic {number} has numbers that a rule never learns")
     return rule
 
 
@@ -193,16 +162,13 @@ def _flaw(text: str) -> PydanticCustomError:
     return PydanticCustomError("state", "{text}", {"text": text})
 
 
-_Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
-
-
 @dataclass(frozen=True, slots=True)
 class Learnt:
     """The learnt state of a rule for parameters with a common optimizer: see `RunningStatistic`."""
 
     params: list[str]
-    kept: _Numbers
-    usual: _Numbers
+    kept: InstanceOf[Tensor]
+    usual: InstanceOf[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +181,4 @@ class LearntByRule:
     statistics: list[Learnt]
 
 
-CheckedLearntByRule = Annotated[LearntByRule, AfterValidator(_sizes)]
+CheckedLearntByRule = Annotated[LearntByRule, AfterValidator(_sound)]

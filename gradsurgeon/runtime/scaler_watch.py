@@ -1,4 +1,4 @@
-"""Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass."""
+"""Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass, and arithmetic with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _live, _torch
+from gradsurgeon import _live, _numbers, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
@@ -25,15 +25,12 @@ _MOST_PASSES = 16
 class Scaling:
     """The gradients of a session that carry the scale of a `GradScaler`, and that scale.
 
-    A process can train several models with several scalers, or some of them without any. The scale is therefore
-    known per backward pass: a pass carries a scale if it began at a scaled loss. If the caller has named a
-    scaler, all others are ignored.
+    A process can train several models, some with a scaler. The scale is therefore known per backward pass: a pass carries
+    one if it began at a scaled loss. If the caller has named a scaler, all others are ignored.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self._named = None if scaler is None else weakref.ref(scaler)
-        # The script may only read the scale of a named scaler, and multiply the loss by hand.
-        self._by_hand = scaler is not None
         self._losses_scaled = False
         # Backward passes that began at a scaled loss, by graph task.
         self._passes: dict[int, Tensor] = {}
@@ -47,7 +44,7 @@ class Scaling:
         """Mark losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
-        self._by_hand, self._losses_scaled = False, True
+        self._losses_scaled = True
         scaling_ref, scaler_ref = weakref.ref(self), weakref.ref(scaler)
 
         @uncompiled
@@ -78,26 +75,17 @@ class Scaling:
 
     def of(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
-        if self._by_hand:
-            return self.scale
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
         return scales[0] if scales else None
 
     @property
     def scale(self) -> Tensor | None:
         """The scale on the gradients of the running backward pass, as a 0-dim tensor, without waiting."""
-        if self._by_hand:
-            scaler = self._named() if self._named is not None else None
-            return None if scaler is None or not scaler.is_enabled() else scaler._scale  # noqa: SLF001
         return self._passes.get(_torch.graph_task()) if self._passes else None
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
-        """Mark a scaler that is about to step an optimizer, or to skip its step.
-
-        Yields:
-            Whether this call is the outer one: a derived class may call the method of its base.
-        """
+        """Mark a scaler that steps an optimizer, or skips its step; yield whether no call of a base class is under way."""
         key = id(_torch.stepping(optimizer) or optimizer)
         if not self._concerns(scaler) or key in self._stepping:
             yield False
@@ -120,6 +108,30 @@ def _scale_of(scaler: GradScaler) -> Tensor:
     return torch.ones((), device="cpu") if scale is None else scale
 
 
+def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a gradient in true units. Half precision becomes float32, which holds small values."""
+    if scale is None:
+        return grad
+    return _numbers.in_float32(grad) / scale.to(grad.device)
+
+
+def in_true_units(
+    edit: Callable[[Tensor], Tensor], scale: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Return an edit that treats scaled gradients as ``edit`` treats true ones.
+
+    Non-finite elements pass unchanged: the scaler must see its overflow, or it would never back off.
+    """
+    if scale is None:
+        return edit
+
+    def scaled(grad: Tensor) -> Tensor:
+        out = edit(unscaled(grad, scale)) * scale.to(grad.device)
+        return torch.where(grad.isfinite(), out.to(grad.dtype), grad)
+
+    return scaled
+
+
 def refuse_scaling(program: Program) -> None:
     rules = [stage.rule for stage in program.in_backward]
     rules += [rule for rule, _ in program.site_rules]
@@ -136,11 +148,7 @@ def watched(
     on_scale: Callable[[GradScaler, Sequence[Tensor]], None],
     around_step: Callable[[GradScaler, Optimizer], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Intercept every GradScaler call: torch has no hook for it.
-
-    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does. A class
-    defined later than this call is intercepted from its first object on.
-    """
+    """Intercept every GradScaler call: torch has no hook for it. Derived classes may have methods of their own."""
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
@@ -154,22 +162,9 @@ def watched(
         with around_step(scaler, optimizer):
             return original(scaler, *args, **kwargs)
 
-    def construct(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        watch(type(args[0]))
-        original(*args, **kwargs)
-
-    watching: set[type] = set()
-
-    def watch(kind: type[Any]) -> None:
-        for base in kind.__mro__:
-            if issubclass(base, GradScaler) and base not in watching:
-                watching.add(base)
-                for name, around in (("scale", scale), ("step", step)):
-                    if name in vars(base):
-                        patches.callback(Patch(base, name, around).undo)
-
     with ExitStack() as patches:
         for kind in _live.derived(GradScaler):
-            watch(kind)
-        patches.callback(Patch(GradScaler, "__init__", construct).undo)
+            for name, around in (("scale", scale), ("step", step)):
+                if name in vars(kind):
+                    patches.callback(Patch(kind, name, around).undo)
         yield

@@ -35,17 +35,11 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. The tensors of one rule that share a counter share a statistic.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # The counter and number of the update that entered last, and the states before it.
-        self._entered: tuple[StepCounter, int] | None = None
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
     def looks(self, update: StepContext, arrived: _Arrived) -> list[Look]:
-        """Compare the norms of an update with earlier updates; return the looks of rules that may stop it.
-
-        Sharded gradients need a collective. The call never waits for the device.
-        """
+        """Compare the norms of an update with earlier updates, without a wait. A collective for sharded gradients."""
         judged = self._judged[update.counter] = {}
         looks = []
         for bound_rule in update.due.spike_traps:
@@ -92,10 +86,7 @@ class SpikeTraps:
         )
 
     def _statistic(self, bound_rule: BoundRule, device: torch.device) -> RunningStatistic:
-        """Return the learnt state of a rule for the tensors of a counter, on a device.
-
-        If counters have exchanged tensors since, an optimizer keeps what the rule has learnt of those tensors.
-        """
+        """Return the learnt state of a rule for the tensors of a counter, on a device."""
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
         statistic = self.statistics.get((rule, tensors[0]))
         if statistic is None or statistic.tensors != tensors:
@@ -138,17 +129,13 @@ class SpikeTraps:
 
     def state(self) -> dict[str, Any]:
         """Return the learnt state by rule: plain tensors on the host, numbers and texts."""
-        # SIGTERM can end a script in the middle of an update, whose number a resumed run will repeat.
-        entered = self._entered
-        earlier = self._before if entered and entered[0].step == entered[1] else {}
         names, found = self._context.program.names, {}
         for rule, spikes in self._context.spikes.items():
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
             parts = []
             for one in {id(one): one for one in of_rule}.values():
-                kept, usual = earlier.get(id(one), (one.kept, one.usual))
                 params = [names[tensor] for tensor in one.tensors]
-                parts.append({"params": params, "kept": kept.cpu(), "usual": usual.cpu()})
+                parts.append({"params": params, "kept": one.kept.cpu(), "usual": one.usual.cpu()})
             per = "rule" if spikes.over_rule else "parameter"
             params = self._params(rule)
             learnt = {"bound": spikes.bound.name, "per": per, "params": params}
@@ -161,17 +148,10 @@ class SpikeTraps:
         index: Mapping[str, int],
         reshaped: Collection[str],
     ) -> Iterator[tuple[str, str]]:
-        """Resume from the result of `state`; yield each mismatch with its rule.
-
-        Args:
-            rules: the checked result of `state`.
-            index: the number of each parameter by its name.
-            reshaped: the names of the parameters whose shapes have changed since.
-        """
+        """Resume from the result of `state`, except ``reshaped`` parameters; yield each mismatch with its rule."""
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()
-        self._before.clear()
         for rule in [rule for rule in rules if rule not in self._context.spikes]:
             told = "which learns nothing here or is gone: ignored"
             yield "", f"the state knows a rule {printable(rule)}, {told}"
@@ -179,17 +159,23 @@ class SpikeTraps:
             if (learnt := rules.get(rule)) is None:
                 yield rule, "the state does not have this rule: the rule restarts"
                 continue
-            kind = spikes.bound.name, "rule" if spikes.over_rule else "parameter"
-            unlike = list(self._unlike(rule, learnt, reshaped))
-            if (learnt.bound, learnt.per) != kind:
+            params, per = set(self._params(rule)), "rule" if spikes.over_rule else "parameter"
+            odd = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
+            if (learnt.bound, learnt.per) != (spikes.bound.name, per):
                 old, new = (
-                    f"`{bound}`, per: {per}" for bound, per in ((learnt.bound, learnt.per), kind)
+                    f"`{learnt.bound}`, per: {learnt.per}",
+                    f"`{spikes.bound.name}`, per: {per}",
                 )
                 yield rule, f"has learnt as {old}, and is {new}: the rule restarts"
-            elif unlike and spikes.over_rule:
-                yield rule, f"{unlike[0]}, so its norm is a different quantity: the rule restarts"
-            else:
-                yield from ((rule, f"{told}: the rule restarts with those") for told in unlike)
+                continue
+            if odd:
+                names = shorten_names(sorted(odd))
+                what = "" if spikes.over_rule else " with those"
+                yield (
+                    rule,
+                    f"{names}: not in the rule and in the state alike, or of another shape: the rule restarts{what}",
+                )
+            if not (odd and spikes.over_rule):
                 self._resume(rule, learnt, index)
 
     def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:
@@ -200,14 +186,6 @@ class SpikeTraps:
             kept = part.kept.clone() if learnt.per == "rule" else part.kept[:, columns]
             self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
 
-    def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
-        """Yield the differences between the parameters of a rule and the parameters of its learnt state."""
-        params = set(self._params(rule))
-        if odd := params.intersection(learnt.params, reshaped):
-            yield f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
-        if changed := params.symmetric_difference(learnt.params):
-            yield f"acts on other parameters than in the state ({shorten_names(sorted(changed))})"
-
     def _params(self, rule: str) -> list[str]:
         program = self._context.program
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
@@ -216,11 +194,6 @@ class SpikeTraps:
     def end(self, counter: StepCounter, *, took_place: bool) -> None:
         """Learn from the update that was judged last if it has taken place, else discard it."""
         judged_by_rule = self._judged.pop(counter, {})
-        if not took_place:
-            return
-        self._before, self._entered = {}, (counter, counter.step)
-        for judged in judged_by_rule.values():
-            statistic = judged.statistic
-            self._before[id(statistic)] = statistic.kept, statistic.usual
-            with torch.no_grad():
+        with torch.no_grad():
+            for judged in judged_by_rule.values() if took_place else ():
                 judged.learn()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
-_NO_MEMORY = (
-    "{ranks} has no memory for the whole parameters of the model and their gradients, which all ranks need to run the "
-    "step again together"
-)
-_ABSENT = (
-    "{ranks} did not come to this update, and all ranks must run a divided model again together"
-)
+_LACKING = "all ranks must run a divided model again: {ranks} did not come, or have no memory for whole parameters"
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
@@ -49,22 +43,11 @@ class StepDiagnosis:
     def of(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
-        """Return diagnoses by rule, for rules that trip for the first time. If ranks objected, all of them take part.
-
-        Args:
-            reports: the reports of the rules that tripped on this rank, by rule.
-            step: the number of the step.
-            scale: the factor of a `GradScaler`.
-            heard: the votes of the ranks on the step.
-        """
+        """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
         asked = {one.rule for one in heard.objections}.intersection(self._asked) - self._shared
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
             self.pending -= asked
-            # The ranks met for some rules before, at an update that this rank left out: no rank meets for those rules again.
-            asked = {one for one in asked if heard.voter is not None and heard.voter.begins(one)}
-            if not asked:
-                return {}
             failed = self._failed(step, scale, reports.values())
             diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
             return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
@@ -77,27 +60,14 @@ class StepDiagnosis:
         return diagnoses
 
     def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
-        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help.
-
-        An overflow is what scalers skip for. Ranks know of no vote on it: with several of them nothing is run again.
-        """
+        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help. For one process only."""
         if not self.pending or _dist.world() > 1:
             return None
-        with suppress(Exception), self._paused():  # a skip needs no diagnosis
+        with suppress(Exception), self._context.resting():  # a skip needs no diagnosis
             found = diagnose(self._failed(step, scale, [report]))
             fault = "" if found.cause is None else found.cause.fault
             return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
         return None
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        context = self._context
-        paused, context.paused = context.paused, True
-        try:
-            with context.parameters.lock:
-                yield
-        finally:
-            context.paused = paused
 
     def _failed(
         self, step: int, scale: Tensor | None, reports: Collection[TrapReport]
@@ -118,23 +88,18 @@ class StepDiagnosis:
     ) -> Diagnosis | None:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
-        unable = Diagnosis("not reproduced", (), failed.step, failed.rank)
         own: Diagnosis | None = None
         if (divided := self._divided()) is not None:
             # All ranks run the step again together, with whole parameters.
             told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
-            if absent := [rank for rank in heard.voter.ranks if rank not in told]:
-                return replace(unable, reasons=(_ABSENT.format(ranks=_dist.named(absent)),))
-            if full := [rank for rank, fits in told.items() if not fits]:
-                return replace(unable, reasons=(_NO_MEMORY.format(ranks=_dist.named(full)),))
+            if lacking := [rank for rank in heard.voter.ranks if not told.get(rank)]:
+                why = _LACKING.format(ranks=_dist.named(lacking))
+                return Diagnosis("not reproduced", (why,), failed.step, failed.rank)
             for call in failed.kept.calls:
                 if (module := call.module()) is not None:
                     call.casts = fully_shard.casts(module)
             around = fully_shard.unsharded(divided)
             own = self._run(replace(failed, together=True), rules, around)
-        elif reports and heard.guilty and failed.rank not in heard.guilty and _all_reduced(reports):
-            why = f"{_dist.named(heard.guilty)} contributed NaN or Inf, and this rank did not"
-            own = replace(unable, reasons=(why,))
         elif reports:
             own = self._run(failed, rules)
         return _most_telling(own, heard.voter.meet(own, LIMIT))
@@ -152,7 +117,7 @@ class StepDiagnosis:
         around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
     ) -> Diagnosis | None:
         try:
-            with self._paused(), around:
+            with self._context.resting(), around:
                 diagnosis = diagnose(failed)
                 folder = self._folder(rules)
                 return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
@@ -175,21 +140,9 @@ class StepDiagnosis:
         return Path("gradsurgeon-traps") if wanted else None
 
 
-def _all_reduced(reports: Iterable[TrapReport]) -> bool:
-    return all(report.reduced for report in reports)
-
-
 def _most_telling(
     own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
 ) -> Diagnosis | None:
     """Return the diagnosis of this rank if it blames an operation or tensor, else the first other one that does."""
     told = [other for _, other in sorted(others.items()) if other is not None]
-    if blaming := [one for one in (own, *told) if one is not None and one.where]:
-        return blaming[0]
-    if own is None:
-        return None
-    reasons = dict.fromkeys(own.reasons)
-    for other in told:
-        new = [reason for reason in other.reasons if reason not in reasons]
-        reasons |= dict.fromkeys(f"{reason} (rank {other.rank})" for reason in new)
-    return replace(own, reasons=tuple(reasons))
+    return next((one for one in (own, *told) if one is not None and one.where), own)

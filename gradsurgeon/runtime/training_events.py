@@ -6,11 +6,12 @@ knows the order in which rules act.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon.distributed.ranks import StopReason
@@ -106,6 +107,8 @@ class Step:
     inside: bool = False
     # A trap held the update back.
     skipped: bool = False
+    # Returns the optimizer, if there is one.
+    optimizer: Callable[[], Optimizer | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

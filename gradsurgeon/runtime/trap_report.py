@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
+from gradsurgeon.planning.table import count, grid
 from gradsurgeon.runtime.context import Flag
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.running_norms import JudgedNorms
@@ -21,11 +21,7 @@ from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
-_EDITED = (
-    "all of them were finite after backward: look at how the script changes gradients afterwards (a clip, a hook, an "
-    "edit of `.grad`)"
-)
-_PARTS = "each rank keeps its part of the sum: any rank may have added the NaN or Inf"
+_EDITED = "all were finite after backward: look at how the script changes gradients afterwards (a clip, an edit of `.grad`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +62,6 @@ class GradientEvidence:
     now: dict[int, NonfiniteCount]
     # The norms at the update of the parts of this rank, if they were taken.
     norms: Norms = ()
-    # The tensors with non-finite parts on other ranks, right after the last pass.
-    elsewhere: frozenset[int] = frozenset()
     # The tensors of which this rank holds a part.
     divided: frozenset[int] = frozenset()
 
@@ -86,7 +80,7 @@ class GradientEvidence:
             for tensor in found - self.now.keys()
             if math.isinf(self._after[tensor]) and not math.isfinite(norms.get(tensor, math.inf))
         }
-        return self.elsewhere.union(found - overflowed) if self.snapshots else frozenset()
+        return frozenset(found - overflowed)
 
     @cached_property
     def repaired(self) -> frozenset[int]:
@@ -132,14 +126,11 @@ class GradientEvidence:
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         # The counts at the update hold for the pass only if the script has not clipped since.
         known = self.now if _finite(self._after) == _finite(as_dict(self.norms)) else {}
-        found = {
+        return {
             tensor: known.get(tensor, uncounted(norm))
             for tensor, norm in as_dict(snapshot.norms).items()
             if not math.isfinite(norm) and tensor in self.before
         }
-        if snapshot is self.snapshots[-1]:
-            found |= {t: self.now[t] for t in self.elsewhere if t in self.now}
-        return found
 
 
 def uncounted(norm: float) -> NonfiniteCount:
@@ -160,48 +151,35 @@ def gradient_report(
     *,
     edited: bool = False,
 ) -> TrapReport:
-    """Return a report on finite and non-finite gradients, in the order in which backward delivered them.
-
-    Gradients that were ``edited`` after backward became non-finite then, and the order means nothing.
-    """
+    """Return a report in the order of backward, which means nothing for gradients ``edited`` since."""
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)
-    kinds = [f"{bad[tensor].kind if tensor in bad else 'finite':6}" for tensor in order]
+    kinds = [bad[tensor].kind if tensor in bad else "finite" for tensor in order]
     notes = [_note(bad.get(tensor), norms.get(tensor)) for tensor in order]
     marked = [tensor in bad for tensor in order]
     lines = _table("in the order in which backward produced them:", marked, kinds, labels, notes)
     if edited:
         lines.append(_EDITED)
     elif first > 0:
+        before, bad_one = labels[first - 1], labels[first]
         lines.append(
-            f"the border lies between {labels[first - 1]} (still finite) and {labels[first]} "
-            "(first that is not)"
-        )
-    elif len(bad) < len(order):
-        lines.append(
-            f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, and at the "
-            "operations after this layer in the forward pass"
+            f"the border lies between {before} (still finite) and {bad_one} (first that is not)"
         )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.
         lines.append(
-            f"every gradient is non-finite, starting with {labels[first]}, the first one that backward reached: check the "
-            "inputs of the model, its weights and the loss"
+            f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, at the "
+            "operations after this layer in the forward pass, and at inputs and weights"
         )
-    if ranks := bad[order[first]].ranks:
-        lines.append(_PARTS)
     head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
-    return TrapReport(names[order[first]], head, lines, ranks)
+    return TrapReport(names[order[first]], head, lines)
 
 
 def _note(bad: NonfiniteCount | None, norm: float | None) -> str:
     if bad is None:
         return "" if norm is None else f"norm {norm:.3g}"
-    if not bad.number:
-        return ""
-    part = f", in the part of {_dist.named(bad.ranks)}" if bad.ranks else ""
-    return f"{bad.number:,} element{'s' if bad.number > 1 else ''}{part}"
+    return count(bad.number, "element") if bad.number else ""
 
 
 def threshold_report(
@@ -235,16 +213,13 @@ def _table(
     notes: Sequence[str],
 ) -> list[str]:
     """Return a title and aligned rows around the first marked one, with counts of the rows that are left out."""
-    start = max(0, min(marked.index(True) - _SHOWN // 2, len(labels) - _SHOWN))
-    shown = range(start, min(start + _SHOWN, len(labels)))
-    first, second = (max(len(texts[place]) for place in shown) for texts in (words, labels))
-    rows = [
-        f"  {'>' if marked[place] else ' '} {words[place]:{first}}  {labels[place]:{second}}  {notes[place]}"
-        for place in shown
-    ]
+    marks = [">" if mark else " " for mark in marked]
+    rows = list(zip(map(" ".join, zip(marks, words, strict=True)), labels, notes, strict=True))
+    start = max(0, min(marked.index(True) - _SHOWN // 2, len(rows) - _SHOWN))
     above = [f"    ... {start} more before"] if start else []
-    below = [f"    ... {len(labels) - shown.stop} more after"] if shown.stop < len(labels) else []
-    return [title, *above, *map(str.rstrip, rows), *below]
+    after = len(rows) - start - _SHOWN
+    below = [f"    ... {after} more after"] if after > 0 else []
+    return [title, *above, *grid(rows[start : start + _SHOWN]), *below]
 
 
 _SPIKES_SHOWN = 8
@@ -257,54 +232,38 @@ def spike_report(
 ) -> TrapReport:
     """Report the parameters that carry a spike, and where it begins. Waits for the device.
 
-    Args:
-        names: the names of all parameters.
-        judged: norms, at least one of them a spike.
-        arrived: all tensors in the order in which backward produced their gradients, empty if it is unknown. The tensors
-            of one node share a group; -1 stands for a tensor that is no parameter of the model.
+    ``arrived`` has the order of backward, empty if it is unknown: tensors of one node share a group, -1 is no parameter.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
-    if judged.spikes.over_rule:
-        above = _above(judged.spikes, norms[0], before[:, 0])
-        head = f"spike: over {count(len(judged.tensors), 'gradient')} {above}"
-        title, (rows, more) = "each parameter's share of the squared norm:", _by_share(judged)
+    total, spikes = count(len(judged.tensors), "gradient"), judged.spikes
+    if spikes.over_rule:
+        head = f"spike: over {total} {_above(spikes, norms[0], before[:, 0])}"
+        title, rows = "each parameter's share of the squared norm:", _by_share(judged)
     else:
-        spikes = [
-            p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)
-        ]
-        spikes.sort(key=lambda place: -_excess(norms[place], passed[place]))
-        bounds = "is above the bound" if len(spikes) == 1 else "are above the bounds"
-        total = count(len(norms), "gradient")
-        head = f"spike: {len(spikes)} of {total} {bounds} of {'its' if len(spikes) == 1 else 'their'} own past"
-        title, shown = "the largest first:", spikes[:_SPIKES_SHOWN]
-        rows = [(judged.tensors[p], _above(judged.spikes, norms[p], before[:, p])) for p in shown]
-        more = (
-            [f"    ... {len(spikes) - _SPIKES_SHOWN} more"] if len(spikes) > _SPIKES_SHOWN else []
-        )
-    labels = [printable(names[tensor]) for tensor, _ in rows]
-    width = max(map(len, labels))
-    table = [f"    {label:{width}}  {text}" for label, (_, text) in zip(labels, rows, strict=True)]
-    begins = []
-    if judged.spikes.over_rule or judged.spikes.bound.keeps_mean:
-        begins = list(_beginning(names, judged, arrived))
-    lines = [title, *table, *more, *begins]
+        places = [p for p, norm in enumerate(norms) if not passed[p] >= norm or norm == math.inf]
+        places.sort(key=lambda place: -_excess(norms[place], passed[place]))
+        head = f"spike: {len(places)} of {total} above the bound of its own past"
+        title = "the largest first:"
+        rows = [(judged.tensors[p], _above(spikes, norms[p], before[:, p])) for p in places]
+    shown = [(printable(names[tensor]), text) for tensor, text in rows[:_SPIKES_SHOWN]]
+    lines = [title, *grid(shown)]
+    if len(rows) > _SPIKES_SHOWN:
+        lines.append(f"    ... {len(rows) - _SPIKES_SHOWN} more")
+    if spikes.over_rule or spikes.bound.keeps_mean:
+        lines += _beginning(names, judged, arrived)
     return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
-    """Return a line on gradients that `clip` has cut, and the parameter that was cut most or carries most of the norm."""
+    """Return a line on the norm that `clip` has cut most, and its parameter; no name for a norm over all."""
     norms, passed, before = judged.read(numbers)
     cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
-        largest, carrier = judged.largest(numbers)
-        name = names[judged.tensors[carrier]]
-        share = f"{printable(name)} carries {(largest / norms[place]) ** 2:.0%} of its square"
-        return f"over {count(len(judged.tensors), 'gradient')} {told}; {share}", name
+        return f"over {count(len(judged.tensors), 'gradient')} {told}", ""
     name = names[judged.tensors[place]]
-    several = f" ({len(cut)} gradients were cut in this step)" if len(cut) > 1 else ""
-    return f"of {printable(name)} {told}{several}", name
+    return f"of {printable(name)} {told}", name
 
 
 def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
@@ -320,21 +279,17 @@ def _excess(norm: float, passed: float) -> float:
     return norm / passed if passed > 0 and math.isfinite(norm) else math.inf
 
 
-def _by_share(judged: JudgedNorms) -> tuple[list[tuple[int, str]], list[str]]:
-    """Return the parameters that carry most of a norm, with a text, and a line on the others."""
+def _by_share(judged: JudgedNorms) -> list[tuple[int, str]]:
+    """Return the parameters that carry a norm, the largest first, with a text."""
     each = zip(judged.tensors, judged.each.tolist(), judged.usual.tolist(), strict=True)
     rows = sorted(each, key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
-    total = sum(norm * norm for _, norm, _ in rows)
-    known, shown = math.isfinite(total) and total > 0, []
-    for tensor, norm, mean in rows[:_SPIKES_SHOWN]:
+    total, found = sum(norm * norm for _, norm, _ in rows), []
+    known = math.isfinite(total) and total > 0
+    for tensor, norm, mean in rows:
         share = f"{norm * norm / total:4.0%}  " if known else ""
         times = f", {norm / mean:.3g} times its running mean {mean:.3g}" if mean else ""
-        shown.append((tensor, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
-    rest = sum(norm * norm for _, norm, _ in rows[_SPIKES_SHOWN:])
-    share = f"  {rest / total:.0%}" if known else ""
-    return shown, [f"    ... {len(rows) - _SPIKES_SHOWN} more{share}"] if len(
-        rows
-    ) > _SPIKES_SHOWN else []
+        found.append((tensor, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
+    return found
 
 
 def _beginning(

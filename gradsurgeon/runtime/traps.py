@@ -19,7 +19,6 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.conclusions import Conclusions, Finding, Look, Rows, StepContext, Trip
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import (
@@ -36,18 +35,14 @@ from gradsurgeon.runtime.trap_report import (
     uncounted,
 )
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.measure import NonfiniteCount, Norms
+from gradsurgeon.tensors.measure import Norms
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
     "not: its GradScaler skips alone, so its scale differs from the others from now on"
 )
-_REPAIRED = (
-    "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
-    "between, no trap"
-)
+_REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
-_LOSS_IS_NAN = ". The loss was NaN, which is no overflow"
 _NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
@@ -58,8 +53,6 @@ class Traps:
         self._spikes = spikes
         self.rows = Rows()
         self._conclusions = Conclusions(context, kept, self.rows)
-        # Whether a pass of the current step began at a scaled loss that is NaN.
-        self._lost: dict[StepCounter, Tensor] = {}
         # The number of consecutive steps that scalers have skipped.
         self._scaler_skips: Counter[StepCounter] = Counter()
         # The number of all skips that were no trap.
@@ -78,14 +71,9 @@ class Traps:
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
             snapshots.append(snapshot)
-            done = snapshot.done
-            if done.scale is not None and done.graph is not None and done.graph.loss is not None:
-                lost = done.graph.loss.isnan()
-                self._lost[counter] = self._lost.get(counter, lost) | lost
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
-        self._lost.pop(counter, None)
         if self.rows.current:
             self.rows.done(counter)
 
@@ -100,10 +88,9 @@ class Traps:
             (doubtful,) = measure.nonfinite(norms)
             if doubtful and done.scale is not None:
                 text = _OVERFLOW.format(step=counter.step, rank=rank)
-                found.append(Objection(rank, "", OVERFLOWED, "skipped-step", concerns, "", text))
+                found.append(Objection(rank, "", OVERFLOWED, concerns, "", text))
                 continue
             bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
-            parts = {self._names[t]: (one.kind, one.number) for t, one in bad.items() if one.ranks}
             evidence = GradientEvidence(snapshots, (), bad, norms)
             flagged = self._judge_activations(counter, final=False)
             for rule, report in [*self._findings(deciding, evidence), *flagged]:
@@ -112,8 +99,8 @@ class Traps:
                     continue
                 trip = Trip(rule, decision, self.rows.of(counter, rule) + 1, report)
                 text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
-                where = rule, trip.severity, "trap", concerns, report.name
-                found.append(Objection(rank, *where, text, report.guilty, parts))
+                where = rule, trip.severity, concerns, report.name
+                found.append(Objection(rank, *where, text, report.guilty))
         return found
 
     def decide(self, update: StepContext) -> StepDecision:
@@ -136,10 +123,7 @@ class Traps:
         return self._conclude(update, findings)
 
     def decide_edited(self, update: StepContext, edited: set[int]) -> StepDecision:
-        """Judge gradients again that rules at `step` may have made non-finite. A collective for sharded gradients.
-
-        All ranks have the same rules and the same averaged or sharded gradients, so all of them find the same.
-        """
+        """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context, trapped = self._context, update.due.trapped
         norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)
@@ -190,17 +174,13 @@ class Traps:
         fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
         for bound in fired:
             event_log.count_fired(bound.rule.id, update.step)
-        objections = update.heard.objections
-        elsewhere = self._counted_elsewhere(gradients, update.heard) if objections else {}
-        if not (before or doubtful or elsewhere):
+        if not (before or doubtful):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        for tensor, others in elsewhere.items():
-            bad[tensor] = measure.merged([*([bad[tensor]] if tensor in bad else ()), *others])
         snapshots = self._snapshots[update.counter]
         divided = frozenset(t for t in tensors if _dist.is_sharded(gradients[t]))
-        evidence = GradientEvidence(snapshots, tensors, bad, norms, frozenset(elsewhere), divided)
-        objecting = {one.rule for one in objections}
+        evidence = GradientEvidence(snapshots, tensors, bad, norms, divided)
+        objecting = {one.rule for one in update.heard.objections}
         for bound in fired:
             rule = bound.rule.id
             names = [self._names[tensor] for tensor in bound.tensors if tensor in evidence.repaired]
@@ -208,24 +188,6 @@ class Traps:
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
                 event_log.emit("notice", text, rule=rule, step=update.step, name=names[0])
         return self._findings(fired, evidence)
-
-    def _counted_elsewhere(
-        self, gradients: Gradients, heard: Heard
-    ) -> dict[int, list[NonfiniteCount]]:
-        """Return the counts of other ranks in their parts of gradients, by tensor."""
-        told = [one for one in heard.objections if one.counts and one.rank != _dist.rank()]
-        tensors = {name: tensor for tensor, name in enumerate(self._names)} if told else {}
-        found: dict[int, list[NonfiniteCount]] = {}
-        for one in told:
-            for name, (kind, number) in one.counts.items():
-                tensor = tensors.get(name, -1)
-                # Replicas hold the same part.
-                if tensor in gradients and one.rank in _dist.sharing(gradients[tensor]):
-                    part = NonfiniteCount(kind, number, (one.rank,))
-                    # Rules that share parameters report the same counts.
-                    if part not in found.setdefault(tensor, []):
-                        found[tensor].append(part)
-        return found
 
     def _look_at_statistics(self, update: StepContext) -> Iterator[Look]:
         for bound in update.due.thresholds:
@@ -253,9 +215,7 @@ class Traps:
         context, event_log, step = self._context, self._context.event_log, counter.step
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
-        lost = bool(self._lost.get(counter, False))
-        text = SCALER_SKIP.format(step=step) + (_LOSS_IS_NAN if lost else "")
-        event_log.emit("scaler-skip", text, step=step)
+        event_log.emit("scaler-skip", SCALER_SKIP.format(step=step), step=step)
         evidence = self._evidence_of_skip(counter)
         # A skip caused by other tensors says nothing about a trap: its row goes on.
         due = [bound for bound in context.due_rules(counter).traps if evidence.concerns(bound)]

@@ -1,20 +1,34 @@
 """The problems of one document, a file or plain Python data, without its includes."""
 
 import pathlib
-from collections import Counter
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq, ge, gt, le, lt, ne
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from gradsurgeon.actions import FROM_LIST, Flaw, Options, Rule, check_rule, described, flawed
+from gradsurgeon.actions import (
+    FROM_LIST,
+    Flaw,
+    Options,
+    Rule,
+    check_rule,
+    described,
+    flawed,
+    read_options,
+)
 from gradsurgeon.errors import Place, Problem
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.schema._version import FORMAT, VERSION, meets
 from gradsurgeon.source import Document, Path
 
-MAX_PROBLEMS = 100  # of one severity: no reader needs more, and the log of a job stays short
+VERSION = "0.1.0"
+FORMAT = 1
+
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
+_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
+MAX_PROBLEMS = 100  # no reader needs more, and the log of a job stays short
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,20 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
     return None
 
 
+def meets(version: str, requirement: str) -> bool | None:
+    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` for any other text."""
+
+    def release(text: str) -> tuple[int, ...]:
+        numbers = [int(part) for part in text.split(".")]
+        return tuple(numbers + [0] * (4 - len(numbers)))
+
+    clauses = [_CLAUSE.fullmatch(clause.strip()) for clause in requirement.split(",")]
+    if not all(clauses):
+        return None
+    have = release(version)
+    return all(_COMPARISONS[one[1]](have, release(one[2])) for one in clauses if one)
+
+
 def _requirement(text: str) -> str:
     if meets(VERSION, text) is None:
         message = f"`requires` must be comparisons of versions, found {described(text)}"
@@ -88,20 +116,15 @@ class _RuleFile(Options):
         Field(min_length=1, examples=['- {id: my-rule, action: norm-log, params: "*"}']),
     ] = None
 
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        if "rules" not in given and not given.get("include"):
+    def flaws(self) -> Iterator[Flaw]:
+        if self.rules is None and self.include is None:
             message = "missing key `rules`: there is nothing to do"
             hint = "write `rules:` with a list of rules below, each beginning with `- id: ...`"
-            yield Flaw("rules", message, hint, missing=True, check="missing-key")
+            yield Flaw("rules", message, hint, "missing-key")
 
 
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-    try:
-        _RuleFile.model_validate(dict(data), context={})
-    except ValidationError as errors:
-        (error,) = errors.errors(include_url=False)
-        yield from (_problem(source, (), flaw) for flaw in error["ctx"]["flaws"])
+    yield from (_problem(source, (), flaw) for flaw in read_options(_RuleFile, data)[1])
 
 
 def duplicate_ids(
@@ -130,41 +153,27 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
 
 def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
     path: Path = (*at, *flaw.path)
-    if flaw.missing:
+    if flaw.is_missing:
         place = source.missing_place(path[:-1])
     else:
-        place = source.key_place(path) if flaw.key else source.place(path)
+        place = source.key_place(path) if flaw.is_unknown_key else source.place(path)
     return Problem(place, flaw.check, flaw.message, flaw.hint)
 
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems in the order of the file, without mere echoes of other problems."""
-    misread = {problem.place for problem in problems if problem.check.startswith("yaml-")}
-
-    def echoes(problem: Problem) -> bool:
-        # The wrong type of a value with a YAML problem of its own is noise.
-        return problem.place in misread and not problem.check.startswith("yaml-")
-
-    # Two aliases of one mapping repeat its problems.
-    kept = [problem for problem in dict.fromkeys(problems) if not echoes(problem)]
-    return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))
+    """Return the problems in the order of the file, each once: aliases of one mapping repeat them."""
+    # The wrong type of a value with a YAML problem of its own is noise.
+    misread = {one.place for one in problems if one.check.startswith("yaml-")}
+    kept = [one for one in problems if one.check.startswith("yaml-") or one.place not in misread]
+    return sorted(dict.fromkeys(kept), key=lambda one: (one.place.line, one.place.col))
 
 
 def bounded(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the first problems of each severity, in order, and then the number of further problems."""
-    seen: Counter[str] = Counter()
-    kept: list[Problem] = []
-    first: dict[str, Problem] = {}  # the first omitted problem of each severity
-    for problem in problems:
-        seen[problem.severity] += 1
-        if seen[problem.severity] <= MAX_PROBLEMS:
-            kept.append(problem)
-        else:
-            first.setdefault(problem.severity, problem)
-    for severity, problem in first.items():
-        more = seen[severity] - MAX_PROBLEMS
-        message = f"and {more} more {severity}{'' if more == 1 else 's'}, from here on"
+    """Return the first problems, in order, and then the number of further problems."""
+    kept, more = [*problems[:MAX_PROBLEMS]], problems[MAX_PROBLEMS:]
+    if more:
+        message = f"and {len(more)} more problems, from here on"
         kept.append(
-            replace(problem, check="too-large", message=message, hint="correct these first")
+            replace(more[0], check="too-large", message=message, hint="correct these first")
         )
     return kept

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gradsurgeon import packs, source
 from gradsurgeon.actions import Rule, described
@@ -29,25 +29,16 @@ from gradsurgeon.schema._document import (
 MAX_FILES = 32
 
 
-class Files(Protocol):
+class Files(NamedTuple):
     """A tree of files for `include`: on disk, or in a commit of git."""
 
-    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
-        """Return the file of a relative entry in a file in ``folder``, or raise `IncludeError`."""
-
-    def read(self, target: packs.Included) -> Located:
-        """Read a file that `find` returned, or raise `RuleFileError`."""
-
-
-class _Disk:
-    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
-        return packs.file_on_disk(entry, folder)
-
-    def read(self, target: packs.Included) -> Located:
-        return source.read(target.path, target.name)
+    # Returns the file of a relative entry in a file in a folder, or raises `IncludeError`.
+    find: Callable[[str, pathlib.Path], packs.Included]
+    # Reads a file that `find` returned, or raises `RuleFileError`.
+    read: Callable[[packs.Included], Located]
 
 
-DISK: Files = _Disk()
+DISK = Files(packs.file_on_disk, lambda target: source.read(target.path, target.name))
 
 
 @dataclass(frozen=True)
@@ -88,10 +79,7 @@ class RuleSet:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text. With included files it is the hash of the hashes of all texts, one per line.
-
-        Rules from Python have no text: their hash comes from the rules themselves.
-        """
+        """Hash of the text, of the hashes of all texts if files are included, or of rules from Python."""
         if not self.text:
             return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
         hashes = [_sha256(text) for _, text in self.files] or [_sha256(self.text)]
@@ -233,11 +221,7 @@ class _Tree:
 
 
 def pack(name: str) -> source.Document:
-    """Read a pack by its name, such as ``gradsurgeon:debug@1``.
-
-    Raises:
-        RuleFileError: there is no such pack.
-    """
+    """Read a pack by its name, such as ``gradsurgeon:debug@1``, or raise `RuleFileError`."""
     try:
         return source.read(packs.rule_file(name).path, name)
     except packs.IncludeError as error:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+import os
 import threading
 import time
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern, select
-from gradsurgeon.sinks import open_sinks
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.sinks.summary import Measured, Prefixes, summary
-from gradsurgeon.store.memory import Key
-from gradsurgeon.store.outlet import Outlet
+from gradsurgeon.statistics import STATISTICS
+from gradsurgeon.store.files import Outlet
+from gradsurgeon.store.memory import Key, Measured
 
+_LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
 _ASIDE = "; training does not depend on it"
 # The session wakes the thread every two seconds.
@@ -27,20 +32,62 @@ _MOST_ROWS, _MORE_ROWS = 20, 200
 _MOST_BYTES = 64 * 2**20
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
-# The names of the largest norms change. A text of them in each step could not be read.
-_TOP_EVERY = 100
+# Up to so many tensors each have a curve: losses, or the layers of a small model.
+_FEW = 10
+# Bins of the histogram of decimal logarithms, in a decade.
+_PER_DECADE = 4
+NORM = "l2"
+# What a sink gets of one row: scalars by name, and edges and counts of a histogram.
+Summary = tuple[dict[str, float], tuple[list[float], list[int]] | None]
+
+
+class OpenSink:
+    """A sink that several sessions may use until the process ends, each with a title, ``None`` before it begins."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink  # while it lives, no other object has its number
+        self.lock = threading.Lock()
+        self.pid = os.getpid()
+        self.titles: dict[object, str | None] = {}
+
+    def take_title(self, session: object, title: str) -> str:
+        """Return the title, or ``model-2`` and so on if another session has it now."""
+        with _changing:
+            number = 1
+            while title in self.titles.values():
+                number += 1
+                title = f"model-{number}"
+            self.titles[session] = title
+        return title
+
+
+_open: dict[int, OpenSink] = {}
+_changing = threading.Lock()
+
+
+def opened(sink: Sink) -> OpenSink:
+    """Return the one object of a sink, which is closed when the process ends."""
+    with _changing:
+        return _open.setdefault(id(sink), OpenSink(sink))
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the sinks that this process has opened and that no session uses. Until then a session may begin."""
+    with _changing:
+        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
+        for one in ended:
+            del _open[id(one.sink)]
+    for one in ended:
+        try:
+            one.sink.close()
+        except Exception as error:  # noqa: BLE001 # whatever a client raises
+            text = "the sink %s could not be closed: %s"
+            _LOGGER.error(text, type(one.sink).__name__, error)  # noqa: TRY400 # of the client
 
 
 class Delivery(Outlet):
-    """Brings rows and events to one sink. The training's thread only puts them into the queue.
-
-    Nothing is sent before `begin`: the session may be refused, or has yet to take over from another session.
-
-    Args:
-        sink: the sink.
-        title: the name of this model in the names of the curves, if there are several models.
-        texts: texts to send at the beginning, by name.
-    """
+    """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
     def __init__(
         self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
@@ -49,7 +96,7 @@ class Delivery(Outlet):
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
         self._sink, self._title = sink, title
-        self._shared = open_sinks.opened(sink)
+        self._shared = opened(sink)
         self._shared.titles[self] = None
         self._texts = dict(texts or {})
         # Guards what waits.
@@ -58,44 +105,30 @@ class Delivery(Outlet):
         self._bytes = 0
         self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
-        # What the thread has taken and not sent yet.
-        self._sending = 0
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
         # Only the thread uses these.
         self._compiled = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._prefixes = Prefixes()
+        self._prefixes: Prefixes = {}
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, Measured] = {}
         self._kinds: Counter[str] = Counter()
-        self._top_written: dict[str, int] = {}
         self._sent = 0
 
     def begin(self) -> None:
         """Start sending: the session has begun, and the session that it replaces is over."""
         self._title = self._shared.take_title(self, self._title)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # there are too many threads
-            self._fail(error)
+        self._thread.start()
 
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Take one row, as `Records.add` does. A row that may be replaced is sent once its step is over."""
+    def take(self, row: Measured) -> None:
+        """Take one row. A row that may be replaced is sent once its step is over."""
         if self.closed:
             return
         with self._lock:
-            self._rows.append(Measured(key, step, values, absent, replace))
-            self._bytes += len(values)
+            self._rows.append(row)
+            self._bytes += len(row.values)
             while self._bytes > _MOST_BYTES and len(self._rows) > 1:
                 self._bytes -= len(self._rows.popleft().values)
                 self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
@@ -127,22 +160,16 @@ class Delivery(Outlet):
         if self._thread.ident is not None:
             self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive() and not self.failed:
-            self.failed = (
-                f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{len(self._rows) + self._sending:,} rows"
-            )
+            self.failed = f"{self.name} has not ended after {_PATIENCE:g} seconds: it is left alone"
             self._note(f"{self.failed}{_ASIDE}")
 
     def discard(self) -> None:
         """End without a word: the session did not begin. The sink stays open for the next session."""
-        self._texts.clear()
-        self._taken()
+        self._ended = True
         self._shared.titles.pop(self, None)
-        self.end()
 
     def _fail(self, error: BaseException) -> None:
         self._shared.titles.pop(self, None)
-        self._shared.failed = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         self.failed = f"{self.name} has failed: {printable(reason)}"
         self._note(f"{self.failed}{_ASIDE}")
@@ -167,7 +194,6 @@ class Delivery(Outlet):
                     self._lock.wait_for(lambda: self._rows or self._events or self._ended)
                     more = not self._ended
                     taken, events = self._taken()
-                    self._sending = len(taken)
                 rows = list(self._finished(taken))
                 if not more:
                     rows += self._unfinished.values()
@@ -178,7 +204,6 @@ class Delivery(Outlet):
                         self._send(row)
                     if events or rows:
                         self._sink.flush()
-                self._sending = 0
             self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
@@ -202,7 +227,7 @@ class Delivery(Outlet):
             by_key[row.key].append(row)
         for of_key in by_key.values():
             for start in range(0, len(of_key), many):
-                yield max(of_key[start : start + many], key=Measured.weight)
+                yield max(of_key[start : start + many], key=weight)
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
@@ -214,21 +239,69 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: Measured) -> None:
-        names, prefix = row.key.names, self._prefixes.of(row.key)
+        names, prefix = row.key.names, prefix_of(row.key, self._prefixes)
         if names not in self._chosen:
             columns = select(self._compiled, names)
             self._chosen[names] = frozenset(names[column] for column in columns)
         if (item := summary(row, prefix, self._chosen[names])) is None:
             return
-        scalars = {self._named(name): value for name, value in item.scalars.items()}
-        self._sink.scalars(row.step, scalars)
-        if item.histogram is None:
-            return
-        logarithms = self._named(f"{prefix}/log10 of the norms")
-        self._sink.histogram(row.step, logarithms, *item.histogram)
-        name = self._named(f"{prefix}/top/names")
-        if row.step >= self._top_written.get(name, row.step - _TOP_EVERY) + _TOP_EVERY:
-            self._top_written[name] = row.step
-            top = enumerate(item.top, 1)
-            lines = [f"{place}. {tensor}: {value:.6g}" for place, (tensor, value) in top]
-            self._sink.text(row.step, name, "\n".join(lines))
+        scalars, histogram = item
+        self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
+        if histogram is not None:
+            logarithms = self._named(f"{prefix}/log10 of the norms")
+            self._sink.histogram(row.step, logarithms, *histogram)
+
+
+def weight(row: Measured) -> float:
+    """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
+    total, stat = math.hypot(*array("f", row.values)), row.key.stat
+    if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
+        return float(row.step)
+    return total if math.isfinite(total) else math.inf
+
+
+Prefixes = dict[tuple[str, str, str], list[Key]]
+
+
+def prefix_of(key: Key, known: Prefixes) -> str:
+    """Return the beginning of names of numbers over several tensors: each of several optimizers has its own."""
+    series = known.setdefault(key[:3], [])
+    if key not in series:
+        series.append(key)
+    part = series.index(key) + 1
+    return key.rule if part == 1 else f"{key.rule}/part-{part}"
+
+
+def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> Summary | None:
+    """Return what a sink gets of a row, ``None`` if nothing was measured. Tensors that are chosen have a curve each."""
+    rule, stat, _, names = row.key
+    numbers = zip(names, array("f", row.values), strict=True)
+    pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
+    if stat not in STATISTICS or STATISTICS[stat].of_update:
+        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
+        pairs = [pair for pair in pairs if not math.isnan(pair[1])]
+    if not pairs:
+        return None
+    of_norms = stat == NORM and len(names) > 1
+    if not of_norms and len(names) <= _FEW:
+        return {f"{rule}/{name}/{stat}": value for name, value in pairs}, None
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+    finite = [value for _, value in pairs if math.isfinite(value)]
+    found = {"not finite": float(len(pairs) - len(finite))}
+    if of_norms:
+        found["total"] = math.hypot(*(value for _, value in pairs))
+    else:
+        prefix = f"{prefix}/{stat}"
+    if finite:
+        found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
+    scalars |= {f"{prefix}/{name}": value for name, value in found.items()}
+    return scalars, _histogram(finite) if of_norms else None
+
+
+def _histogram(norms: Sequence[float]) -> tuple[list[float], list[int]] | None:
+    bins = Counter(math.floor(math.log10(norm) * _PER_DECADE) for norm in norms if norm > 0)
+    if not bins:
+        return None
+    places = range(min(bins), max(bins) + 1)
+    edges = [place / _PER_DECADE for place in (*places, places.stop)]
+    return edges, [bins[place] for place in places]

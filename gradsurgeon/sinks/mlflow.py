@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -88,14 +89,7 @@ class MLflow(Client):
             client.log_batch(self._run_id, metrics=waiting[start : start + _MOST])
 
     def close(self) -> None:
-        self._end("FINISHED")
-
-    def close_at_exit(self, error: BaseException | None) -> None:
-        """End the run. An exception that ends the process decides the status."""
-        stopped = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-        self._end("FINISHED" if error is None else stopped)
-
-    def _end(self, status: str) -> None:
+        """End the run. An exception that ends the process makes it a failed run."""
         if self._opened is None and not self._waiting:
             return
         ours, self._is_ours = self._is_ours, False
@@ -103,7 +97,9 @@ class MLflow(Client):
             self.flush()
         finally:
             if ours:
-                self._client.set_terminated(self._run_id, status)
+                # In a notebook an exception ends only a cell.
+                failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+                self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _name(name: str) -> str:

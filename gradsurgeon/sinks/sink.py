@@ -1,15 +1,27 @@
-"""What a sink has to do, and what the sinks of this package share."""
+"""What a sink has to do, what the sinks of this package share, and sinks by name, as ``tensorboard:runs/today``."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from gradsurgeon.errors import printable
 
 _METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
 # Launchers of several ranks tell each process its rank in these, before there is a process group.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+# The class of each kind, and the kind of its place.
+_KINDS = {
+    "tensorboard": ("TensorBoard", "DIR"),
+    "wandb": ("WandB", "PROJECT"),
+    "mlflow": ("MLflow", "URI"),
+}
+FORMS = tuple(f"{kind}:{place}" for kind, (_, place) in _KINDS.items())
 
 
 class Sink(Protocol):
@@ -38,21 +50,11 @@ class Sink(Protocol):
         """Make everything visible that was taken. Called after each batch."""
 
     def close(self) -> None:
-        """Close the sink. Called when the process ends, so that sessions can share a sink; or call it yourself.
-
-        If the class also has a method ``close_at_exit(error)``, the end of the process calls that instead,
-        with the exception that has ended the process, or ``None``.
-        """
+        """Close the sink. Called when the process ends, so that sessions can share a sink; or call it yourself."""
 
 
 class Client:
-    """The client of a tracker. The first rank opens it at once, so that a mistake shows early.
-
-    The other ranks open it when they use it. Only the first rank sends, and a run of another rank would be empty.
-
-    Args:
-        names: patterns, as in rule files, of tensors that get a curve each; a text is one pattern.
-    """
+    """The client of a tracker. The first rank opens it at once, so that a mistake shows early; others when they use it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = patterns_of(names)
@@ -72,13 +74,6 @@ class Client:
             self._opened = self._open()
         return self._opened
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"the sink {type(self).__name__} cannot be sent to another process, as it has a connection or a file "
-            'open: make it in that process. In Lightning, strategy="ddp" needs none to be sent, where '
-            '"ddp_spawn" does'
-        )
-
 
 def patterns_of(names: Sequence[str]) -> tuple[str, ...]:
     """Return patterns as a tuple. A text is one pattern, and not one for each of its letters."""
@@ -93,13 +88,33 @@ def _is_first_rank() -> bool:
 
 
 def check_sinks(sinks: object) -> None:
-    """Raise a `TypeError` that names the mistake unless it is a list of sinks."""
-    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
-        raise TypeError(
-            f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"
-        )
-    for sink in sinks:
+    """Raise a `TypeError` unless it is a list of sinks."""
+    for sink in sinks if isinstance(sinks, Sequence) else [sinks]:
         if lacking := [name for name in _METHODS if not hasattr(sink, name)]:
             raise TypeError(
-                f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
+                f"sinks= takes a list of sinks, such as [TensorBoard(...)]: {type(sink).__name__} has no "
+                f"{', '.join(lacking)}; see gradsurgeon.sinks.Sink"
             )
+
+
+def why_no_sink(text: str) -> str:
+    """Return why a text names no sink, empty if it names one."""
+    kind, _, place = text.partition(":")
+    if kind not in _KINDS or not place:
+        return f"`{printable(text)}` is no sink: there are {', '.join(FORMS)}"
+    if find_spec(kind) is None:
+        return f"`{printable(text)}` needs the package {kind}: pip install 'gradsurgeon[{kind}]'"
+    return ""
+
+
+def absolute(text: str) -> str:
+    """Return the text with an absolute directory, as the script may change its working directory."""
+    kind, _, place = text.partition(":")
+    return f"{kind}:{Path(place).absolute()}" if _KINDS[kind][1] == "DIR" else text
+
+
+def at_place(text: str) -> Sink:
+    """Return the sink that a text such as ``tensorboard:runs/today`` names. Raises `GradSurgeonError` without its client."""
+    kind, _, place = text.partition(":")
+    module = import_module(f"{__package__}.{kind}")
+    return cast("Sink", getattr(module, _KINDS[kind][0])(place))

@@ -70,8 +70,6 @@ class WandB(Client):
         """Do nothing: the client writes and sends by itself."""
 
     def close(self) -> None:
+        # At the end of the process the client has ended the run already, with the status of the process.
         if self._given is None and self._opened is not None:
             self._opened.finish()
-
-    def close_at_exit(self, _error: BaseException | None) -> None:
-        """Do nothing: the client knows the status with which the process ends."""

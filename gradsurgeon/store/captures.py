@@ -62,19 +62,13 @@ _FILE = TypeAdapter(list[CapturedByRule])
 
 
 def captures(run: Run) -> tuple[list[CapturedByRule], str]:
-    """Return the captured tensors of the lowest rank that has some, and why they cannot be read.
-
-    Most runs have none. A file that cannot be read does not harm the rest of the run.
-    """
-    for rank in run.ranks:
-        path = run.path / captures_name(rank)
+    """Return the captured tensors of the lowest rank that has some, and why they cannot be read."""
+    paths = [run.path / captures_name(rank) for rank in run.ranks]
+    for path in [path for path in paths if path.exists()]:
         try:
-            if not path.exists():
-                continue
             with path.open("rb") as file:
                 return _FILE.validate_json(file.read(_LONGEST)), ""
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None)
-            problem = f"cannot be read: {reason}" if reason else "is damaged"
-            return [], f"{printable(str(path))}: {problem}: no pictures of captured tensors"
+        except (OSError, ValueError):
+            text = "is damaged, or cannot be read: no pictures of captured tensors"
+            return [], f"{printable(str(path))}: {text}"
     return [], ""

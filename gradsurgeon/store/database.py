@@ -1,9 +1,9 @@
-"""Opening the SQLite file of one rank, and making it with its tables."""
+"""Opening the SQLite file of one rank, making its tables, and testing whether a process writes it."""
 
 import os
 import re
 import sqlite3
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,11 +18,38 @@ _NETWORK = re.compile(
 _MOUNTS = Path("/proc/self/mounts")
 # Without WAL a reader can lock the file for a moment. Training must not wait for it.
 _PATIENCE = 0.05
-# A checkpoint waits for the disk. With pages of 16 kB there are 16 MB of log between two checkpoints.
-_CHECKPOINT = 1000
 
 
-def create(path: Path) -> sqlite3.Connection:
+def lock_file(database: Path) -> Path:
+    return database.with_suffix(".lock")
+
+
+def locked(database: Path) -> sqlite3.Connection | None:
+    """Hold the lock file. The kernel releases it when the process dies, however it dies."""
+    lock = connect(lock_file(database), 0)
+    try:
+        lock.execute("BEGIN EXCLUSIVE")
+    except sqlite3.Error:
+        # The file system has no locks. The file of the rank is ours even so.
+        lock.close()
+        return None
+    return lock
+
+
+def is_live(database: Path) -> bool:
+    lock = lock_file(database)
+    if not lock.is_file():
+        return False
+    try:
+        # By SQLite, because closing a plain descriptor would drop a lock of this process.
+        with closing(connect(lock, 0, "?mode=ro")) as probe:
+            probe.execute("SELECT 1 FROM sqlite_master").fetchall()
+    except sqlite3.Error as error:
+        return is_busy(error)
+    return False
+
+
+def created(path: Path) -> sqlite3.Connection:
     """Open an empty file for writing and create its tables, with WAL if that is safe."""
     if not _on_network(path):
         # Some file systems refuse WAL, and others accept it and fail at the first write.
@@ -43,7 +70,6 @@ def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
         if agreed != mode:
             raise sqlite3.OperationalError(f"the file system does not support the journal `{mode}`")
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT}")
         connection.execute("BEGIN")
         connection.execute(f"PRAGMA application_id={layout.APPLICATION}")
         connection.execute(f"PRAGMA user_version={layout.FORMAT}")

@@ -1,8 +1,4 @@
-"""The start of several ranks that a run belongs to. The ranks of one start share a run directory.
-
-Ranks cannot ask each other before there is a process group. On one machine they compare the process that
-started them, and across machines the environment that it gave them.
-"""
+"""The start of several ranks that a run belongs to, by their parent process or environment, before a process group."""
 
 import json
 import os

@@ -8,14 +8,10 @@ rows are clustered by series: reading one series does not touch the others, and 
 
 from __future__ import annotations
 
-import sys
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
-
-if sys.byteorder != "little":
-    raise ImportError(
-        "files hold records in little-endian order, and this machine is not little-endian"
-    )
 
 FORMAT = 2
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
@@ -23,6 +19,8 @@ RUN_FILE = "run.json"
 SERIES_BITS = 32
 # A row of 500 parameters fills the default pages of 4 kB badly, and a row of 600 wastes half of them.
 PAGE = 16384
+# JSON has no numbers for these. Protocol Buffers spell them so.
+_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 TABLES = {
     "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -91,3 +89,22 @@ def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a mapping inside a mapping that was read from a file, empty if there is none."""
     value = meta.get(key)
     return value if isinstance(value, dict) else {}
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """Return strict JSON of printable ASCII. Control characters are escapes."""
+    return json.dumps(value, indent=indent, allow_nan=False)
+
+
+def json_number(value: float) -> float | str:
+    """Return a number for JSON. NaN and infinity become texts."""
+    return float(digits(value)) if math.isfinite(value) else nonfinite_name(value)
+
+
+def nonfinite_name(value: float) -> str:
+    return _NAMES.get(value, "NaN")
+
+
+def digits(value: float) -> str:
+    """Return nine digits, enough to tell every float32 from the next."""
+    return f"{value:.9g}"

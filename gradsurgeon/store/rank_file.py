@@ -1,15 +1,10 @@
-"""Reading the SQLite file of one rank, finished, killed, or still being written.
-
-The reader trusts nothing in a file. Its tables must be ours to the letter, because a view or a trigger could run for
-ever. Every blob must have the size that its series needs, and texts are data.
-"""
+"""Reading the SQLite file of one rank, finished, killed, or still being written. It trusts nothing in the file."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import weakref
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,12 +15,14 @@ from pydantic import TypeAdapter
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.store import layout
-from gradsurgeon.store.claim import is_live
-from gradsurgeon.store.database import connect
+from gradsurgeon.store.database import connect, is_live
 from gradsurgeon.store.layout import Stored, row_id
-from gradsurgeon.store.memory import Key
+from gradsurgeon.store.memory import Key, WholeSeries
 
 _T = TypeVar("_T")
+
+# The columns of the records in long form, in the order of `gradsurgeon export`.
+COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
 
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
@@ -152,13 +149,12 @@ def _are_of(values: Sequence[object], kind: type | int) -> bool:
     return all(type(value) is bytes and len(value) == kind for value in values)
 
 
-class StoredSeries:
+class StoredSeries(WholeSeries):
     """One series in a file. Every call reads anew."""
 
     def __init__(self, file: RankFile, number: int, key: Key) -> None:
-        self.key = key
+        super().__init__(key)
         self.rank = file.rank
-        self.columns = {name: column for column, name in enumerate(key.names)}
         self._file = file
         self._width = len(key.names)
         self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
@@ -173,10 +169,6 @@ class StoredSeries:
     def damaged(self) -> RecordError:
         """Return an error: what the file says of this series does not fit together."""
         return self._file.damaged("it lacks rows")
-
-    def ends(self) -> tuple[int, ...]:
-        last = max(0, len(self) - 1)
-        return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
 
     def one_in(self, every: int) -> Iterator[Stored]:
         # A look-up per row jumps from one to the next. `id % every` would read them all.
@@ -204,33 +196,6 @@ class StoredSeries:
             if rows:
                 yield rows
 
-    def of(self, name: str) -> list[tuple[int, float]]:
-        starts = range(0, len(self), self._batch)
-        return [pair for start in starts for pair in self.between(name, start, start + self._batch)]
 
-    def last(self, name: str) -> tuple[int, float] | None:
-        # The last row most often has a value, and callers ask again and again.
-        end, size = len(self), 1
-        while end:
-            start = max(0, end - size)
-            if pairs := self.between(name, start, end):
-                return pairs[-1]
-            end, size = start, min(2 * size, self._batch)
-        return None
-
-    def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor in some rows."""
-        column = self.columns[name]
-        # SQLite slices, so that other columns are never copied.
-        rows = self._file.query(
-            "SELECT step, substr(floats, ?, 4), coalesce(substr(absent, ?, 1), x'00') FROM rows "
-            "WHERE id BETWEEN ? AND ? ORDER BY id",
-            column * _FLOAT + 1,
-            column // 8 + 1,
-            self._low + start,
-            min(self._low + stop - 1, self._high),
-            kinds=(int, _FLOAT, 1),
-        )
-        values = array("f", b"".join(row[1] for row in rows))
-        pairs = zip(rows, values, strict=True)
-        return [(row[0], value) for row, value in pairs if not layout.is_absent(row[2], column % 8)]
+# Series, each with the columns that were asked for.
+Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]

@@ -12,23 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon._libraries import library
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.store.database import logs
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
-from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.memory import matching
-from gradsurgeon.store.rank_file import RankFile, StoredSeries
-from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
+from gradsurgeon.store.memory import Lookup, RecordQueries, matching
+from gradsurgeon.store.rank_file import Chosen, RankFile, StoredSeries
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 _MOST_RANKS = 10**6
-_LISTED = 8
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
@@ -43,12 +40,7 @@ class Run(RecordQueries):
         ranks: the ranks that have records.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        meta: Mapping[str, Any],
-        files: Sequence[RankFile],
-    ) -> None:
+    def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
         self.path = path
         self.meta = meta
         self._files = list(files)
@@ -153,38 +145,19 @@ class Run(RecordQueries):
         library("pandas", "pandas", "to_pandas")
         from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
 
-        return tables.data_frame(self._chosen(Selection(name, stat, rule)))
-
-    def to_arrow(
-        self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
-    ) -> pa.Table:
-        """Return the lines of `to_pandas` as a table of Arrow, with 34 bytes a line. Texts are dictionary-encoded.
-
-        Arguments and errors are the same. The library is pyarrow: `pip install 'gradsurgeon[arrow]'`.
-        """
-        library("pyarrow", "arrow", "to_arrow")
-        library("numpy", "arrow", "to_arrow")
-        from gradsurgeon.store import tables  # noqa: PLC0415 # events are read without numpy
-
-        return tables.arrow_table(self._chosen(Selection(name, stat, rule)))
-
-    def _chosen(self, selection: Selection) -> Chosen:
-        if chosen := selection.series(self):
-            return chosen
-        raise nothing_fits(self, self.path)
+        if found := chosen(self, name, stat, rule):
+            return tables.data_frame(found)
+        raise nothing_fits(self)
 
     def _lookup(self) -> Lookup:
-        found = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
+        logged = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
         for series in self:
-            stats, names = found.setdefault(series.key.rule, (set(), set()))
+            stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
             names.update(series.key.names)
-        logged = {
-            rule: Logged(tuple(sorted(stats)), frozenset(names))
-            for rule, (stats, names) in found.items()
-        }
-        more = {name for one in logged.values() for name in one.names}.difference(self.params)
-        return Lookup((*self.params, *sorted(more)), self._aliases, logged, self.series)
+        more = set[str]().union(*(names for _, names in logged.values())).difference(self.params)
+        sorted_stats = {rule: (sorted(stats), names) for rule, (stats, names) in logged.items()}
+        return Lookup((*self.params, *sorted(more)), self._aliases, sorted_stats, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
@@ -212,6 +185,27 @@ class Run(RecordQueries):
             yield name
             for alias in _items(param.get("aliases")):
                 self._aliases[str(alias)] = name
+
+
+def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Chosen:
+    """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
+    pattern = None if name is None else compile_pattern(name)
+    found: list[tuple[StoredSeries, Sequence[int]]] = []
+    for series in run:
+        of_rule, of_stat, _, names = series.key
+        if rule in (None, of_rule) and stat in (None, of_stat):
+            columns = range(len(names)) if pattern is None else select([pattern], names)
+            found += [(series, columns)] if columns else []
+    return found
+
+
+def nothing_fits(run: Run) -> RecordError:
+    """Return the error for a selection that fits no record of a run."""
+    if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
+        return RecordError(
+            f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
+        )
+    return RecordError(f"{printable(str(run.path))}: nothing was recorded")
 
 
 def missing_ranks(run: Run) -> list[int]:
@@ -269,31 +263,23 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
 def _read_meta(path: Path) -> dict[str, Any]:
     meta: object = None
     try:
-        text = path.read_bytes()
-        meta = json.loads(text)
+        meta = json.loads(path.read_bytes())
     except OSError as error:
         # Models and processes of one script have runs of their own.
-        inside = sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}"))
+        inside = shorten_names(sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}")))
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
-            f"{'; runs inside: ' * bool(inside)}{printable(', '.join(inside[:_LISTED]))}"
+            f"{'; runs inside: ' * bool(inside)}{inside}"
         ) from None
     except (ValueError, RecursionError):
         pass  # refused below
-    form = meta.get("format") if isinstance(meta, dict) else None
-    if not isinstance(meta, dict) or not isinstance(form, int):
-        begins = f"begins with `{printable(text[:40].decode(errors='replace'))}`"
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`: it "
-            f"{begins if text else 'is empty'}; restore it, or record the run again"
+            f"{printable(str(path))}: is damaged, or was not written by this version of gradsurgeon: no JSON "
+            f"with format {FORMAT}; restore it, or record the run again"
         )
-    if form != FORMAT:
-        raise RecordError(
-            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads format {FORMAT} only: use the "
-            "gradsurgeon that has written it"
-        )
-    return dict(meta)
+    return meta
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:

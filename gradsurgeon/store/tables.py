@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -11,49 +11,32 @@ import numpy as np
 
 from gradsurgeon._libraries import library
 from gradsurgeon.store.layout import Stored, absent_size, clean
-from gradsurgeon.store.selection import COLUMNS, Chosen
+from gradsurgeon.store.rank_file import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
 _TEXTS = ("rule", "point", "stat", "name")
-# In a block each text is a number: its place among all texts of its column.
-_DTYPES = dict.fromkeys(COLUMNS, np.int32) | {"step": np.int64, "value": np.float32}
-Block = Mapping[str, "np.ndarray[Any, Any]"]  # by column
-# The schema of an exported file has this mark: only such a file may be written over by another export.
-_MARK = {"gradsurgeon.export": "1"}
-_MAGIC = b"PAR1"
 
 
-def _places(chosen: Chosen) -> dict[str, dict[str, int]]:
-    """Return, for each column of texts, the number that stands for each text."""
-    places: dict[str, dict[str, int]] = {column: {} for column in _TEXTS}
-    for series, columns in chosen:
-        rule, stat, point, names = series.key
-        texts = [("rule", rule), ("point", point), ("stat", stat)]
-        for column, text in (*texts, *(("name", names[number]) for number in columns)):
-            # Arrow and Parquet refuse lone surrogates, which odd file names contain.
-            places[column].setdefault(clean(text), len(places[column]))
-    return places
-
-
-def _blocks(chosen: Chosen, places: Mapping[str, Mapping[str, int]]) -> Iterator[Block]:
-    """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`."""
+def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
+    """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`; texts as codes and texts."""
     for series, columns in chosen:
         key, wanted = series.key, np.array(columns)
-        names = np.array([places["name"][clean(key.names[n])] for n in columns], np.int32)
-        fixed = {
-            text: places[text][clean(getattr(key, text))] for text in ("rule", "point", "stat")
-        }
+        # Arrow and Parquet refuse lone surrogates, which odd file names contain.
+        names = [clean(key.names[number]) for number in columns]
         for rows in series.batches():
             steps, values, present = arrays(rows, len(key.names))
             lines, found = np.nonzero(present[:, wanted])
-            same = {"rank": series.rank, **fixed}.items()
+            rank, same = (np.full(len(lines), value, np.int32) for value in (series.rank, 0))
             yield {
                 "step": steps[lines],
-                **{column: np.full(len(lines), value, np.int32) for column, value in same},
-                "name": names[found],
+                "rank": rank,
+                "rule": (same, [clean(key.rule)]),
+                "point": (same, [clean(key.point)]),
+                "stat": (same, [clean(key.stat)]),
+                "name": (found.astype(np.int32), names),
                 "value": values[lines, wanted[found]],
             }
 
@@ -68,25 +51,17 @@ def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     return steps, values.reshape(len(rows), width), absent == 0
 
 
-def _joined(blocks: Sequence[Block]) -> dict[str, Any]:
-    return {
-        column: np.concatenate([np.empty(0, dtype), *(block[column] for block in blocks)])
-        for column, dtype in _DTYPES.items()
-    }
-
-
 def data_frame(chosen: Chosen) -> pd.DataFrame:
-    pandas = import_module("pandas")
-    places = _places(chosen)
-    columns = _joined(list(_blocks(chosen, places)))
-    for column, texts in places.items():
-        columns[column] = pandas.Categorical.from_codes(columns[column], list(texts))
+    pandas, blocks = import_module("pandas"), list(_blocks(chosen))
+    columns: dict[str, Any] = {}
+    for column in COLUMNS:
+        parts = [block[column] for block in blocks]
+        if column in _TEXTS:
+            texts = [pandas.Categorical.from_codes(*part) for part in parts]
+            columns[column] = pandas.api.types.union_categoricals(texts)
+        else:
+            columns[column] = np.concatenate(parts)
     return pandas.DataFrame(columns)
-
-
-def arrow_table(chosen: Chosen) -> pa.Table:
-    arrow = import_module("pyarrow")
-    return arrow.Table.from_batches(_arrow_batches(chosen), _arrow_schema())
 
 
 def _arrow_schema() -> pa.Schema:
@@ -96,39 +71,28 @@ def _arrow_schema() -> pa.Schema:
     return arrow.schema([(column, kinds.get(column, text)) for column in COLUMNS])
 
 
-def _arrow_batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
-    """Yield record batches as rows are read. All batches share the dictionaries of their texts."""
-    arrow = import_module("pyarrow")
-    places, schema = _places(chosen), _arrow_schema()
-    texts = {column: arrow.array(list(of), arrow.string()) for column, of in places.items()}
-
-    for block in _blocks(chosen, places):
-        columns = {column: arrow.array(values) for column, values in block.items()}
-        for column, dictionary in texts.items():
-            columns[column] = arrow.DictionaryArray.from_arrays(columns[column], dictionary)
-        yield arrow.record_batch([columns[column] for column in COLUMNS], schema)
-
-
 def parquet_library() -> Any:
     """Return `pyarrow.parquet`; raise `GradSurgeonError` if it is missing."""
     return library("pyarrow.parquet", "arrow", "the format parquet")
 
 
 def write_parquet(file: IO[bytes], chosen: Chosen) -> None:
-    schema = _arrow_schema().with_metadata(_MARK)
+    arrow, schema = import_module("pyarrow"), _arrow_schema()
     with parquet_library().ParquetWriter(file, schema) as writer:
-        for batch in _arrow_batches(chosen):
-            writer.write_batch(batch)
+        for block in _blocks(chosen):
+            found = [
+                arrow.DictionaryArray.from_arrays(*block[column])
+                if column in _TEXTS
+                else arrow.array(block[column])
+                for column in COLUMNS
+            ]
+            writer.write_batch(arrow.record_batch(found, schema))
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a file has the mark and exactly the columns of an export: pandas adds its own."""
-    parquet, arrow = parquet_library(), import_module("pyarrow")
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            return False
-        try:
-            found = parquet.read_schema(file)
-        except (OSError, arrow.ArrowException):  # cut off, or damaged
-            return False
-    return bool(found.equals(_arrow_schema().with_metadata(_MARK), check_metadata=True))
+    """Return whether a file has the columns of an export: only such a file may be written over."""
+    try:
+        found = parquet_library().read_schema(path)
+    except (OSError, ValueError):  # no Parquet, cut off, or damaged
+        return False
+    return bool(found.equals(_arrow_schema()))

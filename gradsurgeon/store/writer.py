@@ -1,31 +1,24 @@
-"""Writing a run directory while training goes on.
-
-Rows gather in memory. One short transaction per second writes them, so readers can always read, and a
-killed process loses one second at most. If the file fails later, training goes on: the writer gives up,
-and reports it once.
-"""
+"""Writing a run directory, in one short transaction per second. If that fails, training goes on."""
 
 import json
 import os
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store import layout
-from gradsurgeon.store.claim import Claim, unwritable
-from gradsurgeon.store.database import is_busy
-from gradsurgeon.store.files import replacing
-from gradsurgeon.store.json_text import json_text
-from gradsurgeon.store.memory import Key
-from gradsurgeon.store.outlet import Outlet
+from gradsurgeon.store import job, layout
+from gradsurgeon.store.database import created, is_busy, is_live, lock_file, locked, logs
+from gradsurgeon.store.files import Outlet, replacing
+from gradsurgeon.store.memory import Key, Measured
 
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
@@ -45,26 +38,41 @@ class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rank: int = 0,
-        meta: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], *, rank: int = 0, meta: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
-        self.rank = rank
-        self._claim = Claim(path, rank)
-        self.path, self._connection = self._claim.folder, self._claim.connection
-        try:
-            # An earlier run may have left it, and its other files be gone.
-            (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
-            if rank == 0:
-                with replacing(self.path / layout.RUN_FILE, binary=True) as file:
-                    file.write(run_json.encode())
-        except OSError as error:
-            self._claim.undo()
-            raise unwritable(self.path, error) from None
+        self.path, self.rank = Path(path), rank
+        self._database = self.path / layout.database_name(rank)
+        with ExitStack() as undo:
+            try:
+                if not self.path.exists():
+                    undo.callback(_remove, self.path.rmdir)
+                self.path.mkdir(parents=True, exist_ok=True)
+                if found := _found(self._database, rank):
+                    raise RecordError(
+                        f"{printable(str(self.path))}: already holds a run ({found}), and records are never written over "
+                        "or mixed up with those of another; pass another directory, or remove this one"
+                    )
+                # The process that makes the file has the rank. This is atomic, even on network file systems, and
+                # cannot go stale.
+                os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                for file in (self._database, *logs(self._database)):
+                    undo.callback(_remove, file.unlink)
+                self._claim = locked(self._database)
+                undo.callback(self._unlock)
+                self._connection = created(self._database)
+                undo.callback(self._connection.close)
+                # An earlier run may have left it, and its other files be gone.
+                (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
+                if rank == 0:
+                    run_file = self.path / layout.RUN_FILE
+                    with replacing(run_file, binary=True) as out:
+                        out.write(run_json.encode())
+                    undo.callback(_remove, run_file.unlink)
+            except (sqlite3.Error, OSError) as error:
+                raise _unwritable(self.path, error) from None
+            self._undo = undo.pop_all()
         self._identity = self._file_identity()
         self._series: dict[Key, _Written] = {}
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
@@ -72,16 +80,9 @@ class RunWriter(Outlet):
         self._event_ids = count(1)
         self._lock = RLock()
 
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: frozenset[int] = frozenset(),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Take one row, as `Records.add` does. The row that it replaces may be in the file already."""
+    def take(self, row: Measured) -> None:
+        """Take one row. The row that it replaces may be in the file already."""
+        key = row.key
         if self.closed:
             return
         with self._lock:
@@ -90,12 +91,12 @@ class RunWriter(Outlet):
                 series = self._series[key] = _Written(len(self._series) + 1)
                 named = series.id, *key[:3], json.dumps(key.names)
                 self._batch["series"][series.id] = named
-            if not (replace and series.step == step):
+            if not (row.replace and series.step == row.step):
                 series.rows += 1
-                series.step = step
+                series.step = row.step
             row_id = layout.row_id(series.id, series.rows - 1)
-            bits = layout.pack_absent(absent, len(key.names))
-            self._batch["rows"][row_id] = (row_id, step, values, bits)
+            bits = layout.pack_absent(row.absent, len(key.names))
+            self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
 
     def event(self, event: Event) -> None:
         """Write an event, together with the waiting rows."""
@@ -115,11 +116,7 @@ class RunWriter(Outlet):
             self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
     def file(self, name: str, content: bytes) -> None:
-        """Write a file beside the records, in place of an earlier one.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a file beside the records, in place of an earlier one. Raises `OSError`."""
         with self._lock:
             if not self.closed:
                 with replacing(self.path / name, binary=True) as file:
@@ -153,19 +150,14 @@ class RunWriter(Outlet):
     def close(
         self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
     ) -> None:
-        """Write the rest and mark the run as closed. May be called twice.
-
-        Args:
-            ended: the exception that ended the training, nothing of a clean end.
-            pending: by the first name of a series, the update that its last row waits for.
-        """
+        """Write the rest, how the run `ended`, and the updates that last rows wait for. May be called twice."""
         with self._lock:
             if self.closed:
                 return
             meta = {
                 "closed": repr(time.time()),
-                "ended": json_text(dict(ended or {})),
-                "pending": json_text(dict(pending or {})),
+                "ended": layout.json_text(dict(ended or {})),
+                "pending": layout.json_text(dict(pending or {})),
             }
             self._batch["meta"].update((row[0], row) for row in meta.items())
             self.commit()
@@ -175,21 +167,28 @@ class RunWriter(Outlet):
                 # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-                self._claim.release()
+                self._release()
 
     def discard(self) -> None:
         """Remove all files again: the session did not begin."""
         with self._lock:
-            if self.closed:
-                return
-            self._ended = True
-            if self.rank == 0:
-                with suppress(OSError):
-                    (self.path / layout.RUN_FILE).unlink()
-            self._claim.undo()
+            if not self.closed:
+                self._ended = True
+                self._undo.close()
+
+    def _release(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            _remove(lock_file(self._database).unlink)
+            self._claim = None
 
     def _file_identity(self) -> tuple[int, int]:
-        stat = self._claim.database.stat()
+        stat = self._database.stat()
         return stat.st_dev, stat.st_ino
 
     def _failed(self, error: Exception) -> None:
@@ -201,9 +200,37 @@ class RunWriter(Outlet):
             return  # tried again in a second
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.failed = (
-            f"records are no longer written to {printable(str(self._claim.database))}: "
+            f"records are no longer written to {printable(str(self._database))}: "
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
         self._note(self.failed)
         self._batch.clear()
-        self._claim.release()
+        self._release()
+
+
+def _remove(remove: Callable[[], None]) -> None:
+    with suppress(OSError):
+        remove()
+
+
+def _unwritable(folder: Path, error: Exception) -> RecordError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RecordError(
+        f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
+        "can be made and written, if need be on another file system"
+    )
+
+
+def _found(database: Path, rank: int) -> str:
+    """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
+    folder = database.parent
+    if database.exists():
+        now = ", which is being recorded right now" if is_live(database) else ""
+        return f"{database.name}{now}"
+    if not (folder / layout.RUN_FILE).exists():
+        return ""
+    # Rank 0 of this very job may have finished: ranks need not wait for each other.
+    ours = bool(job.current()) and not job.is_of_another_start(folder)
+    if rank and (ours or is_live(folder / layout.database_name(0))):
+        return ""
+    return f"{layout.RUN_FILE}, whose rank 0 is not recording"

@@ -1,11 +1,11 @@
 """Rules from the records of a healthy run. Each threshold would have bitten in a share of its steps. Needs numpy."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.store.layout import RUN_FILE, section
+from gradsurgeon.store.layout import section
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run
@@ -14,7 +14,6 @@ from gradsurgeon.suggestion.recorded import (
     GroupNorms,
     behaviours,
     group_norms,
-    rounding_noise,
     skipped_steps,
     sources,
 )
@@ -42,11 +41,7 @@ class Suggestion(NamedTuple):
 
 
 def suggest(run: Run, share: float) -> Suggestion:
-    """Return rules whose thresholds would have bitten in a share of the steps of a run.
-
-    Raises:
-        RecordError: the run has no norms of parameters, or too few.
-    """
+    """Return rules whose thresholds would have bitten in a share of the steps of a run, or raise `RecordError`."""
     where = printable(str(run.path))
     used = sources(run)
     if not used:
@@ -55,19 +50,16 @@ def suggest(run: Run, share: float) -> Suggestion:
     if len(used) > _MOST_RULES:
         reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
         raise RecordError(f"{where}: {reason}")
-    known = _known(run, used.values())
+    known = _known(run)
     rules: dict[str, str] = {}
-    without: dict[str, list[str]] = {}  # groups that get no rule, by reason
-    params, silent, noise, findings = 0, list[str](), list[str](), list[str]()
-    for series, group, norms in _groups(run, used, silent, noise):
+    params, silent, findings, missing = 0, list[str](), list[str](), list[str]()
+    for series, group, norms in _groups(run, used, silent):
         patterns = patterns_of(group, known)
         size = count(len(group), "parameter")
         edits = list(_edits_before(run, series.key, group))
         found = judged(norms, share, series.key.rule)
         if isinstance(found, str):
-            more = f" ({size}, such as {group[0]})" if len(group) > 1 else ""
-            alike = without.setdefault("; ".join([found, *edits]), [])
-            alike.append(f"{', '.join(patterns)}{more}")
+            missing.append(f"no rule for {', '.join(patterns)}: {'; '.join([found, *edits])}")
             continue
         params += len(group)
         name = rule_id("spikes" if found.drift else "clip", patterns, rules)
@@ -77,22 +69,12 @@ def suggest(run: Run, share: float) -> Suggestion:
         source = f"{size}, by `{series.key.rule}` at {series.key.point}{early}"
         comments = [*doubts, *evidence(source, norms, found, share)]
         rules[name] = "\n".join(rule_lines(name, patterns, found, comments))
-    reasons = [f"{', '.join(named)}: {reason}" for reason, named in without.items()]
     if not rules:
-        listed = "\n".join(f"  {text}" for text in reasons)
-        why = f"no group of parameters gets a rule\n{listed}"
-        raise RecordError(
-            f"{where}: {why if reasons else 'no parameter has finite norms of two steps'}"
-        )
-    missing = [f"no rule for {text}" for text in reasons]
+        listed = "\n  ".join(missing or ["no parameter has finite norms of two steps"])
+        raise RecordError(f"{where}: no parameter gets a rule\n  {listed}")
     head = [f"from {run.path}: thresholds that would have bitten in {percent(share)} of the steps"]
-    if (ranks := len(run.ranks)) > 1:
-        head.append(f"{ranks} ranks: of each parameter the norms of the lowest that has it")
     if silent:
         head.append(f"no gradient: {', '.join(patterns_of(silent, known))}")
-    if noise:
-        names = ", ".join(patterns_of(noise, known))
-        head.append(f"no rule for {names}: rounding noise, for the gradient is zero by mathematics")
     comment = "\n# ".join(map(printable, [*head, *missing]))
     body = "\n\n".join(rules.values())
     text = f"{MARK} {comment}\nversion: 1\nrules:\n{body}\n"
@@ -101,61 +83,45 @@ def suggest(run: Run, share: float) -> Suggestion:
 
 
 def _groups(
-    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str], noise: list[str]
+    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str]
 ) -> Iterator[tuple[StoredSeries, list[str], GroupNorms]]:
-    """Yield the groups with their norms; parameters without a gradient go to ``silent``, those of rounding to ``noise``."""
+    """Yield the groups with their norms; parameters without a gradient go to ``silent``."""
     skipped = skipped_steps(run)
     for series, names in used.items():
         alive = behaviours(series, names)
         silent += sorted({*names} - alive.keys())
-        noise += (rounding := rounding_noise(alive))
-        alive = {name: one for name, one in alive.items() if name not in rounding}
         if alive:
             groups = groups_of(alive, _MOST_RULES // len(used))
             for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
                 yield series, group, norms
 
 
-def _known(run: Run, used: Iterable[Sequence[str]]) -> Mapping[str, str]:
-    """Return the canonical name of each parameter by each of its names.
-
-    Raises:
-        RecordError: a used name is not listed, so no pattern could be tried on all names.
-    """
+def _known(run: Run) -> Mapping[str, str]:
+    """Return the canonical name of each parameter by each of its names."""
     known = {name: name for name in run.params}
     for param in section(run.meta, "model").get("params") or ():
         if isinstance(aliases := param.get("aliases"), list):
             known |= {str(alias): param["name"] for alias in aliases}
-    if missing := sorted({name for names in used for name in names} - known.keys()):
-        raise RecordError(
-            f"{printable(str(run.path / RUN_FILE))}: is damaged, or of another run: it does not list "
-            f"{printable(missing[0][:80])}, of which there are norms; restore it, or record the run again"
-        )
     return known
 
 
 def _edits_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
-    """Yield a doubt if rules of the run had changed the gradients before they were measured.
-
-    In a run that only observes, later rules at the same point see the edited gradient, and nothing else does.
-    """
+    """Yield a doubt if rules of the run had changed the gradients before they were measured."""
     roles, chains = section(run.meta, "roles"), section(section(run.meta, "plan"), "chains")
-    points = {rule["id"]: rule.get("point") for rule in run.rules}
-    edits = [rule for rule in roles if section(roles, rule).get("role") == "edit"]
-    before = set[str]()
+    points, before = {rule["id"]: rule.get("point") for rule in run.rules}, set[str]()
     for name in names:
         chain = chains.get(name)
         if isinstance(chain, list) and key.rule in chain:
             earlier = chain[: chain.index(key.rule)]
-            before.update(rule for rule in edits if rule in earlier)
-    told = "the gradient was edited before it was measured, by"
-    if here := {rule for rule in before if points.get(rule) == key.point}:
-        remedy = f"put `{key.rule}` above it and record again, because `--observe` does not help"
-        yield f"{told} {_listed(here)}: {remedy}"
-    if before - here and run.meta.get("mode") != "observe":
-        remedy = "record with `--observe` to measure unedited gradients"
-        yield f"{told} {_listed(before - here)}: {remedy}"
-
-
-def _listed(rules: Iterable[str]) -> str:
-    return ", ".join(f"`{rule}`" for rule in sorted(rules))
+            before.update(one for one in earlier if isinstance(one, str))
+    # A run that only observes edits nothing, but later rules at one point see the edited gradient.
+    observed = run.meta.get("mode") == "observe"
+    edits = [
+        f"`{rule}`"
+        for rule in sorted(before)
+        if section(roles, rule).get("role") == "edit"
+        and not (observed and points.get(rule) != key.point)
+    ]
+    if edits:
+        remedy = f"record again with `{key.rule}` above them in the file, and with `--observe`"
+        yield f"the gradient was edited before it was measured, by {', '.join(edits)}: {remedy}"

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from statistics import median
 
-from gradsurgeon._expressions import PatternError
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.match import compile_pattern
+from gradsurgeon.match import PatternError, compile_pattern
 from gradsurgeon.planning.table import fold_names
 from gradsurgeon.suggestion.recorded import Behaviour
 
@@ -27,11 +26,7 @@ def _template_of(name: str) -> str:
 
 
 def groups_of(behaviours: Mapping[str, Behaviour], most: int) -> list[list[str]]:
-    """Return groups of names, in the order of the first of each.
-
-    Names that differ in numbers only belong together, unless some of them behave differently. Parts that
-    behave alike are joined. If more than ``most`` groups remain, a group may span more.
-    """
+    """Return groups of names that behave alike, at most ``most``: first of those that differ in numbers only."""
     templates: dict[str, list[list[str]]] = {}
     for name in behaviours:
         templates.setdefault(_template_of(name), []).append([name])
@@ -73,12 +68,7 @@ def _cut(parts: Sequence[_Part], number: int, most: float) -> Iterator[list[_Par
 
 
 def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
-    """Return a few patterns that select these parameters and no others.
-
-    Args:
-        names: names of the parameters.
-        known: the canonical name of each parameter of the model, by each of its names.
-    """
+    """Return a few patterns that select these parameters and no others; ``known`` has canonical names by all names."""
     left, chosen = set(names), list[str]()
     for candidates in (_wide, fold_names, _single):
         matched = {text: _matched(text, known) for text in candidates(sorted(left))}

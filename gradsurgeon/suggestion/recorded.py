@@ -1,13 +1,8 @@
-"""How each parameter of a run behaves, and the norms of groups of parameters.
-
-A sample of each series shows how parameters behave, all of it gives the norms of the groups, block by block.
-Memory holds four bytes per step and group.
-"""
+"""How each parameter of a run behaves, by a sample, and the norms of groups of parameters, block by block."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +19,6 @@ _TINY = 1e-38  # below it a float32 loses its digits
 _LARGEST = 3.4e38  # above it a norm is infinite to the rule, and as a float32
 # A series may lack this share of its steps, for example because a scaler skipped them, and still count as complete.
 _SPARSE = 0.05
-# A bias with so much less gradient than the rest of its module has none by mathematics: it is rounding.
-_NOISE = math.log(1e5)
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 # Logarithms of the median, of the spread, and of the median of the second half of the steps divided by the median
@@ -34,15 +27,7 @@ Behaviour = tuple[float, float, float]
 
 
 class GroupNorms(NamedTuple):
-    """The norms over a group of parameters, and the number of steps that have none.
-
-    Attributes:
-        norms: the finite norms, oldest first.
-        steps: their steps.
-        nonfinite: number of steps with a non-finite norm.
-        skipped: number of steps whose update did not take place.
-        every: one step in so many was recorded.
-    """
+    """The finite norms over a group of parameters with their steps, and the number of steps that have none."""
 
     norms: Floats
     steps: Any
@@ -52,11 +37,7 @@ class GroupNorms(NamedTuple):
 
 
 def sources(run: Run) -> dict[StoredSeries, list[str]]:
-    """Return the series to use, each with the parameters to use it for.
-
-    A parameter has one series, of the lowest rank that recorded it: parameters that share a series share an
-    optimizer. Norms at `step` are preferred to norms at `accumulated`, then longer series to shorter ones.
-    """
+    """Return the series to use, first those at `step`, then the longest, each with its parameters."""
     best: dict[str, tuple[tuple[int, int], StoredSeries]] = {}
     for series, repeated in of_lowest_ranks(run):
         if series.key.stat == "l2" and series.key.point in _POINTS:
@@ -85,20 +66,6 @@ def behaviours(series: StoredSeries, names: Sequence[str]) -> dict[str, Behaviou
         if len(norms) > 1:
             found[name] = _behaviour(np.log(np.maximum(norms, _TINY), dtype=float))
     return found
-
-
-def rounding_noise(found: Mapping[str, Behaviour]) -> list[str]:
-    """Return biases whose gradient is zero by mathematics, such as key biases before a softmax."""
-    largest: dict[str, float] = {}
-    for name, (median, *_) in found.items():
-        module = name.rpartition(".")[0]
-        largest[module] = max(median, largest.get(module, median))
-    return [
-        name
-        for name, (median, *_) in found.items()
-        for module, _, last in [name.rpartition(".")]
-        if "bias" in last and median + _NOISE < largest[module]
-    ]
 
 
 def _behaviour(logarithms: Floats) -> Behaviour:

@@ -42,12 +42,8 @@ def judged(recorded: GroupNorms, share: float, rule: str) -> Threshold | str:
         return f"not stationary, and the norm is above 0 in only {positive}: record more"
     if found.value is not None:
         return found
-    closest = f"bites in {percent(share)} of the steps (closest: {found.bitten})"
-    none, why = "no threshold", "the norms are alike, probably because they were clipped already"
-    if found.drift:
-        none = "not stationary, and no `spike-trap` that tells large norms from others"
-        why = "try another --bites"
-    return f"{none} {closest}: {why}"
+    why = "try another --bites" if found.drift else "probably the norms were clipped already"
+    return f"no threshold bites in {percent(share)} of the steps (closest: {found.bitten}): {why}"
 
 
 def _enough(share: float) -> int:
@@ -56,15 +52,9 @@ def _enough(share: float) -> int:
 
 def doubts_of(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
-        first, second = drift.quantiles
-        in_second, in_first = (percent(crossed, digits=2) for crossed in drift.crossed)
-        asked, used = percent(1 - share), percent(1 - drift.share)
-        why = "more norms lie above it, so it shows a drift sooner"
-        lower = f" ({used} and not {asked}: {why})" * (used != asked)
         yield (
-            f"not stationary: the {used} quantile of the first half, {first:.4g}, would have "
-            f"bitten in {in_second} of the second half, and the quantile of the second half, {second:.4g}, in "
-            f"{in_first} of the first half{lower}"
+            f"not stationary: the {percent(1 - drift.share)} quantile is {drift.first:.4g} in the first half and "
+            f"{drift.second:.4g} in the second half"
         )
     if share * found.steps < _ENOUGH_BITES:
         chance = "by chance alone it may bite half as often or twice as often"
@@ -104,18 +94,15 @@ def evidence(source: str, recorded: GroupNorms, found: Threshold, share: float) 
         f"{left_out and f', without {left_out}'}"
     )
     if not found.drift:  # the doubts have both quantiles of a drift
-        halves = "(first half {:.4g}, second half {:.4g})".format(*found.halves)
-        yield f"{percent(1 - share)} quantile of their norm: {found.quantile:.4g} {halves}"
+        yield f"{percent(1 - share)} quantile of their norm: {found.quantile:.4g}"
     after = " after the warm-up" if found.drift else ""
     steps = f"{count(found.steps, 'step')}{after}"
     yield f"would have bitten in {found.bites:,} of {steps}: {found.bitten}"
 
 
 def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str:
-    """Return an id from the words that all patterns share, or else from the words of the first pattern."""
-    words = [re.findall(r"[a-z0-9]+", text.lower()) for text in patterns]
-    common = [word for word in words[0] if all(word in others for others in words)]
-    chosen = common or [*words[0], *(["and", "others"] if len(words) > 1 else [])] or ["all"]
-    base = f"{action}-{'-'.join(chosen)}"[:_LONGEST_ID].strip("-")
+    """Return an id from the words of the first pattern."""
+    words = re.findall(r"[a-z0-9]+", " ".join(patterns[:1]).lower()) or ["all"]
+    base = f"{action}-{'-'.join(words)}"[:_LONGEST_ID].strip("-")
     numbered = (f"{base}-{number}" for number in range(2, len(taken) + 3))
     return next(text for text in (base, *numbered) if text not in taken)

@@ -16,7 +16,7 @@ BETA, WARMUP = 0.97, 25
 # `clip-norm` adds this to a norm before it divides by it, and ZClip adds it to a standard deviation.
 _EPSILON = 1e-6
 # A threshold has so many digits. Norms that only further digits tell apart were clipped already.
-_DIGITS = range(2, 6)
+_DIGITS = 4
 _ALIKE = 1e-4
 # The halves lie half a run apart, and this run and the next one a whole run: if the share changes by
 # this factor between the halves, it can change by a factor of two until the next run.
@@ -35,37 +35,24 @@ def percent(share: float, digits: int = 6) -> str:
 
 
 class Drift(NamedTuple):
-    """How the halves of a run disagree.
+    """How the halves of a run disagree."""
 
-    Attributes:
-        share: share of the norms of each half that are above its quantile.
-        quantiles: quantile of the first half, and of the second half.
-        crossed: share of the second half above the quantile of the first, and the other way round.
-    """
-
-    share: float
-    quantiles: tuple[float, float]
-    crossed: tuple[float, float]
+    share: float  # of the norms of each half that are above its quantile
+    first: float  # the quantile of the first half
+    second: float
 
 
 class Threshold(NamedTuple):
-    """A threshold, and what it would have done.
+    """A threshold, and what it would have done: ``bites`` of the ``steps`` in which it could have bitten.
 
-    Attributes:
-        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` if there is a drift;
-            ``None`` if no such number bites about as often as was asked.
-        bites: number of steps in which it would have bitten; without a value, of the closest threshold.
-        steps: number of steps in which it could have bitten.
-        quantile: the norm that the asked share of all steps was above.
-        halves: the same of the first and of the second half.
-        drift: why no fixed threshold would last; ``None`` if it would.
+    ``value`` is a fixed `max_norm`, with a drift the standard deviations of a `spike-trap`, or ``None``: no number
+    bites about as often as was asked, and ``bites`` is that of the closest.
     """
 
     value: float | None
     bites: int
     steps: int
     quantile: float
-    halves: tuple[float, float]
     drift: Drift | None
 
     @property
@@ -78,7 +65,7 @@ def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:
     norms = np.asarray(recorded, float)
     middle = len(norms) // 2
     ordered, first, second = map(np.sort, (norms, norms[:middle], norms[middle:]))
-    whole, halves = _quantile(ordered, share), (_quantile(first, share), _quantile(second, share))
+    whole = _quantile(ordered, share)
     drifts = (_drift(first, second, part) for part in (share, max(share, _MANY)))
     drift = next(filter(None, drifts), None)
     value: float | None
@@ -87,12 +74,10 @@ def threshold(recorded: Floats | Sequence[float], share: float) -> Threshold:
         value, bites = _sigmas(norms.tolist(), share * steps)
     else:
         steps = len(norms)
-        value, bites = _rounded(
-            whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON), share * steps
-        )
+        value, bites = _rounded(whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON))
     # Half as often or twice is near enough, and one bite more or less if few were asked for.
     near = share * steps / 2 - 0.5 <= bites <= 2 * share * steps + 0.5
-    return Threshold(value if near else None, bites, steps, whole, halves, drift)
+    return Threshold(value if near else None, bites, steps, whole, drift)
 
 
 def _quantile(ordered: Floats, share: float) -> float:
@@ -117,7 +102,7 @@ def _drift(first: Floats, second: Floats, share: float) -> Drift | None:
     agree = all(asked / most - 1 <= found <= asked * most + 1 for found in counts)
     if agree or math.isclose(start, end, rel_tol=_ALIKE):
         return None
-    return Drift(share, (start, end), (counts[0] / len(second), counts[1] / len(first)))
+    return Drift(share, start, end)
 
 
 def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
@@ -134,28 +119,19 @@ def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
     while high > low * _CLOSE:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if bites(middle) > asked else (low, middle)
-    return _rounded(high, bites, asked)
+    return _rounded(high, bites)
 
 
-def _rounded(value: float, bites: Callable[[float], int], asked: float) -> tuple[float, int]:
-    """Return a value with the fewest digits that bite as often as asked, to a tenth, and how often it bites."""
-    for digits in _DIGITS:
-        shorter = float(f"{value:.{digits}g}")
-        found = bites(shorter)
-        if abs(found - asked) <= max(asked / 10, 0.5):
-            break
-    return shorter, found
+def _rounded(value: float, bites: Callable[[float], int]) -> tuple[float, int]:
+    """Return a value with few digits, and how often it bites."""
+    shorter = float(f"{value:.{_DIGITS}g}")
+    return shorter, bites(shorter)
 
 
 def let_through(
     norms: Iterable[float], sigmas: float, *, beta: float = BETA, warmup: int = WARMUP
 ) -> Iterator[float]:
-    """Yield how much of each norm ZClip (arXiv 2504.02507) lets through: all of it, or less of a spike.
-
-    The rule has the same statistic on tensors; here there is no torch. A norm that is 0 or not finite is let
-    through and never enters the statistic, which the first ``warmup`` of the others start. From then on what is
-    let through of a norm enters, not the norm.
-    """
+    """Yield how much of each norm ZClip (arXiv 2504.02507) lets through: all of it, or less of a spike."""
     first: list[float] = []
     mean = variance = 0.0
     for norm in norms:

@@ -21,9 +21,7 @@ _Rows = Sequence[Sequence[Tensor | None]]
 class Contributions:
     """The gradients that several senders, losses or modules, contribute to some tensors.
 
-    Args:
-        grads: the gradients by tensor id and then by sender; a missing sender counts as zeros.
-        scale: the factor of a scaler on all of them.
+    ``grads`` has them by tensor id and then by sender; a missing sender counts as zeros.
     """
 
     def __init__(
@@ -37,57 +35,33 @@ class Contributions:
         senders: Sequence[str],
         tensors: Sequence[Tensor],
         average: Callable[[Tensor], Tensor] | None = None,
-        *,
-        compare: bool = False,
     ) -> Tensor:
-        """Return the inner products of n gradients in true units; all rules with the same question share the answer.
+        """Return the inner products of n gradients in true units, float64 of shape ``[n, n]`` on the host. Waits.
 
-        Waits once for each device.
-
-        Args:
-            senders: the losses or modules.
-            tensors: the tensors of the gradients.
-            average: maps some elements of all senders, ``[n, elements]``, to their average over ranks.
-            compare: whether to compare the signs also.
-
-        Returns:
-            float64 of shape ``[1, n, n]``, on the host. If rules compare, ``[2, n, n]``: the second matrix has for each
-            pair the sum of the squares of both gradients over the elements where their signs differ.
+        All rules with the same question share the answer. ``average`` maps some elements of all senders, ``[n, elements]``,
+        to their average over ranks.
         """
         key = (*senders,), (*map(id, tensors),)
-        known = self._known.get(key)
-        if known is None or (compare and len(known) == 1):
+        if key not in self._known:
             columns = [self._grads.get(key, {}) for key in key[1]]
             rows = [[column.get(sender) for column in columns] for sender in senders]
-            known = _inner_products(rows, tensors, average, compare=compare)
+            self._known[key] = _inner_products(rows, tensors, average)
             if self._scale is not None:
-                known /= float(self._scale) ** 2
-            self._known[key] = known
-        return known
+                self._known[key] /= float(self._scale) ** 2
+        return self._known[key]
 
 
 def _inner_products(
-    rows: _Rows,
-    like: Sequence[Tensor],
-    average: Callable[[Tensor], Tensor] | None,
-    *,
-    compare: bool,
+    rows: _Rows, like: Sequence[Tensor], average: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     sums: dict[torch.device, Tensor] = {}
     # Averaging few large pieces takes less time than averaging many small ones.
     chunk = _CHUNK if average is None else _CHUNK_ON_DEVICE
     for block in _blocks(rows, like, chunk):
         block = (block if average is None else average(block)).double()  # noqa: PLW2901 # as precise
-        found = [block @ block.T]
-        if compare:
-            squares = block.square()
-            above, below = (block > 0).double(), (block < 0).double()
-            # The squares of one gradient where it is positive and the other negative, or the other way round.
-            against = (squares * above) @ below.T + (squares * below) @ above.T
-            found.append(against + against.T)
-        both = torch.stack(found)
-        sums[block.device] = sums[block.device] + both if block.device in sums else both
-    total = torch.zeros(1 + compare, len(rows), len(rows), dtype=torch.float64, device="cpu")
+        found = block @ block.T
+        sums[block.device] = sums[block.device] + found if block.device in sums else found
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     for one in sums.values():
         total += one.cpu()
     return total
@@ -126,34 +100,22 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
     return _numbers.in_float32(row.reshape(-1))
 
 
-def pairs(
-    senders: Sequence[str], known: Tensor
-) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """Yield the name of each pair with cosine, ratio of norms and opposed share; NaN if a gradient is zero.
-
-    Args:
-        senders: the losses or modules.
-        known: their inner products and opposed squares.
-    """
-    products, opposed = known.tolist()
+def pairs(senders: Sequence[str], known: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the name of each pair with cosine and ratio of norms, given the inner products; NaN if a gradient is zero."""
+    products = known.tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):
         one, other = products[first][first], products[second][second]
-        numbers = (math.nan, math.nan, math.nan)
+        numbers = (math.nan, math.nan)
         if one > 0 and other > 0 and math.isfinite(one + other):
             cosine = products[first][second] / math.sqrt(one * other)
-            share = math.sqrt(opposed[first][second] / (one + other))
-            numbers = (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
+            numbers = (max(-1.0, min(1.0, cosine)), math.sqrt(one / other))
         yield f"{senders[first]}/{senders[second]}", numbers
 
 
 def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Return a new tensor of the dtype of the terms.
+    """Return the sum of gradients by sender, in the dtype of the terms; a sender without a weight has 1.
 
     The sum is taken in float32 or more, so half precision is rounded once, at the end.
-
-    Args:
-        terms: gradients by sender, at least one.
-        weights: the weights that are not 1, by sender.
     """
     (first, one), *others = terms.items()
     total = _numbers.in_float32(one) * weights.get(first, 1.0)

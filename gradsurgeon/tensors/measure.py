@@ -1,14 +1,13 @@
 """Measures gradients of any layout and dtype, many at once: norms, statistics, and non-finite elements.
 
-Norms and statistics of sharded gradients describe whole gradients: every rank measures its own parts, and one
-collective merges the numbers of all tensors. All ranks must call it with the same tensors in the same order.
+Those of sharded gradients take one collective: all ranks must call them with the same tensors in the same order.
 `norms_here`, `parts` and `counts` measure what this rank holds, without a collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -40,8 +39,6 @@ class NonfiniteCount:
 
     kind: str
     number: int
-    # The ranks whose shard holds such elements; empty if all ranks hold the same gradient.
-    ranks: tuple[int, ...] = ()
 
 
 def norms(
@@ -93,10 +90,7 @@ def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
-    """Return one statistic of each gradient. Shape ``[len(grads)]``, or ``[len(grads), k]`` if it has k columns; float32.
-
-    The result is on the host if the gradients come from several devices, because one record needs one place.
-    """
+    """Return one statistic of each gradient. Shape ``[len(grads)]``, or ``[len(grads), k]`` if it has k columns; float32."""
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     with torch.no_grad():
@@ -177,11 +171,7 @@ def numbers(stats: Sequence[str], tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def statistic(stat: str, grad: Tensor) -> Tensor:
-    """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device, or a tensor of its columns.
-
-    Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
-    has norm 0, and NaN for statistics that need an element.
-    """
+    """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device, or a tensor of its columns."""
     if stat == "l2":
         return _numbers.norm(grad)
     how = STATISTICS[stat]
@@ -231,17 +221,8 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     for tensor, grad in sorted(grads.items()):
         kind, number = _numbers.first_nonfinite(_dist.local(grad))
         if number:
-            ranks = (_dist.rank(),) if _dist.spread(grad) else ()
-            by_tensor[tensor] = NonfiniteCount(kind, number, ranks)
+            by_tensor[tensor] = NonfiniteCount(kind, number)
     return by_tensor
-
-
-def merged(counts: Iterable[NonfiniteCount]) -> NonfiniteCount:
-    """Merge the counts of several ranks, each for its own part of one gradient."""
-    found = list(counts)
-    kind = "NaN" if any(one.kind == "NaN" for one in found) else "Inf"
-    ranks = sorted({rank for one in found for rank in one.ranks})
-    return NonfiniteCount(kind, sum(one.number for one in found if one.kind == kind), (*ranks,))
 
 
 def nonfinite(*several: Norms) -> list[list[int]]:

@@ -88,22 +88,12 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
 
 
 class Copied:
-    """A structure whose containers are copies, so later writes of other code do not change it.
+    """A structure whose containers are copies, with the types of the iterators in it, which can be used only once.
 
     An object that occurs twice occurs twice in the copy. A container that cannot be copied stays as it is.
-
-    Attributes:
-        value: the structure.
-        iterators: the types of iterators and generators in it, which can be consumed only once.
     """
 
     def __init__(self, value: Any, of_tensor: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Copy a structure.
-
-        Args:
-            value: the structure.
-            of_tensor: returns the replacement of a tensor; without it, tensors stay.
-        """
         self.iterators: list[str] = []
         self._of_tensor = of_tensor
         # Each copy with its original, which must stay alive so no other object gets its id.

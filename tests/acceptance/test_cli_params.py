@@ -125,8 +125,7 @@ class TestParams:
         (here / "params.json").write_text(mine)
         done = call_here("params", "--model", "net:small", "-o", "params.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
-        why = "a file of another kind is there and stays: move it away, or write to another"
-        assert f"gradsurgeon: cannot write params.json: {why}\n" in done.stderr
+        assert "params.json: is there already and is no params.json; name another" in done.stderr
         assert (here / "params.json").read_text() == mine
         assert sorted(path.name for path in here.glob("params*")) == ["params.json"]
 
@@ -216,8 +215,12 @@ class TestPlan:
         assert "names come from model.safetensors: it does not tell buffers" in done.stdout
         done = call_here("plan", "rules.yaml", "--params", "model.safetensors", cwd=written)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "rule flat: `where: module_type` cannot be decided" in done.stderr
-        assert "rule own: `model` cannot be decided" in done.stderr
+        assert (
+            "rule flat: `model`, `module_type` and `requires_grad` cannot be decided" in done.stderr
+        )
+        assert (
+            "rule own: `model`, `module_type` and `requires_grad` cannot be decided" in done.stderr
+        )
 
     @pytest.mark.parametrize("sources", [(), ("--params", "params.json", "--model", "net:small")])
     def test_one_source_of_names_exactly(

@@ -75,10 +75,10 @@ def test_what_is_not_stationary_makes_the_exit_code_1(here: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("edit", "measured", "told"),
     [
-        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "put `norms` above it"),
-        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "put `norms` above it"),
+        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "with `norms` above them"),
+        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "with `norms` above them"),
         ({"action": "scale", "factor": 0.1, "at": "step"}, "accumulated", ""),
-        ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "record with `--observe`"),
+        ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "with `--observe`"),
         ({"action": "scale", "factor": 0.1, "at": "backward"}, "accumulated", "with `--observe`"),
     ],
 )
@@ -136,8 +136,11 @@ def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
             "1,000 steps are too few for a share of 0.01%: it takes 10,000",
         ),
         (("run", "-o", "no/folder"), "cannot write no/folder: No such file"),
-        (("mangled",), "mangled/run.json: is damaged, or was not written by gradsurgeon: no JSON"),
-        (("mangled",), "with a `format`: it begins with `[]`; restore it, or record the run again"),
+        (
+            ("mangled",),
+            "mangled/run.json: is damaged, or was not written by this version of gradsurgeon: no JSON",
+        ),
+        (("mangled",), "with format 2; restore it, or record the run again"),
         (("several",), "once rank 0 has begun; runs inside: several/Net"),
     ],
 )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def losses_run(path: Path, *, losses: tuple[str, str, str], parts: int = 0) -> Path:
     """Eighty calls in which the first two losses begin to conflict at step 32."""
-    role = {"role": "observe", "stats": ["cosine", "ratio", "opposed"]}
+    role = {"role": "observe", "stats": ["cosine", "ratio"]}
     about = meta(
         ("w",),
         roles={"tasks": role},

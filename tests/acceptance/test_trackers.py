@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import subprocess
 import sys
@@ -90,7 +89,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     )
     assert scalars[TRAP] == {BAD: 1.0}
     # Neither the number of parameters nor that of steps makes more curves.
-    assert len(scalars) == 3 + 4 + 1 + 2
+    assert len(scalars) == 5 + 1 + 2
     histograms = found.Histograms("gradsurgeon/norms/log10 of the norms")
     assert {one.step: one.histogram_value.num for one in histograms} == {
         step: 4.0 for step in range(STEPS) if step != BAD
@@ -131,10 +130,7 @@ def artifacts(client: Any, run: str, path: str | None = None) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(None, "FINISHED"), (ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED")],
-)
+@pytest.mark.parametrize(("error", "status"), [(None, "FINISHED"), (ValueError(), "FAILED")])
 def test_mlflow_keeps_each_text_and_how_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
 ) -> None:
@@ -144,7 +140,9 @@ def test_mlflow_keeps_each_text_and_how_it_has_ended(
     sink = sinks.MLflow(f"sqlite:///{tmp_path}/runs.db")
     for text in ("one", "two"):
         sink.text(3, "gradsurgeon/events/trap/message", text)
-    sink.close_at_exit(error)
+    if error is not None:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    sink.close()
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
     (run,) = client.search_runs(["0"])
     assert run.info.status == status
@@ -171,14 +169,6 @@ def test_a_rank_that_sends_nothing_opens_nothing(
     tracker.close()
     (run,) = client.search_runs(["0"])
     assert (run.info.status, run.data.metrics) == ("FINISHED", {"a": 1.0})
-
-
-def test_one_that_is_sent_to_another_process_says_what_to_do(tmp_path: Path) -> None:
-    sink = sinks.TensorBoard(tmp_path, names="2.*")
-    assert sink.names == ("2.*",)
-    with pytest.raises(TypeError, match=r"TensorBoard cannot be sent to another process.*ddp"):
-        pickle.dumps(sink)
-    sink.close()
 
 
 def test_mlflow_joins_the_run_that_is_active(

@@ -406,7 +406,6 @@ def main() -> dict[str, Any]:
         found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
         found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)
     late = {**NORMS, "id": "late", "at": "step"}
-    found["paused edits"] = paused(BOUND, late, sharded=True)
     found["paused records"] = paused(late, sharded=True)
     found["alone"] = alone()
     found["order"] = in_another_order()

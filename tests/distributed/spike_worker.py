@@ -41,7 +41,6 @@ KINDS = ("DDP", "FSDP2", "tensor parallel")
 VARIANTS = ("plain", "accumulation", "scaler")
 # Where one rank differs from the other: in this step.
 FAULT = 5
-PAUSE = (4, 7)
 ALONE = ("nan", "large", "none")
 
 
@@ -200,7 +199,10 @@ def same() -> dict[str, Any]:
 
 
 def outcome(
-    model: Any, called: Any, rule: dict[str, Any], step_backward: Callable[[int, Any], None]
+    model: Any,
+    called: Any,
+    rule: dict[str, Any],
+    step_backward: Callable[[int, Any], None],
 ) -> dict[str, Any]:
     """Train until a rule raises; return what it raised, the weights after each step, and the rest.
 
@@ -208,7 +210,8 @@ def outcome(
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
-    weights, error = [], None
+    weights: list[Any] = []
+    error: dict[str, Any] | None = None
     for step in range(len(FACTORS)):
         optimizer.zero_grad()
         step_backward(step, session)
@@ -263,19 +266,6 @@ def refused(rule: dict[str, Any]) -> str:
     return ""
 
 
-def paused(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
-    """Pause rank 1 for some steps, in which there is a spike on all ranks."""
-    model = make()
-    called = wrapped(kind, model)
-
-    def step_backward(step: int, session: Any) -> None:
-        if dist.get_rank() == 1 and step in PAUSE:
-            (session.pause if step == PAUSE[0] else session.resume)()
-        backward(kind, called, step, 1, None)
-
-    return outcome(model, called, rule, step_backward)
-
-
 def all_at_once(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
     """Let all ranks see the same."""
     model = make()
@@ -295,10 +285,6 @@ def apart() -> dict[str, Any]:
                 found[f"refused, {per}, {then}"] = refused(spike_trap(HIGH, per, then))
             shared = {**spike_trap(HIGH, "parameter", then), "exclude": "own.*"}
             found[f"shared, {then}"] = alone("none", shared)
-        for kind in ("DDP", "FSDP2"):
-            found[f"paused, {kind}, {then}"] = paused(
-                kind, spike_trap(ABOVE["sigmas"], "rule", then)
-            )
     over_all = spike_trap(HIGH, "rule", "clip")
     found["over all"] = alone("large", over_all)
     found["over all, of clip-norm"] = alone("large", CLIP)

@@ -80,13 +80,13 @@ def test_what_one_rank_alone_has_used_is_traced_to_it(
     assert ranks[0][f"used by one, {params}"]["error"]["name"] == "side.bias"
 
 
-def test_elements_of_all_parts_are_counted(ranks: list[dict[str, Any]]) -> None:
+def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
     # Row 0 of layer 2 lies on rank 0, whoever spoilt it; layer 0 is spoilt on both.
-    for rank in ranks:
-        error = rank["FSDP2 params raise"]["error"]
-        assert (error["rank"], error["name"]) == (0, "2.weight")
-        assert "NaN     2.weight  4 elements, in the part of rank 0\n" in error["text"]
-        assert "NaN     0.weight  16 elements, in the part of ranks 0, 1\n" in error["text"]
+    first, second = (rank["FSDP2 params raise"]["error"] for rank in ranks)
+    assert (first["rank"], first["name"]) == (0, "2.weight")
+    assert (second["rank"], second["name"]) == (1, "0.weight")
+    assert "NaN     2.weight  4 elements\n" in first["text"]
+    assert "NaN     0.weight  8 elements\n" in second["text"]
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])

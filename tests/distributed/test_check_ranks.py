@@ -51,7 +51,6 @@ def test_a_device_that_lost_data_once(ranks: list[dict[str, Any]]) -> None:
     first, second = ranks[0]["lost"]
     assert (first["step"], first["name"]) == (15, "0.weight")
     assert "0.bias" not in first["message"]
-    assert "alike until then for 15 updates" in first["message"]
     assert "and 0 on rank 1" in first["message"]
     # Since then the weights have been apart.
     assert second["step"] > 15
@@ -61,7 +60,6 @@ def test_a_device_that_lost_data_once(ranks: list[dict[str, Any]]) -> None:
 def test_weights_that_differ_from_the_start(ranks: list[dict[str, Any]]) -> None:
     event = only(ranks, "unlike_from_the_start")
     assert event["name"] == "3.weight"
-    assert "and had from the start" in event["message"]
     assert "Broadcast the weights of rank 0" in event["message"]
 
 

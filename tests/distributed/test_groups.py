@@ -33,7 +33,7 @@ def test_a_rule_that_matches_nowhere_is_refused_on_all_ranks(ranks: list[dict[st
         refused = rank["nowhere"]["refused"]
         assert 'rule calm: no parameter of the model matches "frist.*"' in refused
         assert refused.endswith("(on all ranks together: 0)")
-    assert 'did you mean "first.*" (2 matches)?' in ranks[0]["nowhere"]["refused"]
+    assert 'did you mean "first.*" (it matches 2)?' in ranks[0]["nowhere"]["refused"]
 
 
 def test_what_is_expected_is_counted_over_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.losses_worker import FEATURES, METHODS, PLAIN, SETUPS, SHARDED, UNLIKE, data, make
+from distributed.losses_worker import (
+    FEATURES,
+    METHODS,
+    SETUPS,
+    SHARDED,
+    UNLIKE,
+    UNLIKE_PASSES,
+)
 from ranks import run_ranks
-from several_losses import jacobian, trunk_of, two
 
 import gradsurgeon
 from gradsurgeon.actions._methods import METHODS as TABLE
@@ -49,18 +55,6 @@ def test_ranks_end_as_one_process_on_the_joined_batch(
 
 def test_the_losses_of_one_process_conflict(ranks: list[dict[str, Any]]) -> None:
     assert max(value for _, value in ranks[0]["mgda, one process"]["cosines"]) < 0
-
-
-def test_a_loss_that_one_rank_lacks_is_one_of_zeros_there(ranks: list[dict[str, Any]]) -> None:
-    model = make()
-    parts = data(0).chunk(2)
-    rows = [jacobian(two(model, part), trunk_of(model)) for part in parts]
-    rows[1][1] = 0.0
-    aggregation = pytest.importorskip("torchjd.aggregation")
-    wanted = aggregation.MGDA()(torch.stack(rows).mean(0)).tolist()
-    for rank in ranks:
-        found = [value for grad in rank["missing"]["grads"] for value in grad]
-        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
 def test_a_nan_of_one_rank_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
@@ -115,25 +109,18 @@ def test_heads_that_are_sharded_later_meet_from_the_second_pass_on(
         assert rank["trunk sharded later"] == {"fired": 3, "said": []}
 
 
-def test_a_pause_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["paused on one"] == {"same": [False, True, False], "fired": 2}
-
-
-@pytest.mark.parametrize("where", PLAIN)
-def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], where: str) -> None:
-    steps = {"first": [0], "later": [1], "both": [0, 1]}.get(where, [])
+@pytest.mark.parametrize("what", UNLIKE_PASSES)
+def test_ranks_that_pass_other_losses_are_refused_alike(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    # What is not averaged is each rank's own.
+    alike = what in ("on another model", "no_sync")
     for number, rank in enumerate(ranks):
-        seen = rank["plain on one"][where]
-        # What is not averaged is each rank's own.
-        mine = [1] if where == "no_sync" and number else steps
-        assert seen["same"] == [step in mine for step in range(3)]
-        assert seen["fired"] == 3 - len(mine)
-        wanted = (
-            ["without the losses being known"] if number else ["rank 1 runs a plain `.backward()`"]
+        seen = rank["unlike passes"][what]
+        assert ["must pass the same losses" in said for said in seen["refused"]] == [True] * (
+            not alike
         )
-        for said, text in zip(seen["said"], wanted if steps or mine else [], strict=True):
-            assert text in said
+        assert seen["fired"] == (3 - (what == "no_sync" and number == 1) if alike else 1)
 
 
 def test_a_reentrant_checkpoint_is_refused(ranks: list[dict[str, Any]]) -> None:
@@ -148,13 +135,6 @@ def test_a_solver_that_fails_on_one_rank_keeps_no_other_waiting(
     for rank in ranks:
         assert rank["failing on one"]["same"] == [True, False, False]
     assert ranks[0]["failing on one"]["grads"] == ranks[1]["failing on one"]["grads"]
-
-
-def test_a_rule_that_another_rank_keeps_from_firing_says_so(ranks: list[dict[str, Any]]) -> None:
-    why = ("another rank was paused or ran a plain", "no gradsurgeon.backward gave the losses")
-    for rank, text in zip(ranks, why, strict=True):
-        (said,) = rank["plain throughout"]
-        assert text in said
 
 
 def test_a_model_that_is_sharded_later_is_none_of_another(ranks: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.spike_worker import ABOVE, FACTORS, FAULT, KINDS, PAUSE, PER, THEN, VARIANTS
+from distributed.spike_worker import ABOVE, FACTORS, FAULT, KINDS, PER, THEN, VARIANTS
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
@@ -154,39 +154,3 @@ def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(
     assert len(own["weights"]) == STEPS
     assert own["learnt"][0][0] == [STEPS] * 4 + [STEPS // 2]
     assert other["learnt"][0][0] == [STEPS] * 5
-
-
-def test_a_clip_rests_on_all_ranks_of_a_shard_if_one_is_paused(
-    ranks: list[dict[str, Any]],
-) -> None:
-    first, last = PAUSE
-    one, other = (rank["apart"]["paused, FSDP2, clip"] for rank in ranks)
-    assert one["weights"] == other["weights"]
-    assert one["learnt"] == other["learnt"]
-    # No update of the pause has entered, and its spike was not cut.
-    assert one["learnt"][0][0] == [STEPS - (last - first)]
-    assert one["events"] == [["notice", first, ""], ["spike", 9, "2.weight"]]
-    assert "rank 1 is paused" in one["texts"][0]
-    assert other["events"] == [["spike", 9, "2.weight"]]
-
-
-@pytest.mark.parametrize("then", ["skip-step", "raise"])
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_no_rank_judges_spikes_while_one_is_paused(
-    ranks: list[dict[str, Any]], kind: str, then: str
-) -> None:
-    first, last = PAUSE
-    one, paused = (rank["apart"][f"paused, {kind}, {then}"] for rank in ranks)
-    assert one["weights"] == paused["weights"]
-    assert one["texts"][0] == (
-        "rank 1 is paused and has a part in what the rules would do: the rules rest on this rank also"
-    )
-    # No update of the pause has entered, and its spike has stopped nobody; the later one has.
-    learnt = STEPS - (last - first)
-    if then == "skip-step":
-        assert unmoved(one["weights"]) == [9]
-        learnt -= 1
-    else:
-        assert one["error"]["step"] == paused["error"]["step"] == 9
-        learnt -= STEPS - 9
-    assert one["learnt"][0][0] == paused["learnt"][0][0] == [learnt]

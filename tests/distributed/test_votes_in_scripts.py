@@ -75,12 +75,14 @@ def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
         assert "rank 1 trapped, and all ranks skip the step" in found["events"][0][2]
 
 
-def test_ranks_wait_for_one_diagnosis_and_not_for_the_next(ranks: list[dict[str, Any]]) -> None:
+def test_each_rank_waits_for_one_diagnosis_and_not_for_the_next(
+    ranks: list[dict[str, Any]],
+) -> None:
     one, other = (rank["missed_meeting"] for rank in ranks)
     assert (one["moved"], other["moved"]) == ([True, False, False], [True, False])
-    # Rank 0 waits for rank 1 once, and rank 1 for nobody.
-    assert one["took"] < LIMIT + 6
-    assert other["took"] < LIMIT + 6
+    # Rank 0 waits for rank 1 once, which is absent, and rank 1 for rank 0 at its own first trip.
+    assert one["took"] < 2 * LIMIT + 6
+    assert other["took"] < 2 * LIMIT + 6
 
 
 @pytest.mark.parametrize("part", ["in_another_order", "beside_a_thread"])
@@ -90,10 +92,3 @@ def test_ranks_do_not_wait_for_a_session_that_comes_later(
     for rank in ranks:
         assert rank[part]["events"] == []
         assert rank[part]["took"] < LIMIT / 2
-
-
-def test_votes_go_on_in_process_groups_that_are_made_anew(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found = rank["begun_anew"]
-        assert found["moved"] == [True, True, True, False]
-        assert found["error"] == ""

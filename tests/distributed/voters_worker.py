@@ -23,7 +23,7 @@ OBJECTED = {10: (3,), 20: (0, 1, 2, 3), 30: (1, 2)}
 
 def objection(rank: int, number: int) -> Objection:
     """Return what a rank has against a pass."""
-    return Objection(rank, "trap", SKIP, "trap", "w", "w", f"pass {number}", guilty=rank == 1)
+    return Objection(rank, "trap", SKIP, "w", "w", f"pass {number}", guilty=rank == 1)
 
 
 def told(decision: Decision | None) -> Any:
@@ -50,7 +50,7 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
             keys.append(_dist.store().num_keys())
             dist.barrier()
     earlier = told(voter.decision(PASSES - 5))
-    found = {"serves": voter.serves, "decisions": decisions, "keys": keys, "said": said}
+    found = {"serves": voter._counter.serves, "decisions": decisions, "keys": keys, "said": said}
     dist.barrier()
     voter.close()
     return {**found, "earlier": earlier, "over": told(voter.decision(PASSES))}
@@ -63,7 +63,7 @@ def served_by_one_that_leaves() -> dict[str, Any]:
     voter = Voter("leaving", range(4), ["a", "a", "b", "b"], 30.0, said.append)
     number = voter.cast([objection(rank, 1)] if rank == 3 else [])
     dist.barrier()
-    if voter.serves:
+    if voter._counter.serves:
         voter.close()
         del voter
         dist.barrier()

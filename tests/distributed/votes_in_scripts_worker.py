@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import warnings
@@ -218,23 +217,6 @@ def beside_a_thread() -> dict[str, Any]:
     return {"events": events, "took": took}
 
 
-def begun_anew() -> dict[str, Any]:
-    """Destroy the process groups and make them anew, with another store."""
-    script = Script()
-    script.local(spoilt=False)
-    script.update()
-    dist.barrier()
-    dist.destroy_process_group()
-    distributed: Any = dist
-    store = distributed.FileStore(f"{sys.argv[1]}.store", 2)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
-    script.ddp = DistributedDataParallel(script.net)
-    for step in range(3):
-        script.local(spoilt=step == 2 and dist.get_rank() == 1)
-        script.update()
-    return script.told()
-
-
 def main() -> dict[str, Any]:
     """Run every part."""
     warnings.simplefilter("ignore")
@@ -248,7 +230,6 @@ def main() -> dict[str, Any]:
         missed_meeting,
         in_another_order,
         beside_a_thread,
-        begun_anew,
     )
     return {part.__name__: part() for part in parts}
 

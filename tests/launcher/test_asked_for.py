@@ -83,8 +83,8 @@ def test_a_dry_run_replaces_only_a_manifest(folder: Folder) -> None:
     assert "norms" in done.out
     assert file.read_text(encoding="utf-8") == MINE
     assert done.lines == [
-        f"gradsurgeon: dry run: error: cannot write {file}: a file of another kind is there and stays: "
-        "move it away, or write to another"
+        f"gradsurgeon: dry run: error: cannot write {file}: {file}: is there already and is no params.json; "
+        "name another one, or remove it first"
     ]
     file.unlink()
     for _ in range(2):

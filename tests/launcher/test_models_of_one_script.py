@@ -90,7 +90,7 @@ def test_an_expectation_that_is_not_met_names_the_models(folder: Folder) -> None
     rule = "  - {id: all, action: norm-log, params: '*', expect: {params: 5}}\n"
     done = folder.run(PAIR.format(bad=0), rules=rule)
     assert done.code == 1
-    names = "(Net: body.weight, Net: body.bias, Net-2: body.weight, ...)"
+    names = "(Net: body.weight, Net: body.bias, Net-2: body.weight and 1 more)"
     assert f"rule all: expected 5 parameters, matched 4 {names};" in done.lines[-1]
     rule = "  - {id: head, action: norm-log, params: 'head.*'}\n"
     done = folder.run(PAIR.format(bad=0), rules=rule)

@@ -162,20 +162,14 @@ def test_the_debugger_stands_where_it_was_born(
     assert done.stdout.count("diagnosis (") == 1
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        ("wider", "first.weight has the shape [5, 4], and [4, 4] in the bundle"),
-        (None, "first.weight has the shape none, and [4, 4] in the bundle"),
-    ],
-)
-def test_another_model_is_refused(
-    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None, text: str
+@pytest.mark.parametrize("build", ["wider", None])
+def test_another_model_is_told(
+    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None
 ) -> None:
     model = nn.Linear(2, 2) if build is None else getattr(net, build)()
-    with pytest.raises(GradSurgeonError, match="this is not the model of the bundle") as caught:
-        gradsurgeon.replay(made[1], model)
-    assert text in str(caught.value)
+    again = gradsurgeon.replay(made[1], model)
+    assert again.certainty != "reproduced"
+    assert _OTHER in again.reasons
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "noise", "empty"])
@@ -199,13 +193,13 @@ def rewrite(place: Path, **values: Any) -> None:
     torch.save({**document, **values}, place / "step.pt")
 
 
-@pytest.mark.parametrize("number", [1, 4, "\x1b[31m"])
+@pytest.mark.parametrize("number", [1, 3, "\x1b[31m"])
 def test_a_bundle_of_another_format_is_refused(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, number: object
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
-    rewrite(place, format=number, gradsurgeon="9\x1b")
-    with pytest.raises(GradSurgeonError, match=r"written by gradsurgeon 9\\x1b$"):
+    rewrite(place, format=number)
+    with pytest.raises(GradSurgeonError, match="it has another format than 4"):
         gradsurgeon.replay(place, net.build())
 
 
@@ -218,8 +212,6 @@ def test_the_json_is_for_people(net: Any, made: tuple[NonFiniteGradientError, Pa
         sorted(name for name, _ in net.build().named_parameters()),
     )
     assert told["diagnosis"][0] == str(error.diagnosis).splitlines()[0]
-    assert told["calls"] == [{".": ["0.0: [8, 4] float32", "1.more.0.3.x: [2] float32"]}]
-    assert "..first.weight: [4, 4] float32" in told["weights"]
 
 
 def test_memory_stays_in_the_order_of_the_file(
@@ -253,7 +245,7 @@ def test_memory_stays_in_the_order_of_the_file(
         "modules",
         "bad",
         "device",
-        "code",
+        "trees",
     ],
     value=[{"a": 1}, [[]], "x", -1, None],
 )
@@ -274,10 +266,10 @@ class Kind(dict[str, int]):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (object(), "a value of the type builtins.object"),
-        (Kind(), "a value of the type"),
-        ({(1, object()): 2}, "a value of the type builtins.object"),
-        (torch.eye(3).to_sparse(), "a tensor of the kind sparse_coo"),
+        (object(), "(opcode NEWOBJ)"),
+        (Kind(), "(opcode NEWOBJ)"),
+        ({(1, object()): 2}, "(opcode NEWOBJ)"),
+        (torch.eye(3).to_sparse(), "(torch._utils._rebuild_sparse_tensor)"),
     ],
 )
 def test_what_a_bundle_cannot_hold_is_said_when_it_is_not_written(
@@ -285,8 +277,9 @@ def test_what_a_bundle_cannot_hold_is_said_when_it_is_not_written(
 ) -> None:
     error = fail(net.build(), record=tmp_path / "run", more=more)
     assert error.bundle is None
-    assert f"no bundle was written: the model was given {said}" in str(error)
-    assert "which a bundle cannot hold" in str(error)
+    (line,) = (line for line in str(error).splitlines() if "no bundle was written" in line)
+    given = "the model was given more than tensors, plain values, lists, tuples and dicts"
+    assert line == f"  no bundle was written: {given}: it holds objects that would run code {said}"
     assert [file.name for file in (tmp_path / "run").iterdir() if "trap" in file.name] == []
     assert isinstance(error.diagnosis, Diagnosis)
     assert error.diagnosis.certainty == "reproduced"
@@ -358,7 +351,7 @@ def test_layouts_of_inputs_are_kept(net: Any, tmp_path: Path) -> None:
     assert torch.equal(kept[1], torch.ones(5, 3))
 
 
-@pytest.mark.parametrize("what", ["link", "pipe", "folder of a run"])
+@pytest.mark.parametrize("what", ["pipe", "folder of a run"])
 def test_what_is_no_bundle(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, what: str
 ) -> None:
@@ -367,13 +360,9 @@ def test_what_is_no_bundle(
         place = made[1].parent
     else:
         (place / "step.pt").unlink()
-    if what == "link":
-        (place / "step.pt").symlink_to(made[1] / "step.pt")
-    elif what == "pipe":
         os.mkfifo(place / "step.pt")
-    with pytest.raises(GradSurgeonError, match="is no bundle: ") as caught:
+    with pytest.raises(GradSurgeonError, match=r"is no bundle: it has no file step\.pt"):
         gradsurgeon.replay(place, net.build())
-    assert (made[1].name in str(caught.value)) == (what == "folder of a run")
 
 
 @pytest.mark.slow
@@ -387,18 +376,17 @@ def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientErr
     assert len(done.stderr.splitlines()) == 1
 
 
-_OTHER = "this may not be the model of the bundle: its modules, or the source code of their classes, differ or are unknown"
+_OTHER = "this may not be the model of the bundle: its modules differ"
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("* scale).log()", "* scale).sqrt()"),
         ("class Net", "class Web"),
         ("nn.Dropout(0.5)", "nn.Dropout1d(0.5)"),
     ],
 )
-def test_a_model_of_the_same_shapes_and_other_code_is_doubted(
+def test_a_model_of_the_same_shapes_and_other_modules_is_doubted(
     made: tuple[NonFiniteGradientError, Path], tmp_path: Path, old: str, new: str
 ) -> None:
     place = tmp_path / "other_net.py"
@@ -431,12 +419,12 @@ def test_a_layer_of_another_kind_is_doubted(
     assert (again.certainty, again.reasons) == ("partial", (_OTHER,))
 
 
-def test_a_bundle_that_tells_no_code_is_doubted(
+def test_a_bundle_that_tells_no_modules_is_doubted(
     net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
-    for code in (None, {}, {".": ""}):
-        rewrite(place, code=code)
+    for tree in (None, {"": "Net"}):
+        rewrite(place, trees={".": tree})
         again = gradsurgeon.replay(place, net.build())
         assert (again.certainty, again.operation) == ("partial", "aten.log")
         assert again.reasons == (_OTHER,)

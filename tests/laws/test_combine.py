@@ -152,12 +152,9 @@ def test_a_conflict_is_recorded_as_it_is() -> None:
     first, second = jacobian(two(model, x), trunk_of(model))
     session = gradsurgeon.apply(model, rules({"action": "conflict"}))
     gradsurgeon.backward(two(model, x))
-    against = first * second < 0
-    both = torch.stack([first, second])
     expected = {
         "cosine": torch.dot(first, second) / (first.norm() * second.norm()),
         "ratio": first.norm() / second.norm(),
-        "opposed": both[:, against].norm() / both.norm(),
     }
     for stat, value in expected.items():
         assert session.latest("seg/depth", stat) == pytest.approx(float(value), rel=1e-6)
@@ -296,22 +293,7 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
     )
     with pytest.warns(
         gradsurgeon.GradSurgeonWarning,
-        match=r"no loss is called dept; .* got seg, depth.*`depth`",
-    ):
-        gradsurgeon.backward(two(model, x))
-
-
-def test_other_names_are_said_once_they_have_come_twice() -> None:
-    model, x = Heads(), torch.randn(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = gradsurgeon.apply(
-        model, rules({"action": "combine", "method": "mgda", "losses": ["real", "fake"]})
-    )
-    gradsurgeon.backward(two(model, x))
-    optimizer.step()
-    assert not session.events
-    with pytest.warns(
-        gradsurgeon.GradSurgeonWarning, match=r"no loss is called real; .*seg, depth"
+        match=r"no loss is called dept: .*`depth`",
     ):
         gradsurgeon.backward(two(model, x))
 
@@ -588,7 +570,9 @@ def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
     gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda", "id": "outer"}))
     inner = {"action": "combine", "method": "mean", "id": "inner", "params": "0.*"}
     gradsurgeon.apply(model.trunk, rules(inner))
-    text = r"rule (inner|outer): another session combines the gradient of (trunk\.)?0.weight"
+    text = (
+        r"rule (inner|outer): the rule (inner|outer) of another session combines (trunk\.)?0.weight"
+    )
     with pytest.raises(gradsurgeon.GradSurgeonError, match=text):
         gradsurgeon.backward(two(model, x))
     assert all(param.grad is None for param in model.parameters())
@@ -668,32 +652,6 @@ def test_autocast_needs_nothing_else() -> None:
     gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     gradsurgeon.backward(losses)
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.parametrize("rule", [{"action": "conflict"}, {"action": "combine", "method": "mgda"}])
-def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, Any]) -> None:
-    model, x = Heads().double(), torch.randn(5, 6).double()
-    other = (torch.randn(3, requires_grad=True) * 2).tanh()
-
-    def kept(call: Callable[[dict[str, Tensor]], object]) -> tuple[Tensor, Tensor]:
-        hidden = model.trunk(x)
-        hidden.retain_grad()
-        other.retain_grad()
-        other.sum().backward(retain_graph=True)  # a graph that the losses do not share
-        hidden.grad = torch.ones_like(hidden)  # what is there is added to
-        seg, depth = model.seg(hidden), model.depth(hidden)
-        call({"seg": seg.square().mean(), "depth": (depth - 1).square().mean()})
-        assert hidden.grad is not None
-        assert other.grad is not None
-        return hidden.grad.clone(), other.grad.clone()
-
-    plain, apart = kept(lambda losses: (losses["seg"] + losses["depth"]).backward())
-    original = torch.Tensor.retain_grad
-    with gradsurgeon.apply(model, rules({**rule, "params": "trunk.*"})):
-        found, apart_too = kept(gradsurgeon.backward)
-    torch.testing.assert_close(found, plain)
-    torch.testing.assert_close(apart_too, 2 * apart)
-    assert torch.Tensor.retain_grad is original
 
 
 def test_it_leaves_no_trace() -> None:

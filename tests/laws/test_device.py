@@ -220,7 +220,7 @@ def test_losses_are_combined_on_a_device_as_on_the_host(told: dict[str, Any]) ->
     found = case(told, "losses")
     host, device = found["host"], found["device"]
     assert device["weights"] == pytest.approx(host["weights"], rel=1e-4)
-    assert device["opposed"] == pytest.approx(host["opposed"], rel=1e-4)
+    assert device["cosine"] == pytest.approx(host["cosine"], rel=1e-4)
     for one, other in zip(device["grads"], host["grads"], strict=True):
         assert np.allclose(one, other, rtol=1e-4)
 

@@ -275,7 +275,7 @@ def test_of_two_operations_alike_in_a_loss_it_is_said_which() -> None:
         return -(p.log() + (1 - p).log()).mean()
 
     diagnosis = diagnosed(Net(), batch(), loss=loss)
-    assert diagnosis.node == "LogBackward0, number 2 of 2, applied to what RsubBackward1 made"
+    assert diagnosis.node == "LogBackward0, number 2 of 2"
     diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).log().sum())
     assert diagnosis.node == "LogBackward0"
 
@@ -626,7 +626,7 @@ def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
 
     torch.manual_seed(0)
     # The states of the random numbers are most of a call: one fits.
-    monkeypatch.setattr(kept_step, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(kept_step, "MAX_BYTES", 70_000)
     diagnosis = diagnosed(Net(torch.log), *map(batch, range(4)))
     assert diagnosis.certainty == "partial"
     assert "3 of the calls of this step were not kept" in diagnosis.reasons[0]

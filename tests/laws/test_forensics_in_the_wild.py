@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon.forensics.kept_step import Fingerprint
+from gradsurgeon.forensics.kept_step import fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 
 INF, NAN = float("inf"), float("nan")
@@ -212,7 +212,7 @@ def test_gradients_that_the_script_has_changed_are_not_laid_on_the_model() -> No
 
     diagnosis = diagnosed(model, batch(), before_step=repair_and_spoil)
     assert diagnosis.certainty == "not reproduced"
-    assert "non-finite gradients in other parameters" in diagnosis.reasons[0]
+    assert "the script changed them after backward" in diagnosis.reasons[0]
 
 
 def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
@@ -583,7 +583,7 @@ def test_a_step_that_feeds_several_optimizers_is_run_again_for_each(
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_calls_are_let_go_of_at_the_last_update_or_at_the_next_call(several: bool) -> None:
+def test_calls_are_let_go_of_at_the_next_call(several: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     parts = model if several else [model]
@@ -607,7 +607,7 @@ def test_calls_are_let_go_of_at_the_last_update_or_at_the_next_call(several: boo
         with torch.no_grad():
             model(batch())
         kept.append(alive() is not None)
-    assert kept == ([True, True, False, True, False] if several else [True, False, False, False])
+    assert kept == [True, *[True] * len(optimizers), True, False]
 
 
 # What cannot be written.
@@ -651,27 +651,25 @@ class Counts(Net):
         return super().forward(x)
 
 
-_LEFT = "the replay changed an object and could not put it back: held (TypeError: it only grows)"
-
-
 @pytest.mark.parametrize(
-    ("held", "reasons"),
+    "held",
     [
-        (lambda: np.frombuffer(b"abcd", dtype=np.uint8), ()),
-        (lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}], ()),
-        (lambda: MappingProxyType({"a": [1]}), ()),
-        (OnlyGrows, (_LEFT,)),
+        lambda: np.frombuffer(b"abcd", dtype=np.uint8),
+        lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}],
+        lambda: MappingProxyType({"a": [1]}),
+        OnlyGrows,
     ],
 )
 def test_what_cannot_be_written_stops_no_other_attribute_from_being_put_back(
-    held: Callable[[], Any], reasons: tuple[str, ...]
+    held: Callable[[], Any],
 ) -> None:
     torch.manual_seed(0)
     model = Counts(held())
     diagnosis = diagnosed(model, batch())
     assert model.calls == [1]
-    assert (diagnosis.operation, diagnosis.reasons) == ("aten.log", reasons)
-    assert diagnosis.certainty == ("partial" if reasons else "reproduced")
+    assert len(model.held) == (1 if held is OnlyGrows else len(held()))
+    assert (diagnosis.operation, diagnosis.reasons) == ("aten.log", ())
+    assert diagnosis.certainty == "reproduced"
 
 
 # What is held meanwhile.
@@ -680,11 +678,9 @@ def test_what_cannot_be_written_stops_no_other_attribute_from_being_put_back(
 def test_the_sample_of_a_part_holds_no_more_than_the_part() -> None:
     whole = torch.zeros(64, 1000)
     for part in (whole[:, 0], whole[1], whole[2:3].t()):
-        kept = Fingerprint.of(part)
-        assert kept.sample.untyped_storage().nbytes() == part.nbytes
-        assert torch.equal(kept.sample, Fingerprint.of(part.clone()).sample)
-    small = torch.zeros(4)
-    assert Fingerprint.of(small).sample.data_ptr() == small.data_ptr()
+        _, kept = fingerprint(part)
+        assert kept.untyped_storage().nbytes() == part.nbytes
+        assert torch.equal(kept, fingerprint(part.clone())[1])
 
 
 # How sure it is.

@@ -98,23 +98,4 @@ def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before()
     cause = error.diagnosis.cause
     assert cause is not None
     assert cause.fault == "bad input"
-    assert any("the optimizer itself wrote this number there" in text for text in cause.evidence)
-
-
-def test_weight_that_no_trap_watched_is_not_said_to_have_had_finite_gradients() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rule = {"id": "trap", "action": "nan-trap", "modules": ".", "tensor": "output"}
-    with (
-        gradsurgeon.apply(model, {"version": 1, "rules": [rule]}),
-        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            (model(batch()).sum() * INF).backward()
-            optimizer.step()
-    assert caught.value.step == 1
-    assert caught.value.diagnosis.cause.evidence[-1] == (
-        "no trap stopped an update before: if one watches this weight, its gradients were finite, and "
-        "the optimizer itself wrote this number there, or the script"
-    )
+    assert "the update before" in cause.advice

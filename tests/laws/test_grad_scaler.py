@@ -260,25 +260,6 @@ def test_running_a_skipped_step_again_changes_nothing() -> None:
         assert torch.equal(plain, under_rules)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_loss_that_is_nan_is_no_overflow(passes: int) -> None:
-    model, optimizer = make()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
-        for factor in [math.nan, 1.0][:passes]:
-            scaler.scale(model(data(0, 5, 4)).sum() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scaler.scale(model(data(0, 5, 4)).sum() * math.inf).backward()
-        scaler.step(optimizer)
-    told = [e.message.partition(": ")[2] for e in session.events if e.kind == "scaler-skip"]
-    assert told == [
-        "the scaled gradients were not finite. The loss was NaN, which is no overflow",
-        "the scaled gradients were not finite",
-    ]
-
-
 def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=0.5)
@@ -424,18 +405,6 @@ def test_each_pass_is_taken_for_itself() -> None:
                 assert found == pytest.approx(float(truth[name]), rel=1e-5)
 
 
-def test_a_named_scaler_may_be_asked_for_its_scale_only() -> None:
-    model, optimizer = make()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))  # makes the scale
-    with gradsurgeon.apply(model, rules({"action": "norm-log"}), scaler=scaler) as session:
-        loss = model(data(0, 5, 4)).square().mean()
-        truth = torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0].norm()
-        (loss * scaler.get_scale()).backward()
-        optimizer.step()
-        assert session.latest("0.weight") == pytest.approx(float(truth), rel=1e-5)
-
-
 def test_a_pass_that_raised_leaves_no_scale_behind() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -485,9 +454,7 @@ class Doubling(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["class made later", "class known"])
-def test_scalers_that_scale_in_their_own_way_are_followed(late: bool) -> None:
-    kinds: list[Any] = [] if late else [Doubling]
+def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     entries = [
@@ -495,9 +462,7 @@ def test_scalers_that_scale_in_their_own_way_are_followed(late: bool) -> None:
         for at in ("backward", "accumulated", "step")
     ]
     with gradsurgeon.apply(model, {"version": 1, "rules": entries}) as session:
-        if late:
-            kinds.append(type("Later", (Doubling,), {"scale": vars(Doubling)["scale"]}))
-        scaler = kinds[0]("cpu", init_scale=1024.0)
+        scaler: Any = Doubling("cpu", init_scale=1024.0)
         for fault in (1.0, float("inf"), 1.0):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(1, 2)).sum() * fault).backward()
@@ -508,7 +473,6 @@ def test_scalers_that_scale_in_their_own_way_are_followed(late: bool) -> None:
         assert session.step == 3
         assert [e.kind for e in session.events] == ["scaler-skip"]
     assert "__wrapped__" not in vars(vars(Doubling)["scale"])
-    assert vars(torch.amp.GradScaler)["__init__"].__module__ == "torch.amp.grad_scaler"
 
 
 def test_a_wrapper_that_came_later_stays_when_the_rules_go() -> None:

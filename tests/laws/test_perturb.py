@@ -111,10 +111,10 @@ def test_a_checkpointed_block_is_recomputed_with_noise_and_trains() -> None:
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        ({"eps": 0.0}, "must be more than 0"),
+        ({"eps": 0.0}, "must be greater than 0"),
         ({"eps": 2}, "must be less than 1"),
-        ({"seed": -1}, "or more"),
-        ({"where": {"ndim": 2}}, "use `module_type` or `owns_params`"),
+        ({"seed": -1}, "greater than or equal to 0"),
+        ({"where": {"ndim": 2}}, "`ndim` is no condition on modules"),
     ],
 )
 def test_bad_options_are_refused(option: dict[str, Any], problem: str) -> None:
@@ -126,7 +126,7 @@ def test_bad_options_are_refused(option: dict[str, Any], problem: str) -> None:
 
 def test_parameters_own_no_parameters() -> None:
     rule = {"id": "log", "action": "norm-log", "params": "*", "where": {"owns_params": True}}
-    with pytest.raises(gradsurgeon.RuleFileError, match="is a condition on modules"):
+    with pytest.raises(gradsurgeon.RuleFileError, match="`owns_params` is no condition on params"):
         gradsurgeon.load({"version": 1, "rules": [rule]})
 
 

@@ -285,10 +285,8 @@ def test_a_birth_is_found_in_what_torch_jit_runs(
 def test_nobody_is_blamed_where_torch_jit_runs_the_model() -> None:
     found = diagnosed(seeded(lambda: scripted(Whole(Inner(nn.Identity()))))())
     assert found.certainty == "not reproduced"
-    assert found.reasons == (
-        "a call of the model could not be kept: torch.jit runs the model, and calls no hook there; train without "
-        "torch.jit.script to find where the NaN or Inf was born",
-    )
+    (reason,) = found.reasons
+    assert "torch.jit.script runs it" in reason
 
 
 def test_losses_are_combined_over_scripted_modules_and_their_statistics_move_once() -> None:

@@ -31,65 +31,6 @@ from torch import Tensor, nn
 
 import gradsurgeon
 
-
-@pytest.mark.parametrize("then", ["raise", "skip-step"])
-def test_what_a_second_evaluation_sees_takes_the_whole_step_back(then: str) -> None:
-    model = make()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    rule = spike_trap("times", "rule", then)
-    count, factor = [0], 1.0
-
-    def closure() -> float:
-        model.zero_grad()
-        count[0] += 1
-        loss = model(data(0, 8, 4)).square().mean()
-        (loss * (factor if count[0] == 2 else 1.0)).backward()
-        return float(loss.detach())
-
-    with gradsurgeon.apply(model, rules(rule)) as session:
-        for _ in range(6):
-            optimizer.step(closure)
-        before = [param.detach().clone() for param in model.parameters()]
-        known = learnt(session)
-        count[0], factor = 0, 50.0
-        if then == "raise":
-            with pytest.raises(gradsurgeon.GradientSpikeError, match="step 6, rule spikes: "):
-                optimizer.step(closure)
-        else:
-            optimizer.step(closure)
-        assert_same(model.parameters(), before, rtol=0, atol=0)
-        assert learnt(session) == known
-
-
-@pytest.mark.parametrize("action", ["spike-trap", "nan-trap"])
-def test_a_row_of_skips_is_one_of_updates_and_not_of_evaluations(action: str) -> None:
-    """The first evaluation of each step is fine, as the weights are those from before."""
-    model = make()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    rule = spike_trap("times", "rule", "skip-step") | {"give_up_after": 3}
-    if action == "nan-trap":
-        options = {"then": "skip-step", "give_up_after": 3, "forensics": False}
-        rule = {"id": "spikes", "action": "nan-trap", "params": "*", **options}
-    bad = {"spike-trap": 50.0, "nan-trap": math.nan}[action]
-    # Of the second evaluation of a step.
-    factors: list[float] = []
-
-    def closure() -> float:
-        model.zero_grad()
-        loss = model(data(0, 8, 4)).square().mean()
-        (loss * factors.pop(0)).backward()
-        return float(loss.detach())
-
-    with gradsurgeon.apply(model, rules(rule)):
-        # After two bad steps a fine one: the row begins anew.
-        for second in (*[1.0] * 6, bad, bad, 1.0, bad, bad):
-            factors[:] = [1.0, second, 1.0, 1.0]
-            optimizer.step(closure)
-        factors[:] = [1.0, bad]
-        with pytest.raises(gradsurgeon.TrapError, match="tripped 3 times in a row"):
-            optimizer.step(closure)
-
-
 # --- whose update it is ---------------------------------------------------------------------------
 
 

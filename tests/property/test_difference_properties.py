@@ -115,7 +115,6 @@ def test_a_file_written_in_another_way_is_no_difference(data: st.DataObject) -> 
     plain = found.to_dict()
     for key in ("added", "removed", "changed", "params", "tensors", "warnings"):
         assert plain[key] == []
-    assert found.unchanged == tuple(rule["id"] for rule in rules)
 
 
 @settings(max_examples=examples(200))

@@ -10,8 +10,7 @@ from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradsurgeon._expressions import PatternError
-from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.match import PatternError, compile_pattern, select, suggest
 from gradsurgeon.planning.manifest import Module
 from gradsurgeon.planning.matching import NameIndex
 

@@ -77,14 +77,13 @@ def test_the_numbers_of_a_tensor_are_those_of_numpy(tmp_path: Path) -> None:
     assert (one.note, one.maps) == ("", None)
 
 
-def test_a_tensor_is_measured_in_parts_as_it_is_whole(
+def test_a_large_tensor_is_measured_by_its_first_elements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = kept(tmp_path / "whole", {"x": data(1, 30, 30)})
-    monkeypatch.setattr("gradsurgeon.recording.previews._CHUNK", 7)
-    parts = kept(tmp_path / "parts", {"x": data(1, 30, 30)})
-    assert parts["x"].mean == pytest.approx(whole["x"].mean)
-    assert parts["x"].counts == whole["x"].counts
+    monkeypatch.setattr("gradsurgeon.recording.captured._MOST", 7)
+    one = kept(tmp_path / "run", {"x": torch.arange(30.0).view(5, 6)})["x"]
+    assert (one.elements, one.low, one.high, sum(one.counts)) == (30, 0.0, 6.0, 7)
+    assert one.note == "of the first 7 elements"
 
 
 def test_maps_are_codes_on_one_scale(tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_a_tensor_that_is_divided_over_ranks_is_told_of(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert "DTensor" in one.note
-    assert (one.shape, one.low, one.maps) == ([2, 3, 4, 4], None, None)
+    assert (one.low, one.maps) == (None, None)
 
 
 def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
@@ -248,8 +247,11 @@ def test_it_changes_no_bit_of_training(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_becomes_a_notice(tmp_path: Path) -> None:
     model = Tagging()
-    with gradsurgeon.apply(
-        model, {"version": 1, "rules": [TAGS]}, optimizer=[], record=tmp_path / "run"
+    with (
+        pytest.warns(gradsurgeon.GradSurgeonWarning, match="captured tensors could not be"),
+        gradsurgeon.apply(
+            model, {"version": 1, "rules": [TAGS]}, optimizer=[], record=tmp_path / "run"
+        ),
     ):
         model({"x": torch.ones(2)})
         (tmp_path / "run" / "captures-0.json").mkdir()
@@ -290,7 +292,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, harm: Any) -> None:
     place.write_text(harm(before))
     assert place.read_text() != before
     # The records do not need it, and are shown with a word on it.
-    said = "captures-0.json: is damaged: no pictures of captured tensors"
+    said = "captures-0.json: is damaged, or cannot be read: no pictures of captured tensors"
     done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
     assert (done.returncode, said in done.stdout, done.stderr) == (0, True, "")
     assert call_here("report", "run", "--html", "page.html", cwd=tmp_path).returncode == 0

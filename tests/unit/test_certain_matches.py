@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from gradsurgeon._expressions import PatternError
 from gradsurgeon.actions import Steps
-from gradsurgeon.match import compile_pattern, contains, disjoint
+from gradsurgeon.match import PatternError, compile_pattern, contains
 
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
@@ -50,16 +49,12 @@ class TestPatterns:
             text: {name for name in self.NAMES if compile_pattern(text).matches(name)}
             for text in patterns
         }
-        contained = apart = 0
+        contained = 0
         for one, other in itertools.product(patterns, patterns):
             if contains(one, other):
                 contained += one != other
                 assert matched[other] <= matched[one], (one, other)
-            if disjoint(one, other):
-                apart += 1
-                assert not matched[one] & matched[other], (one, other)
         assert contained > 100
-        assert apart > 1000
 
     @pytest.mark.parametrize(
         ("wide", "narrow"),
@@ -75,23 +70,18 @@ class TestPatterns:
         assert contains(wide, narrow)
         assert not contains(narrow, wide)
 
+    def test_only_its_own_pattern_matches_the_root(self) -> None:
+        assert contains(".", ".")
+        assert not contains("*", ".")
+
     def test_equal_patterns_contain_each_other(self) -> None:
         assert contains("h.{0..5}.*", "h.{0..5}.*")
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [("layers.*", "bias"), ("h.{0..5}.*", "h.6.weight"), ("re:h\\.\\d", "h"), ("a", "b")],
-    )
-    def test_what_never_meets(self, one: str, other: str) -> None:
-        assert disjoint(one, other)
-        assert disjoint(other, one)
 
     @pytest.mark.parametrize(
         ("one", "other"), [("h.*", "h.{0..5}.*"), ("*.bias", "*.weight"), ("re:a", "re:b")]
     )
     def test_of_two_patterns_with_wildcards_nothing_is_certain(self, one: str, other: str) -> None:
         assert not contains(one, other)
-        assert not disjoint(one, other)
 
 
 @pytest.mark.no_cover

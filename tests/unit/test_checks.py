@@ -15,9 +15,7 @@ import pytest
 
 from gradsurgeon import packs, review, schema, source
 from gradsurgeon.errors import Problem
-from gradsurgeon.review.checks import CHECKS
-from gradsurgeon.review.lint_context import MAX_COMPARED
-from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.checks import CHECKS, MAX_COMPARED, READING_CHECKS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "lint"

@@ -184,7 +184,8 @@ class TestBorder:
             "output of h.1.ln2",
             "non-finite in the run",
         )
-        assert "the input of h.1.ln2 agrees, its output does not: non-finite" in first_lines(found)
+        said = "the input of h.1.ln2 agrees, the output of h.1.ln2 does not: non-finite"
+        assert said in first_lines(found)
         assert gradsurgeon.compare(changed, changed).alike
 
 
@@ -230,7 +231,7 @@ class TestAlike:
 
     def test_noise_that_is_none(self, made: Any, reference: Any) -> None:
         found = gradsurgeon.compare(made("again"), reference, made("third"))
-        assert "the noise runs equal the reference bit for bit" in str(found)
+        assert "noise runs equal the reference bit for bit" in " ".join(str(found).split())
 
 
 class Wrapper(nn.Module):
@@ -280,7 +281,7 @@ class TestAlignment:
         found = gradsurgeon.compare(halves, reference, noise)
         assert found.alike, found
         assert {kind.phase for kind in kinds_of(found)} == {"gradient", "update"}
-        assert "only gradients and weights are compared: other batches or micro-batches" in str(
+        assert "only gradients and weights are compared: other ranks, batches or micro" in str(
             found
         )
         same = gradsurgeon.compare(halves, halves)
@@ -300,7 +301,7 @@ class TestAlignment:
 
     def test_names_that_changed(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:
         run = made("renamed", renamed)
-        with pytest.raises(RecordError, match=r"of both|blocks\.0|nothing in common"):
+        with pytest.raises(RecordError, match="no name of a tensor in common"):
             gradsurgeon.compare(copied(run, tmp_path, only_params("words.weight")), reference)
         file = tmp_path / "names.yaml"
         file.write_text("".join(f"{old}: {new}\n" for old, new in MAP.items()))
@@ -310,7 +311,7 @@ class TestAlignment:
             assert (found.only_run, found.steps[0].compared > 200) == ((), True)
         without = gradsurgeon.compare(run, reference, noise, {"h": "blocks"})
         assert not without.alike
-        assert str(without).startswith("They have other parameters: ")
+        assert "but have other parameters" in str(without).splitlines()[0]
         assert {"words.weight", "out"} <= {*without.only_run}
 
     @pytest.mark.parametrize(
@@ -381,15 +382,13 @@ class TestRefused:
 
     def test_other_kinds_of_tensors(self, reference: Any, tmp_path: Any) -> None:
         ones = [copied(reference, tmp_path, only_rule(place)) for place in (0, 3)]
-        said = "the first has tensors input at forward, the second tensors grad at accumulated; record both by"
+        said = "have no kind of tensor in common: record both by"
         with pytest.raises(RecordError, match=said):
             gradsurgeon.compare(*ones)
 
     def test_other_steps(self, made: Any, reference: Any) -> None:
         later = made("later", start=10)
-        said = (
-            "the first has the steps 10 to 12, the second the steps 0 to 2; record the same steps"
-        )
+        said = "have no step in common: record the same steps"
         with pytest.raises(RecordError, match=said):
             gradsurgeon.compare(later, reference)
         part = gradsurgeon.compare(made("overlap", start=1), reference)
@@ -398,7 +397,7 @@ class TestRefused:
     def test_other_names(self, made: Any, reference: Any) -> None:
         with pytest.raises(
             RecordError,
-            match=r"the first has names such as stem, .*by lines `old: new` in --map FILE",
+            match=r"have no tensor in common: .*by lines `old: new` in --map FILE",
         ):
             gradsurgeon.compare(made("images", kind=Convolutions), reference)
 

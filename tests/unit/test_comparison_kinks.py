@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradsurgeon.comparison.alignment import _PAIR, BOTH, Pairs
-from gradsurgeon.comparison.kinks import allow
+from gradsurgeon.comparison.findings import allow_kinks as allow
 from gradsurgeon.comparison.reading import Kind
 
 KINDS = [Kind("output.grad", "backward"), Kind("grad", "accumulated"), Kind("value", "updated")]

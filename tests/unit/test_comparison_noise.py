@@ -63,17 +63,17 @@ class TestRefused:
 
     def test_the_candidate_itself(self, made: Make, tmp_path: pathlib.Path) -> None:
         reference, run = made("Transformer"), made("attention scaled by 1/d", SCALED)
-        with pytest.raises(RecordError, match="is the run; give each noise run once"):
+        with pytest.raises(RecordError, match=r"is the run or .*; give each noise run once"):
             gradsurgeon.compare(run, reference, run)
         again = made("scaled again", SCALED)
         with pytest.raises(RecordError, match="more than rounding"):
             gradsurgeon.compare(run, reference, again)
-        with pytest.raises(RecordError, match="is the reference"):
+        with pytest.raises(RecordError, match="or the reference"):
             gradsurgeon.compare(run, reference, reference)
         noise = made("noise", noise=1)
         link = tmp_path / "link"
         link.symlink_to(noise)
-        with pytest.raises(RecordError, match="is given twice"):
+        with pytest.raises(RecordError, match="given twice"):
             gradsurgeon.compare(run, reference, [noise, link])
 
     @pytest.mark.parametrize("eps", [1e-6, 4e-3])
@@ -114,7 +114,7 @@ class TestRefused:
 
     def test_no_tensor_in_common(self, made: Make, tmp_path: pathlib.Path) -> None:
         noise, runs = small(tmp_path / "noise"), (made("again"), made("Transformer"))
-        with pytest.raises(RecordError, match=r"in common .*; give noise runs of the reference"):
+        with pytest.raises(RecordError, match=r"in common: give noise runs of the reference"):
             gradsurgeon.compare(*runs, noise)
 
     def test_noise_that_is_non_finite(self, made: Make) -> None:
@@ -122,7 +122,7 @@ class TestRefused:
             training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
 
         noise = made("spoilt noise", spoil, noise=1)
-        with pytest.raises(RecordError, match=r"has NaN or Inf at the output of h\.1\.ln2 in st"):
+        with pytest.raises(RecordError, match=r"by inf at the output of h\.1\.ln2 in st"):
             gradsurgeon.compare(made("again"), made("Transformer"), noise)
 
 
@@ -192,21 +192,21 @@ class TestVerdict:
         found = gradsurgeon.compare(made("again"), made("Transformer"), noise)
         number = len(found.undecided)
         assert number
-        verdict = str(found).splitlines()[0]
-        assert verdict.endswith(f"; rounding decides {number} others, which say nothing.")
+        assert f"rounding decides {number} tensors, not judged: " in str(found)
 
     def test_without_noise_runs(self, made: Make) -> None:
         run = made("fused attention", parting.HARMLESS["fused attention"])
         verdict = str(gradsurgeon.compare(run, made("Transformer"))).splitlines()[0]
-        assert verdict.startswith("They are not equal bit for bit: first at step 0, forward: ")
-        assert "record noise runs to tell whether it is more than rounding" in verdict
+        assert verdict.startswith("They part at step 0, forward: ")
+        assert verdict.endswith("; this may be rounding, which noise runs would tell.")
         assert main(["compare", str(run), str(made("Transformer"))]) == 1
         run = made("attention scaled by 1/d", SCALED)
-        assert str(gradsurgeon.compare(run, made("Transformer"))).startswith("They part at step 0")
+        verdict = str(gradsurgeon.compare(run, made("Transformer"))).splitlines()[0]
+        assert verdict == "They part at step 0, forward: input of h.1.attn.o."
 
     def test_one_directory(self, made: Make) -> None:
         found = gradsurgeon.compare(made("Transformer"), made("Transformer"))
-        assert (found.alike, "both are one directory" in found.notes) == (True, True)
+        assert found.alike
 
 
 def half(training: Any) -> None:
@@ -227,13 +227,13 @@ class TestHalfPrecision:
         noise = [made(f"half {seed}", half, noise=seed) for seed in (1, 2, 3)]
         found = gradsurgeon.compare(run, reference, noise)
         assert found.phase in {"gradient", "update"}
-        assert "rounded away, so that may be rounding" in str(found).splitlines()[0]
+        assert "this may be rounding" in str(found).splitlines()[0]
 
     def test_noise_that_rounds_away(self, made: Make) -> None:
         noise = [made(f"half {seed}", half, noise=seed) for seed in (1, 2, 3)]
         found = gradsurgeon.compare(made("half again", half), made("half", half), noise)
         assert "noise of this size rounds away" in found.tolerance.text
-        assert "`--perturb 4e-3` (2^-8) is what half precision needs" in found.tolerance.text
+        assert "`gradsurgeon run --perturb 4e-3 --seed N`" in found.tolerance.text
 
     def test_each_parameter_has_the_tolerance_of_its_dtype(self, made: Make) -> None:
         def mixed(training: Any) -> None:
@@ -283,10 +283,9 @@ class TestKinds:
         run, reference = small(tmp_path / "b", rules=WEIGHTS), small(tmp_path / "a")
         found = gradsurgeon.compare(run, reference)
         (note,) = found.notes
-        said = "the run has no input at forward, output at forward, output.grad at backward, grad"
-        assert (found.alike, note.startswith(said)) == (True, True)
-        assert note.endswith("not compared")
-        assert "the reference has no " in gradsurgeon.compare(reference, run).notes[0]
+        assert (found.alike, note.startswith("not in all runs, so not compared: ")) == (True, True)
+        assert "input at forward, output at forward, output.grad at backward" in note
+        assert gradsurgeon.compare(reference, run).notes == found.notes
 
     def test_a_clip_that_is_missing(self, tmp_path: pathlib.Path) -> None:
         run = small(tmp_path / "b", rules=FINAL)

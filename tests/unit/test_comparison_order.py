@@ -151,7 +151,7 @@ class TestRanks:
         two = write(tmp_path / "b", {0: (9.0, 2.0), 1: (9.0, 2.0)}, 2)
         found = gradsurgeon.compare(two, one)
         assert (found.alike, found.steps[0].compared) == (True, 2)
-        assert "only gradients and weights are compared: 2 and 1 ranks divide" in found.notes[0]
+        assert "only gradients and weights are compared: other ranks, " in found.notes[0]
         assert found.tolerance.kind == "bound"
         two = write(tmp_path / "c", {0: (1.0, 3.0), 1: (1.0, 3.0)}, 2)
         found = gradsurgeon.compare(two, one)

@@ -93,21 +93,6 @@ def test_a_device_that_is_behind_is_not_waited_for(copies: list[Copy]) -> None:
     assert len(copies) == 301
 
 
-@pytest.mark.parametrize(("bound", "at_once"), [(0, 2), (4 * 5, 5)])
-def test_where_memory_is_at_its_bound_the_oldest_transfer_is_waited_for(
-    bound: int, at_once: int, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradsurgeon.recording.device_queue._MOST_BYTES", bound)
-    ring, taken = collecting()
-    for number in range(9):
-        ring.put(number, torch.tensor([float(number)]))
-        ring.send()
-    assert [copy.there for copy in copies] == [True] * (9 - at_once) + [False] * at_once
-    assert taken == [(number, [float(number)]) for number in range(9 - at_once)]
-    ring.send(wait=True)
-    assert taken == [(number, [float(number)]) for number in range(9)]
-
-
 def test_numbers_are_copied_when_they_are_put_and_not_later(copies: list[Copy]) -> None:
     ring, taken = collecting()
     values = torch.ones(2)

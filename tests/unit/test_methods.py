@@ -183,7 +183,7 @@ class TestPage:
         shown = [line.strip() for line in explain.action_page(Combine)]
         first = shown.index("# seg       [1, 0]")
         assert shown[first + 1 : first + 3] == ["# depth     [-1, 1]", "# together  [0.5, 1.5]"]
-        assert "# recorded  cosine 0, ratio 1, opposed 0.707107" in [
+        assert "# recorded  cosine 0, ratio 1" in [
             line.strip() for line in explain.action_page(Conflict)
         ]
 

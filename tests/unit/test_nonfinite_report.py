@@ -15,13 +15,8 @@ NAMES = ["first.weight", "second.weight", "third.weight"]
     [
         (
             {2},
-            "third.weight, the first one that backward reached, is non-finite already: look at the loss, and at the "
-            "operations after this layer in the forward pass",
-        ),
-        (
-            {0, 1, 2},
-            "every gradient is non-finite, starting with third.weight, the first one that backward reached: check "
-            "the inputs of the model, its weights and the loss",
+            "third.weight, the first one that backward reached, is non-finite already: look at the loss, at the "
+            "operations after this layer in the forward pass, and at inputs and weights",
         ),
         (
             {0},

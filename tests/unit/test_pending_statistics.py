@@ -12,8 +12,8 @@ from torch import Tensor
 import gradsurgeon
 from gradsurgeon import _numbers
 from gradsurgeon.actions import ObserverRule, Steps
-from gradsurgeon.recording import pending_statistics
-from gradsurgeon.recording.pending_statistics import PendingStatistics
+from gradsurgeon.recording import device_queue
+from gradsurgeon.recording.device_queue import PendingStatistics
 from gradsurgeon.statistics import STATISTICS, columns_of
 from gradsurgeon.tensors import measure
 
@@ -132,7 +132,7 @@ def test_columns_ascend_in_whatever_order_modules_run() -> None:
 
 
 def test_orders_that_never_repeat_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_statistics, "_MOST_ORDERS", 2)
+    monkeypatch.setattr(device_queue, "_MOST_ORDERS", 2)
     pending, rule = PendingStatistics(), logging("max")
     for step, names in enumerate(["abc", "acb", "bac", "bca", "abc"]):
         for name in names:

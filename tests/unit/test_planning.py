@@ -163,12 +163,11 @@ def test_no_match_names_the_nearest() -> None:
         '<dict> rules[0].params: rule it: no parameter of the model matches "h.*.atn.weight"; '
     )
     assert "h.*.attn.weight" in text
-    assert "12" in text
 
 
 def test_a_bare_name_is_proposed_as_a_pattern() -> None:
     (text,) = complaints(deep(), rule(params="attn"))
-    assert 'did you mean "*.attn.*" (24 matches)' in text
+    assert 'did you mean "*.attn.*" (it matches 24)' in text
 
 
 def test_all_complaints_come_at_once() -> None:
@@ -182,12 +181,12 @@ def test_all_complaints_come_at_once() -> None:
     )
     assert [text.partition("rule ")[2][0] for text in found] == ["a", "c", "d", "e"]
     assert found[1].endswith(
-        "36 parameters match (h.0.attn.weight, h.0.mlp.weight, h.0.norm.weight, ...), but `where` "
-        "keeps none of them: `ndim` (36)"
+        "36 parameters match (h.0.attn.weight, h.0.mlp.weight, h.0.norm.weight and 33 more), but `where` "
+        "keeps none of them: `ndim`"
     )
     assert found[2].endswith("12 parameters match, but `exclude` removes all of them")
     assert found[3].endswith(
-        "expected 59 parameters, matched 60 (h.0.attn.weight, h.0.attn.bias, h.0.mlp.weight, ...); "
+        "expected 59 parameters, matched 60 (h.0.attn.weight, h.0.attn.bias, h.0.mlp.weight and 57 more); "
         "correct the pattern or the `expect`"
     )
 

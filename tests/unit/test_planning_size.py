@@ -35,7 +35,7 @@ def test_many_rules_on_the_same_tensors_are_shown_in_short() -> None:
 def test_a_long_list_of_chains_is_folded_and_says_so() -> None:
     names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(150)]
     text = str(bound(model(*names), *(scale(i, name) for i, name in enumerate(names))))
-    assert "  and 50 more chains, of 50 tensors: `plan --format json` lists all" in text
+    assert "  and 50 more chains: `plan --format json` lists all" in text
 
 
 @pytest.mark.slow
@@ -49,14 +49,14 @@ def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
     assert rule[20] == "and 19980 more doubts of this kind"
     assert len(caught.value.complaints) == 3_000
     assert str(caught.value).endswith("\nand 2900 more")
-    with pytest.raises(BindError, match=r'"lyers\.2\.weigth" or 97 more patterns; closest names'):
+    with pytest.raises(BindError, match=r'"lyers\.2\.weigth" and 97 more; closest names'):
         bound(model("layers.1.weight"), scale(0, wrong[:100]))
 
 
 def test_classes_are_named_where_none_is_meant() -> None:
     with pytest.raises(BindError) as caught:
         bound(model("a"), scale(0, where={"module_type": "linear"}))
-    assert caught.value.complaints[0].endswith("`module_type` (1); the classes are Linear")
+    assert caught.value.complaints[0].endswith("`module_type`; the classes are Linear")
 
 
 def test_off_is_told_from_what_a_freeze_does() -> None:

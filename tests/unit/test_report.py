@@ -12,7 +12,8 @@ import pytest
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.report import Report, RuleInfo
 from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
-from gradsurgeon.store import NOTHING_RECORDED, Key, Records
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.memory import NOTHING_RECORDED
 
 NAN, INF = math.nan, math.inf
 

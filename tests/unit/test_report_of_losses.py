@@ -21,10 +21,10 @@ from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.losses import Measured
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
-from gradsurgeon.sinks.summary import Measured as MeasuredRow
-from gradsurgeon.sinks.summary import summary
+from gradsurgeon.sinks.delivery import summary
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.layout import unpack_absent
+from gradsurgeon.store.memory import Measured as MeasuredRow
 from gradsurgeon.store.writer import RunWriter
 
 NAN = math.nan
@@ -34,7 +34,6 @@ LOSSES = ("seg", "depth", "edges")
 STEPS = (0, 1, 2, 2)
 COSINES = ((-0.5, 0.25, 0.5), (-0.75, NAN, NAN), (0.25, 0.5, -0.125), (-0.25, 0.75, 0.5))
 RATIOS = ((2.0, 100.0, 0.5), (8.0, NAN, NAN), (0.5, 1000.0, 0.5), (2.0, 10000.0, 4.0))
-OPPOSED = ((0.5, 0.0, 0.25), (0.75, NAN, NAN), (0.25, 0.5, 0.5), (0.5, 0.25, 0.75))
 WEIGHTS = ((1.0, 1.0, 1.0), (0.5, 0.25, 2.0), (1.5, 0.5, 4.0), (1.0, 0.5, 1.0))
 DISTANCES = (0.0, 0.5, math.inf, 1.0)
 
@@ -55,7 +54,7 @@ def about(**more: Any) -> dict[str, Any]:
             ]
         },
         "roles": {
-            "tasks": {"role": "observe", "stats": ["cosine", "ratio", "opposed"]},
+            "tasks": {"role": "observe", "stats": ["cosine", "ratio"]},
             "surgery": {"role": "edit", "stats": ["weight", "distance"]},
         },
     }
@@ -64,7 +63,7 @@ def about(**more: Any) -> dict[str, Any]:
 
 def fill(writer: RunWriter, *, times: float = 1.0, prefix: str = "") -> None:
     pairs = tuple(prefix + pair for pair in PAIRS)
-    for stat, rows in (("cosine", COSINES), ("ratio", RATIOS), ("opposed", OPPOSED)):
+    for stat, rows in (("cosine", COSINES), ("ratio", RATIOS)):
         for step, row in zip(STEPS, rows, strict=True):
             numbers = values(*(times * value for value in row))
             writer.add(Key("tasks", stat, "backward", pairs), step, numbers, frozenset())
@@ -132,9 +131,8 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
         assert {key: pair[key] for key in shared} == shared
         for key, value in numbers.items():
             assert pair[key] == pytest.approx(value, abs=1e-6)
-    ratios, opposed = numbers_of(found, "ratio"), numbers_of(found, "opposed")
+    ratios = numbers_of(found, "ratio")
     assert [one["median"] for one in ratios.values()] == [2.0, 1000.0, 0.5]
-    assert [one["mean"] for one in opposed.values()] == pytest.approx([0.5, 0.25, 0.5])
 
 
 def test_what_was_combined(run: pathlib.Path) -> None:
@@ -155,7 +153,7 @@ def test_the_text_says_what_is_left_out(run: pathlib.Path) -> None:
     assert "norms: no l2" not in text
     lines = [line.split() for line in text.splitlines()]
     row = next(line for line in lines if line[:1] == ["seg/depth"])
-    assert row[1:] == ["-0.312", "-0.75", "75%", "2", "0.5", "4"]
+    assert row[1:] == ["-0.312", "-0.75", "75%", "2", "4"]
     assert "1 pair of 3 conflict on average" in text
     assert "left out: 2 times a loss of a pair gave no gradient" in text
     assert "  changed the sum in 75% of calls; distance from it, over its norm: mean 0.5" in text
@@ -316,27 +314,25 @@ def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 pairs of losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
-    assert row[1:] == ["-0.312", "-0.75", "75%", "2", "0.5", "4"]
+    assert row[1:] == ["-0.312", "-0.75", "75%", "2", "4"]
     row = next(line.split() for line in lines if line.startswith("  edges  "))
     assert row[1:] == ["2", "1", "4", "4"]
 
 
-def test_trackers_get_mean_and_least() -> None:
+def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
         found = summary(MeasuredRow(key, 3, values(*row), frozenset()), "tasks")
-        return None if found is None else found.scalars
+        return None if found is None else found[0]
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
         "tasks/seg/depth/cosine": -0.5,
         "tasks/depth/edges/cosine": 0.25,
-        "tasks/cosine/mean": -0.125,
-        "tasks/cosine/largest": 0.25,
-        "tasks/cosine/least": -0.5,
     }
     many = [f"w{place}:seg/depth" for place in range(100)]
     assert sent("cosine", many, *[0.0] * 99, -0.5) == {
-        "tasks/cosine/mean": -0.005,
+        "tasks/cosine/not finite": 0.0,
+        "tasks/cosine/median": 0.0,
         "tasks/cosine/largest": 0.0,
         "tasks/cosine/least": -0.5,
     }

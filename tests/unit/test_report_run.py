@@ -114,7 +114,7 @@ def test_what_became_of_the_run_is_said(tmp_path: pathlib.Path) -> None:
     first, second = head()
     assert first == "rank 0: running; rank 1: ended"
     assert "observed only: no rule changed anything; 2 ranks" in second
-    writer._claim.unlock()
+    writer._unlock()
     assert re.fullmatch(
         r"rank 0: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is "
         r"missing; rank 1: ended",

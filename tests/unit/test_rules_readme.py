@@ -156,14 +156,14 @@ def test_everything_exported_is_on_the_page_of_the_python_api() -> None:
 
 
 def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.review import reading_checks
+    from gradsurgeon.review import checks
     from gradsurgeon.review.checks import CHECKS
 
     reference = REFERENCE.read_text(encoding="utf-8")
     found = re.findall(r"^### `(.*)` \((.*)\)$", reference, re.MULTILINE)
     assert found == [(name, check.severity) for name, check in CHECKS.items()]
     table = reference.partition("## Checks of reading")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(reading_checks.READING_CHECKS)
+    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(checks.READING_CHECKS)
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:

@@ -12,15 +12,16 @@ from pydantic import ValidationError
 import gradsurgeon
 from gradsurgeon import schema, source
 from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
+from gradsurgeon.actions._options import keys_of
 from gradsurgeon.errors import Problem, RuleFileError
-from gradsurgeon.schema._version import meets
+from gradsurgeon.schema._document import meets
 
 ZERO = {"id": "one", "action": "zero", "params": "*"}
 
 
 NO_FILE_COULD_HOLD: list[tuple[dict[Any, Any], str, str]] = [
     ({}, "<dict>", "missing-key"),
-    ({"version": 1, "rules": []}, "<dict> rules", "wrong-type"),
+    ({"version": 1, "rules": []}, "<dict> rules", "bad-value"),
     ({"version": 1, "rules": {"a"}}, "<dict> rules", "wrong-type"),
     ({"version": 1, "rules": [{**ZERO, 3: 4}]}, "<dict> rules[0]", "key-type"),
     (
@@ -113,12 +114,12 @@ class TestPlainData:
         }
         data = {"version": 1, "rules": [ZERO, ZERO, clamp]}
         assert refused(data) == [
-            ("<dict> rules[2].mx", "unknown-key", "unknown key `mx`"),
             (
                 "<dict> rules[2].min",
                 "wrong-type",
-                '`min`: expected a number, found the text "1"',
+                '`min` must be a number, found the text "1"',
             ),
+            ("<dict> rules[2].mx", "unknown-key", "unknown key `mx`"),
             (
                 "<dict> rules[1].id",
                 "duplicate-rule-id",
@@ -132,12 +133,12 @@ class TestPlainData:
             (
                 "<dict> rules[0].params[1]",
                 "bad-pattern",
-                "`params`: `|` has no meaning in a glob pattern",
+                "`|` has no meaning in a glob pattern",
             ),
             (
                 "<dict> rules[0].where.numel.min",
                 "bad-value",
-                "`min` must be 0 or more, found the number -1",
+                "`min` must be greater than or equal to 0, found -1",
             ),
         ]
 
@@ -155,7 +156,7 @@ class TestPlainData:
     def test_other_types_are_named(self) -> None:
         rule = {**ZERO, "action": "scale", "factor": 1j}
         ((_, _, message),) = refused({"version": 1, "rules": [rule]})
-        assert message == "`factor`: expected a number, found a value of the type complex"
+        assert message == "`factor` must be a number, found 1j"
 
     def test_data_that_contains_itself_ends(self) -> None:
         rule: dict[str, Any] = dict(ZERO)
@@ -306,23 +307,25 @@ class TestProblems:
 
     def test_the_error_shows_everything_at_once(self) -> None:
         with pytest.raises(RuleFileError) as caught:
-            gradsurgeon.load("version: 1\nrules:\n- {id: a, action: zer, params: '*', no: 1}\n")
+            gradsurgeon.load(
+                "version: 1\nrules:\n- {id: a, action: zer, params: '*'}\n- {id: b, action: zero, params: '*', no: 1}\n"
+            )
         assert str(caught.value) == (
             "2 problems in the rules\n"
             "<text>:3:19: error: unknown action `zer` [unknown-action]\n"
-            "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
+            "     3 | - {id: a, action: zer, params: '*'}\n"
             "       |                   ^^^\n"
             f"       = did you mean `zero`? known: {', '.join(ACTIONS)}\n"
-            "<text>:3:37: error: unknown key `no` [unknown-key]\n"
-            "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
-            "       |                                     ^^\n"
-            "       = no action has it"
+            "<text>:4:38: error: unknown key `no` [unknown-key]\n"
+            "     4 | - {id: b, action: zero, params: '*', no: 1}\n"
+            "       |                                      ^^\n"
+            f"       = known: {', '.join(keys_of(ACTIONS['zero']))}"
         )
 
     def test_nothing_of_a_file_reaches_the_terminal_raw(self) -> None:
         text = (
-            'version: 1\nrules:\n- {id: "a\\e[2J", action: "\\a", params: "\\x9b|", "k\\u202e": 1,'
-            ' where: {dtype: "\\e]0;x"}}\n'
+            'version: 1\nrules:\n- {id: "a\\e[2J", action: zero, params: "\\x9b|", "k\\u202e": 1,'
+            ' where: {dtype: "\\e]0;x"}}\n- {id: b, action: "\\a", params: x}\n'
         )
         shown = [form for p in of_text(text) for form in (p.concise(), p.full())]
         assert len(shown) == 10

@@ -130,7 +130,8 @@ class TestWithoutAFile:
     def test_relative_files_have_nothing_to_be_relative_to(self, rules: Any, place: str) -> None:
         assert refused(rules) == [
             f"{place}: error: `part.yaml` would be relative to the including file, and there is none: "
-            "these rules are a text, a dict or a pack (load them from a file, or include packs only) "
+            "these rules are a text, a dict or a pack (load them from a file, or include packs, such as "
+            "gradsurgeon:nan-trap@1) "
             "[bad-include]"
         ]
 
@@ -141,17 +142,10 @@ class TestWithoutAFile:
         ):
             assert [rule.id for rule in gradsurgeon.load(rules).rules] == ["nan-trap-all"]
 
-    def test_a_pack_that_was_meant(self) -> None:
-        (message,) = refused({"version": 1, "include": ["nan-trap@1"]})
-        assert (
-            "these rules are a text, a dict or a pack (did you mean `gradsurgeon:nan-trap@1`?)"
-            in message
-        )
-
 
 LEADING_OUT = [
-    ("link.yaml", "through a symbolic link"),
-    ("folder/outside.yaml", "through a symbolic link"),
+    ("link.yaml", "or by a link"),
+    ("folder/outside.yaml", "or by a link"),
     ("folder/../outside.yaml", "leads out of the folder"),
     ("inner/../../outside.yaml", "leads out of the folder"),
 ]
@@ -178,7 +172,7 @@ class TestTree:
         (here / "link.yaml").symlink_to(".git/config")
         (here / "top.yaml").write_text(text("one", include=[entry]))
         (found,) = refused("top.yaml")
-        assert f"`{entry}` is in `.git`, whose files are not reviewed" in found
+        assert f"`{entry}` is in `.git`" in found
 
     def test_an_absolute_path_is_refused_even_where_it_leads_inside(
         self, here: pathlib.Path
@@ -225,7 +219,7 @@ class TestTree:
         circle, pipe, long = refused("top.yaml")
         assert "circle.yaml` " in circle
         assert str(here) not in circle
-        assert "`pipe.yaml` is no regular file" in pipe
+        assert "there is no file `pipe.yaml`" in pipe
         assert "cannot be looked up" in long
 
     def test_a_file_that_is_too_long(self, here: pathlib.Path) -> None:
@@ -313,9 +307,9 @@ class TestPublished:
         assert self.load("one@1") == ["one-1"]
         assert self.load("one@2") == ["one-2"]
 
-    def test_the_newest_is_proposed_by_number(self, rules: pathlib.Path) -> None:
+    def test_a_version_that_is_there_is_proposed(self, rules: pathlib.Path) -> None:
         for spec in ("one", "one@3"):
-            with pytest.raises(RuleFileError, match=r"did you mean `one@10`") as caught:
+            with pytest.raises(RuleFileError, match=r"did you mean `one@\d+`") as caught:
                 self.load(spec)
             assert f"there is no pack `{spec}`; packs are named with" in str(caught.value)
 

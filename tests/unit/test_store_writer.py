@@ -113,22 +113,6 @@ def test_one_commit_per_second_and_one_per_event(
     writer.close()
 
 
-def test_rows_of_long_steps_do_not_wait_for_the_next_one(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    writer = RunWriter(tmp_path, meta=meta())
-    now = 100.1
-    assert not writer.ends_step()
-    now = 105.0
-    assert writer.ends_step()
-    writer.commit()
-    now = 105.1
-    assert not writer.ends_step()
-    writer.close()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -82,10 +82,7 @@ class TestThreshold:
         found = threshold(norms, 0.02)
         assert found.drift is not None
         assert found.value is not None
-        assert found.halves == found.drift.quantiles
-        assert found.halves[0] > 1.2 * found.halves[1]
-        assert found.drift.crossed[0] < 0.01
-        assert found.drift.crossed[1] > 0.04
+        assert found.drift.first > 1.2 * found.drift.second
         allowed = list(let_through(norms, found.value))
         bites = sum(a < norm for a, norm in zip(allowed, norms, strict=True))
         assert bites == found.bites == pytest.approx(0.02 * found.steps, rel=0.1)
@@ -192,7 +189,7 @@ class TestPatterns:
             "clip-h-q-weight",
             "clip-h-q-weight-2",
             "clip-h-w",
-            "clip-a-and-others",
+            "clip-a",
         ]
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule_id("clip", ["é.Ü", "_" * 300], ids))
 
@@ -276,9 +273,7 @@ class TestFile:
         assert bites == pytest.approx(40, rel=0.1)
         comments = [line.strip("# ") for line in text.splitlines() if line.startswith("  #")]
         assert comments[0] == "2 parameters, by `norms` at step: 2,000 steps from 0 to 1999"
-        assert re.fullmatch(
-            r"98% quantile of their norm: \S+ \(first half \S+, second half \S+\)", comments[1]
-        )
+        assert re.fullmatch(r"98% quantile of their norm: \S+", comments[1])
         assert comments[2].startswith(f"would have bitten in {bites} of 2,000 steps: ")
         assert (summary, findings) == ("1 rule for 2 parameters", [])
 
@@ -301,7 +296,7 @@ class TestFile:
             "per": "rule",
             "then": "clip",
         }
-        assert "\n  # not stationary: the 98% quantile of the first half, " in text
+        assert "\n  # not stationary: the 98% quantile is " in text
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
 
@@ -349,8 +344,7 @@ class TestFile:
         assert [rule["params"] for rule in rules_of(text)] == ["calm"]
         (finding,) = findings
         assert finding.startswith(
-            "no rule for w: not stationary, and no `spike-trap` that tells large norms from others "
-            f"bites in {100 * share:g}% of the steps"
+            f"no rule for w: no threshold bites in {100 * share:g}% of the steps"
         )
         assert f"(closest: {most}" in finding
         assert finding.endswith("%): try another --bites")
@@ -363,24 +357,11 @@ class TestFile:
             "no rule for w: not stationary, and the norm is above 0 in only 35 steps: record more"
         ]
 
-    def test_a_bias_of_rounding_noise_gets_no_rule(self, tmp_path: pathlib.Path) -> None:
-        noise = {f"h__{layer}__key__bias": calm(layer, 1e-9) for layer in range(2)}
-        weights = {f"h__{layer}__key__weight": calm(layer, 0.1) for layer in range(2)}
-        # Small, but not beside the rest of its module.
-        recorded(tmp_path, **noise, **weights, small__bias=calm(9, 1e-9))
-        text, summary, findings = suggestion(tmp_path)
-        expected = "\n# no rule for h.*.key.bias: rounding noise, for the gradient is zero by mathematics\n"
-        assert expected in text
-        assert [rule["params"] for rule in rules_of(text)] == ["h.*.key.weight", "small.bias"]
-        assert (summary, findings) == ("2 rules for 3 parameters", [])
-
     def test_shares_are_told_as_a_person_would(self, tmp_path: pathlib.Path) -> None:
         norms = [norm * (1 + 0.2 * step / STEPS) for step, norm in enumerate(calm(1))]
         finding, _ = suggestion(recorded(tmp_path, w=norms), 0.005).findings
         assert re.fullmatch(
-            r"spikes-all: not stationary: the 80% quantile of the first half, 1\.\d+, would have bitten in "
-            r"36% of the second half, and the quantile of the second half, 1\.\d+, in 9\.2% of the first half "
-            r"\(80% and not 99\.5%: more norms lie above it, so it shows a drift sooner\)",
+            r"spikes-all: not stationary: the 80% quantile is 1\.\d+ in the first half and 1\.\d+ in the second half",
             finding,
         ), finding
 
@@ -415,18 +396,14 @@ class TestFile:
         assert findings[1].startswith("no rule for rare: 9 steps are too few for a share of 2%")
         assert all(f"# {finding}\n" in text for finding in findings)
 
-    def test_each_reason_stands_once_after_the_groups_it_is_about(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_without_a_rule_each_reason_is_told(self, tmp_path: pathlib.Path) -> None:
         twins = {f"h.{number}.w": [0.0] * STEPS for number in range(2)}
         recorded(tmp_path, **twins, tail=[0.0, *[None] * (STEPS - 1)])
         with pytest.raises(RecordError) as caught:
             suggestion(tmp_path)
         head, *rows = str(caught.value).splitlines()
-        assert head.endswith(": no group of parameters gets a rule")
-        reasons = [row.partition(": ")[2] for row in rows]
-        assert len(set(reasons)) == len(reasons)
-        assert any(row.startswith("  h.*.w (2 parameters, such as h.0.w)") for row in rows), rows
+        assert head.endswith(": no parameter gets a rule")
+        assert "  no rule for h.*.w: the norm is hardly ever above 0" in rows
 
     def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
         none: list[float | None] = [None] * STEPS
@@ -435,16 +412,14 @@ class TestFile:
         assert "# no gradient: h.*.w\n" in text
         assert (summary, findings) == ("1 rule for 1 parameter", [])
         recorded(tmp_path / "all", w=none)
-        with pytest.raises(RecordError, match="all: no parameter has finite norms of two steps"):
+        with pytest.raises(RecordError, match="no parameter has finite norms of two steps"):
             suggestion(tmp_path / "all")
 
     def test_several_ranks(self, tmp_path: pathlib.Path) -> None:
         writers = [write(tmp_path, {"w": calm(rank)}, rank=rank, point="step") for rank in (0, 1)]
         for writer in writers:
             writer.close()
-        text, summary, _ = suggestion(tmp_path)
-        assert "\n# 2 ranks: of each parameter the norms of the lowest that has it\n" in text
-        assert summary == "1 rule for 1 parameter"
+        assert suggestion(tmp_path).summary == "1 rule for 1 parameter"
 
     def test_a_plan_that_is_damaged(self, tmp_path: pathlib.Path) -> None:
         more = {"roles": {"norms": 1}, "plan": {"chains": {"w": [{}, "norms"]}}}
@@ -462,9 +437,7 @@ class TestFile:
         assert [rule["params"] for rule in rules_of(text)] == ["calm"]
         (finding,) = findings
         assert finding.startswith("no rule for w: no threshold bites in 2% of the steps (closest: ")
-        assert finding.endswith(
-            "%): the norms are alike, probably because they were clipped already"
-        )
+        assert finding.endswith("%): probably the norms were clipped already")
 
     @pytest.mark.parametrize("mode", ["act", "observe"])
     @pytest.mark.parametrize("point", ["accumulated", "step"])
@@ -489,20 +462,10 @@ class TestFile:
             writer.add(Key("norms", "l2", point, ("w",)), step, values(norm))
         writer.close()
         told = "clip-all: the gradient was edited before it was measured, by "
-        moved = f"{told}`first`: put `norms` above it and record again, because `--observe` does not help"
-        observed = f"{told}`hook`: record with `--observe` to measure unedited gradients"
-        wanted = [moved] * (point == "step") + [observed] * (mode == "act")
+        edits = ["`first`"] * (point == "step") + ["`hook`"] * (mode == "act")
+        remedy = "record again with `norms` above them in the file, and with `--observe`"
+        wanted = [f"{told}{', '.join(edits)}: {remedy}"] if edits else []
         assert suggestion(tmp_path).findings == wanted
-
-    def test_norms_of_a_parameter_that_the_run_does_not_list(self, tmp_path: pathlib.Path) -> None:
-        recorded(tmp_path, w=calm(0))
-        said = (tmp_path / "run.json").read_text(encoding="utf-8")
-        (tmp_path / "run.json").write_text(said.replace('"params"', '"qarams"'), encoding="utf-8")
-        problem = (
-            r"run.json: is damaged, .*: it does not list w, of which .*; restore it, or record the"
-        )
-        with pytest.raises(RecordError, match=problem):
-            suggestion(tmp_path)
 
     def test_lint_finds_nothing_whatever_the_names(self, tmp_path: pathlib.Path) -> None:
         odd = [

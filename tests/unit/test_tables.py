@@ -1,4 +1,4 @@
-"""The records of a run as tables of pandas and Arrow: every value once, with its type."""
+"""The records of a run as tables of pandas and Parquet: every value once, with its type."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pandas as pd
-import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from commands import call
 from runs import meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
 from gradsurgeon.cli import main
-from gradsurgeon.store import Key, rank_file
+from gradsurgeon.store import Key, rank_file, tables
+from gradsurgeon.store.run import chosen, nothing_fits
 from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
@@ -47,16 +48,21 @@ def run(tmp_path: pathlib.Path) -> Iterator[Run]:
         yield opened
 
 
-def as_frame(table: pa.Table) -> pd.DataFrame:
-    return table.to_pandas()
+def of_parquet(run: Run, **asked: str) -> pd.DataFrame:
+    found = chosen(run, asked.get("name"), asked.get("stat"), asked.get("rule"))
+    if not found:
+        raise nothing_fits(run)
+    file = io.BytesIO()
+    tables.write_parquet(file, found)
+    return pq.read_table(file).to_pandas()
 
 
 # Both are held to the same, by the rows that come out.
 FRAMES: list[Callable[..., pd.DataFrame]] = [
     lambda run, **asked: run.to_pandas(**asked),
-    lambda run, **asked: as_frame(run.to_arrow(**asked)),
+    of_parquet,
 ]
-both = pytest.mark.parametrize("frame", FRAMES, ids=["pandas", "arrow"])
+both = pytest.mark.parametrize("frame", FRAMES, ids=["pandas", "parquet"])
 
 
 @both
@@ -186,32 +192,17 @@ def test_names_that_no_encoding_has(
     assert table["value"].tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("library", "method", "extra"),
-    [
-        ("pandas", "to_pandas", "pandas"),
-        ("pyarrow", "to_arrow", "arrow"),
-        ("numpy", "to_arrow", "arrow"),
-    ],
-)
-def test_what_to_install_is_said(
-    run: Run, library: str, method: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+def test_what_to_install_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(GradSurgeonError) as error:
-        getattr(run, method)()
-    assert str(error.value).startswith(f"{method} needs the library {library}, which cannot")
-    assert str(error.value).endswith(f"pip install 'gradsurgeon[{extra}]'")
+        run.to_pandas()
+    assert str(error.value).startswith("to_pandas needs the library pandas, which cannot")
+    assert str(error.value).endswith("pip install 'gradsurgeon[pandas]'")
 
 
 def test_neither_library_needs_the_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = len(run.to_pandas())
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)
-        assert len(run.to_pandas()) == lines == 11
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pandas", None)
-        assert run.to_arrow().num_rows == lines
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert len(run.to_pandas()) == 11
 
 
 _WITHOUT_NUMPY = """
@@ -229,10 +220,6 @@ with gradsurgeon.apply(model, "rules.yaml", record="run") as session:
 with gradsurgeon.open_run("run") as run:
     assert [event.kind for event in run.events] == ["trap"]
     assert run.history("0.bias") == session.history("0.bias")
-    try:
-        run.to_arrow()
-    except gradsurgeon.GradSurgeonError as error:
-        assert "pip install 'gradsurgeon[arrow]'" in str(error)
 calls = ("params --model net:build -o p.json", "lint rules.yaml", "plan rules.yaml --params p.json", "export run --format csv")
 codes = [main(call.split()) for call in (*calls, "diff rules.yaml rules.yaml --params p.json")]
 assert codes == [0] * 5, codes

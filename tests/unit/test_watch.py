@@ -259,7 +259,7 @@ class TestHead:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
         assert shown(look(tmp_path))[1] == "running"
         writers[0].close()
-        writers[1]._claim.unlock()
+        writers[1]._unlock()
         report = look(tmp_path)
         first = shown(report, 300)[1]
         assert re.fullmatch(

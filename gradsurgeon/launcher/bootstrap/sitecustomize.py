@@ -1,7 +1,4 @@
-"""Python imports this file before any script if `gradsurgeon run` put its folder on the path.
-
-The file must be quick and must not fail: every process of a launch runs it, also those that train nothing.
-"""
+"""Python imports this file before any script of a launch. It must be quick and must not fail."""
 
 import importlib.machinery
 import importlib.util
