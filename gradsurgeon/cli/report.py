@@ -189,13 +189,7 @@ def _why_unknown(kinds: Sequence[str]) -> str:
 def _failing(
     runs: Iterable[Path], kinds: Sequence[str], asked: Sequence[Path]
 ) -> tuple[list[Failing], list[str]]:
-    """Return the runs that have events of some kinds, and why it is not known of others.
-
-    Args:
-        runs: the runs, each read only if there are kinds.
-        kinds: of events.
-        asked: what the user named.
-    """
+    """Return the runs that have events of some kinds, and why it is not known of others."""
     found: list[Failing] = []
     unknown: list[str] = []
     for place in runs if kinds else ():

@@ -1,8 +1,4 @@
-"""``gradsurgeon watch``: the report of a run on one screen while it is being written. Never imports torch.
-
-Each look opens the files anew and closes them, so ranks may join and the writer finds no reader when it ends the run.
-A look reads the newest rows, whatever the length of the run. `printable` keeps every name from steering the terminal.
-"""
+"""``gradsurgeon watch``: the report of a run on one screen while it is being written. Never imports torch."""
 
 import argparse
 import math
@@ -19,7 +15,6 @@ from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, is_trip
-from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
@@ -84,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, f"Ctrl-C quits; every {arguments.every:g} s" * is_running)
         else:
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(report)}", flush=True)
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
         # The last page is there to stay, and does not reload itself.
         if html is not None and (time.monotonic() >= next_page or not is_running):
             begin = time.monotonic()
@@ -113,12 +108,8 @@ def _look(folder: Path) -> Report:
 
 
 def look(path: Path) -> Report:
-    """Return the report of a run as it is now, of its newest rows.
-
-    Raises:
-        RecordError: it is not there, is damaged, or its files are just being made.
-        GradSurgeonError: numpy is missing.
-    """
+    """Return the report of a run as it is now, of its newest rows."""
+    # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
     with open_run(path) as run:
         width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
         rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
@@ -156,19 +147,6 @@ def screen(report: Report, columns: int) -> list[Line]:
         (text if len(text) <= columns else f"{text[: columns - 1]}…", style)
         for text, style in lines[1:]
     ]
-
-
-def status_line(report: Report) -> str:
-    """Return the run in one line, for output that is no terminal."""
-    wholes, number = report.history.gradients[:1], len(report.params)
-    return "  ".join(
-        [
-            _step(report),
-            *(f"{whole_name(whole, number)} {whole.values[-1]:.3g}" for whole in wholes),
-            count(by_kind(report.events).total(), "event"),
-            *(f"newest: {_event(event, report)}" for event in report.events[-1:]),
-        ]
-    )
 
 
 def _head(report: Report) -> Iterator[Line]:

@@ -30,21 +30,16 @@ _MOST_FOR_LEVELS = 200_000
 
 
 class _Judged(NamedTuple):
-    """The tensors of one kind that stand out, and the usual norm beside those that exploded."""
+    """The tensors of one kind that stand out."""
 
     exploded: list[Track]
     vanished: list[Track]
     noisy: list[Track]
-    usual: float
+    usual: float  # norm beside those that exploded
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
-    """Yield what stands out.
-
-    Args:
-        history: of the run.
-        params: the number of parameters of the model.
-    """
+    """Yield what stands out in the norms of a model with so many parameters."""
     for kind in history.kinds:
         tracks = history.of_kind(kind)
         judged = _judged(tracks)
@@ -61,10 +56,8 @@ def callouts(history: History, params: int) -> Iterator[str]:
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
         for word, text in said[:1] if kind in OF_WEIGHTS else said:
             if text:
-                # The first words stand before the kind, a step behind it.
-                name, comma, rest = word.partition(" since")
                 of_kind = "" if kind == GRADIENT else f" ({kind})"
-                yield f"{name}{of_kind}{comma}{rest}: {text}"
+                yield f"{word}{of_kind}: {text}"
 
 
 def whole_name(whole: Whole, params: int) -> str:

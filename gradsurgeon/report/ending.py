@@ -26,19 +26,14 @@ State = Literal["running", "ended", "stopped", "unknown"]
 
 
 class Ending(NamedTuple):
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        state: "running", "ended", "stopped" by something, or "unknown" where no end was written.
-        words: the same in words, with the ranks if they differ.
-        ranks: the words of each rank.
-        edits: ids of rules that edit gradients, whose events are no trips.
-    """
-
-    state: State
-    words: str
+    state: State  # "unknown" where no end was written
+    words: str  # the same in words, with the ranks if they differ
     ranks: Mapping[int, str]
-    edits: Collection[str] = frozenset()
+    edits: Collection[str] = (
+        frozenset()
+    )  # ids of rules that edit gradients, whose events are no trips
 
     def lines(self, events: Sequence[Event]) -> Iterator[str]:
         """Yield one or two lines: how the run ended, and the first diagnosis."""
@@ -75,12 +70,7 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
 def ending_of(run: Run, edits: Collection[str] = frozenset()) -> Ending:
-    """Return how a run ended, by what its ranks have written.
-
-    Args:
-        run: open.
-        edits: ids of rules that edit gradients.
-    """
+    """Return how an open run ended, by what its ranks have written."""
     states, words = [], {}
     for rank, state in run.states.items():
         of_rank, words[rank] = _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))
@@ -147,12 +137,7 @@ def diagnosis_of(message: str) -> dict[str, Any] | None:
 
 
 def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
-    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped.
-
-    Args:
-        events: oldest first.
-        edits: ids of rules that edit gradients, whose events are no trips.
-    """
+    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped."""
     for event in events:
         if (found := diagnosis_of(event.message)) is not None:
             at = f", {found['at']}" if found.get("at") else ""

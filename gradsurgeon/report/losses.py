@@ -37,23 +37,14 @@ _PAIR_HINTS = (
 
 
 class Measured(NamedTuple):
-    """What one rule has measured of a loss or of a pair of losses, oldest first; a step may have several values.
-
-    Attributes:
-        rule: its id.
-        stat: the statistic.
-        name: as it was recorded: `seg`, `seg/depth`, or `trunk.0.weight:seg/depth` of a part.
-        steps: of each value.
-        values: NaN where a loss gave no gradient.
-        every: one row in so many was read.
-    """
+    """What one rule has measured of a loss or of a pair of losses, oldest first; a step may have several values."""
 
     rule: str
     stat: str
-    name: str
+    name: str  # `seg`, `seg/depth`, or `trunk.0.weight:seg/depth` of a part
     steps: Ints
-    values: Floats
-    every: int
+    values: Floats  # NaN where a loss gave no gradient
+    every: int  # one row in so many was read
 
     @property
     def finite(self) -> Floats:
@@ -81,11 +72,7 @@ def losses_of(
 ) -> list[Measured]:
     """Return what was recorded of losses: values that the script has tagged, then conflicts and weights.
 
-    Args:
-        series: each series, with columns that another one has recorded as well.
-        of_all_ranks: every series; ranks have other batches, so each has losses of its own.
-        params: names that are parameters, and so no losses.
-        newest: read only so many of the newest rows of each series.
+    Each rank has values of its own, as ranks have other batches. Names of parameters are no losses.
     """
     found = list(_tagged(of_all_ranks, params, newest))
     every = [(one, repeated) for one, repeated in series if one.key.stat in LOSS_STATS and len(one)]

@@ -87,13 +87,7 @@ def _rule(session: Any) -> str:
 def _kept(
     session: Any, rule: str, name: str | Sequence[str] | None, step: int | None, call: int | None
 ) -> tuple[tuple[str, int, int], Tensor]:
-    """Return the newest tensor that a rule has kept of a name, step and call, and its own.
-
-    Raises:
-        KeyError: no `capture` rule has this id, or no tensor this name.
-        RecordError: nothing was kept, or nothing of this step or call.
-        ValueError: there are several tensors to choose from.
-    """
+    """Return the newest tensor that a rule has kept of a name, step and call, and its own."""
     from gradsurgeon.report.plots import matching  # noqa: PLC0415 # needs matplotlib
 
     kept = session.captured(rule)

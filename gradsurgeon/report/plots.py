@@ -1,8 +1,4 @@
-"""Pictures of norms over the steps, of a session or of a run directory. Torch is not needed.
-
-A figure of pyplot would stay in memory until somebody closes it, and need a display. A notebook shows only those, so
-`Picture` tells notebooks itself how it looks.
-"""
+"""Pictures of norms over the steps, of a session or of a run directory. Torch is not needed."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ _EVENTS: dict[str, tuple[str, Any]] = {
 
 
 class Picture(Figure):
-    """A figure that a notebook shows without pyplot."""
+    """A figure that a notebook shows without pyplot, which keeps figures in memory and needs a display."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), dpi=100, layout="constrained")
@@ -72,11 +68,7 @@ def plain(text: str) -> str:
 
 
 def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the names that are wanted, by name, alias or pattern, in the order of the model.
-
-    Raises:
-        KeyError: a pattern matches nothing; the nearest names are given.
-    """
+    """Return the names that are wanted, by name, alias or pattern, in the order of the model."""
     canonical = {name: name for name in names}
     known = {alias: name for alias, name in aliases.items() if name in canonical} | canonical
     found: set[str] = set()

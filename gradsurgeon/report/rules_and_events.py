@@ -27,19 +27,12 @@ _NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class RuleInfo:
-    """What the report has to know of a rule.
-
-    Attributes:
-        action: its action.
-        role: what it is to a reader.
-        logged: the parameters whose l2 norms it records.
-        kind: what it measures, such as "gradient" or "output".
-    """
+    """What the report has to know of a rule."""
 
     action: str
     role: str = "edit"
-    logged: tuple[str, ...] = ()
-    kind: str = GRADIENT
+    logged: tuple[str, ...] = ()  # the parameters whose l2 norms it records
+    kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
 
 
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
@@ -101,9 +94,7 @@ def never_reached(names: Sequence[str]) -> str:
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
-    most: Counter[tuple[str, str, int]] = Counter()
-    for (kind, rule, step, _), number in per_rank.items():
-        most[kind, rule, step] = max(number, most[kind, rule, step])
+    most = {key[:3]: number for key, number in reversed(per_rank.most_common())}
     kinds: Counter[str] = Counter()
     for (of_kind, _, _), number in most.items():
         kinds[of_kind] += number

@@ -35,32 +35,19 @@ Reader = Callable[[int, int], tuple[Ints, Floats]]
 
 @dataclass(frozen=True)
 class Sheet:
-    """Norms of some tensors in the same steps; a column stands for one row, or for a few rows of a long run.
+    """Norms of some tensors in the same steps, in arrays of shape ``[tensors, columns]``.
 
-    Attributes:
-        names: of the tensors, one for each line.
-        steps: the step of the first row of each column.
-        tops: the largest finite norm, NaN where there is none; all arrays have the shape ``[tensors, columns]``.
-        sample: the norm of one row of each column, NaN where it is not finite.
-        bad: how many norms were not finite.
-        there: whether the tensor had a gradient, or a value.
-        every: the most rows that a column stands for.
-        read: returns steps and norms of the rows of one cell, by line and column.
+    A column stands for one row, or for a few rows of a long run.
     """
 
     names: Sequence[str]
-    steps: Ints
-    tops: Floats
-    sample: Floats
-    bad: Ints
-    there: Flags
-    every: int
+    steps: Ints  # of the first row of each column
+    tops: Floats  # the largest finite norm, NaN where there is none
+    sample: Floats  # the norm of one row of each column, NaN where it is not finite
+    bad: Ints  # how many norms were not finite
+    there: Flags  # whether the tensor had a gradient, or a value
+    every: int  # the most rows that a column stands for
     read: Reader
-
-
-def is_stored(series: WholeSeries) -> bool:
-    # Its class needs SQLite, which a session in memory does without.
-    return hasattr(series, "one_in")
 
 
 def blocks(
@@ -77,14 +64,9 @@ def blocks(
 def read_sheet(
     series: WholeSeries, columns: Sequence[int], *, start: int, stop: int, every: int
 ) -> Sheet:
-    """Return the norms of some columns of a series.
+    """Return the norms of some columns of a series; `every` rows share a column of the sheet.
 
-    Args:
-        series: in memory or in a file, which stays open for as long as a sheet of a long run is in use.
-        columns: of the series.
-        start: the first row to read.
-        stop: the number of the row after the last.
-        every: so many rows share a column of the sheet.
+    The file of a series stays open for as long as a sheet of a long run is in use.
     """
     found: list[tuple[Any, ...]] = []
     for steps, values, present in blocks(series, start, stop, every):
@@ -129,11 +111,8 @@ def read_sheet(
 def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Iterator[Sheet]:
     """Yield the rows of tensors over several series of one rule, in the order of steps.
 
-    A tensor moves to a new series when another optimizer claims it. Where a step has one record, the later counts.
-
-    Args:
-        parts: each series with the lines of the tensors.
-        once: whether a step has one record of a tensor.
+    A tensor moves to a new series when another optimizer claims it. With `once`, a step has one record of a tensor, and
+    the later counts.
     """
     steps = np.concatenate([sheet.steps for sheet, _ in parts])
     if len(np.unique(steps)) == len(steps):
@@ -207,10 +186,8 @@ def _alike(norms: Floats, kept: Flags) -> Iterator[tuple[list[int], Ints, Floats
 
 
 def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:
-    """Return `growth` and `rise` of tracks; of few norms `rise` alone, up to the last one.
-
-    A single high norm is no growth, unless a non-finite one follows, or it is the last of a module that is seldom called.
-    """
+    """Return `growth` and `rise` of tracks; of few norms `rise` alone, up to the last one."""
+    # A single high norm is no growth, unless a non-finite one follows, or it is the last of a module that is seldom called.
     number = norms.shape[1]
     few = max(1, min(3, number // 4))
     begin = np.median(norms[:, : max(1, min(_ENDS, number // 4))], axis=1)
@@ -221,10 +198,8 @@ def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:
 
 
 def _jitter(logs: Floats) -> Floats:
-    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time.
-
-    Losses that take turns have a different norm in each step, and the same again a few steps later.
-    """
+    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time."""
+    # Losses that take turns have a different norm in each step, and the same again a few steps later.
     found = np.full(len(logs), np.nan)
     for lag in range(1, min(_TURNS, logs.shape[1] - 1) + 1):
         found = np.fmin(found, np.median(np.abs(logs[:, lag:] - logs[:, :-lag]), axis=1))

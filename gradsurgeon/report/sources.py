@@ -30,6 +30,7 @@ from gradsurgeon.store.layout import database_name, section
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
 
+_RANKS = 8  # so many that lack a file are named
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
@@ -57,12 +58,7 @@ def summary(session: Any) -> Report:
 
 
 def from_run(run: Run, *, newest: int | None = None) -> Report:
-    """Return the report of a run directory, finished or still being written. Reads all that it needs.
-
-    Args:
-        run: open.
-        newest: read only so many of the newest rows of each series.
-    """
+    """Return the report of an open run, finished or still being written, or of its `newest` rows. Reads all it needs."""
     report = unread(run, newest)
     if is_installed("numpy"):
         report = replace(report, ranks=_ranks(run, report.rules, newest))
@@ -82,12 +78,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
     observed = run.meta.get("mode") == "observe"
     kept = []
     for one in captured:
-        steps = sorted({tensor.step for tensor in one.tensors})
-        of = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]}..{steps[-1]}"
         tensors = count(len(one.tensors) + one.more, "tensor")
-        kept.append(
-            f"captures kept by {printable(one.rule)}: {tensors} of {of}; `--html` shows them"
-        )
+        kept.append(f"captures kept by {printable(one.rule)}: {tensors}; `--html` shows them")
     return Report(
         title=_title(run.meta),
         params=run.params,
@@ -118,13 +110,9 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
     if len(run.ranks) > 1:
         yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
     if missing:
-        files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
-        yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    most = 8
-    return ", ".join(map(str, ranks[:most])) + " ..." * (len(ranks) > most)
+        more = " ..." * (len(missing) > _RANKS)
+        ranks = ", ".join(map(str, missing[:_RANKS])) + more
+        yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
 
 
 def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:

@@ -19,8 +19,6 @@ PAST, LEAST_PAST = 64, 16
 _AFTER, _FALLS = 8, 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
 _SPREADS, _FAR = 6.0, 30.0
-# A peak in the first steps has hardly a past; a warm-up has none that is so far above all other norms.
-_FAR_FROM_ALL = 100.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
 _NORMAL = 1.4826
 _AT_ONCE = 64
@@ -39,12 +37,7 @@ class Spike(NamedTuple):
 
 
 def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
-    """Return the norm that stands out most from its own past, None if none does.
-
-    Args:
-        steps: shape ``[n]``, ascending.
-        norms: shape ``[n]``, finite.
-    """
+    """Return the norm that stands out most from its own past, None if none does; all norms are finite."""
     (found,) = largest_spikes(np.asarray(norms, float)[None])
     return None if found is None else Spike(int(steps[found[0]]), float(norms[found[0]]), found[1])
 
@@ -54,45 +47,24 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
     spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their
-    spread), and if the next few are lower again. A norm with too short a past is a spike if it is a hundred times
-    all others.
-
-    Args:
-        norms: shape ``[tensors, n]``, finite.
+    spread), and if the next few are lower again. `norms` has the shape ``[tensors, n]`` and is finite.
     """
     if norms.shape[1] <= _AFTER:
         return [None] * len(norms)
-    found = [_early(row, place) for row, place in zip(norms, _earliest(norms), strict=True)]
+    found: list[tuple[int, float] | None] = [None] * len(norms)
     with np.errstate(all="ignore"):
         bounds = np.where(norms > 0, norms / _extreme_before(norms, np.minimum, PAST), 0.0)
     # Most norms are no higher than those right before them, and need not be compared further.
     bounds[norms <= _FALLS * _extreme_before(norms, np.maximum, _AFTER)] = 0.0
     bounds[:, :LEAST_PAST] = 0.0
     for row in np.flatnonzero((bounds > TIMES).any(axis=1)).tolist():
-        found[row] = _largest(norms[row], bounds[row], found[row])
+        found[row] = _largest(norms[row], bounds[row])
     return found
 
 
-def _earliest(norms: Floats) -> list[int]:
-    """Return for each row the place of a norm with a short past that is far above all others, 0 if there is none."""
-    row, places = np.arange(len(norms)), norms[:, :LEAST_PAST].argmax(axis=1)
-    others = norms.copy()
-    others[row, places] = 0.0
-    is_far = norms[row, places] > _FAR_FROM_ALL * others.max(axis=1)
-    # At the end of so short a run nobody knows whether it falls.
-    is_over = places < norms.shape[1] - _AFTER
-    return [int(place) for place in np.where(is_far & is_over, places, 0)]
-
-
-def _early(norms: Floats, place: int) -> tuple[int, float] | None:
-    usual = float(np.median(norms[:place])) if place else 0.0
-    return (place, float(norms[place]) / usual) if usual > 0 else None
-
-
-def _largest(
-    norms: Floats, bounds: Floats, best: tuple[int, float] | None
-) -> tuple[int, float] | None:
+def _largest(norms: Floats, bounds: Floats) -> tuple[int, float] | None:
     """Return the norm that stands out most, of those whose bound allows it."""
+    best: tuple[int, float] | None = None
     order = np.argsort(-bounds, kind="stable")
     order = order[bounds[order] > TIMES]
     for start in range(0, len(order), _AT_ONCE):
@@ -174,12 +146,7 @@ class Change(NamedTuple):
 
 
 def change_of_level(steps: Ints, norms: Floats) -> Change | None:
-    """Return where norms change their level most, at once and to stay; None where they drift or only vary.
-
-    Args:
-        steps: shape ``[n]``, ascending.
-        norms: shape ``[n]``, positive and finite.
-    """
+    """Return where positive norms change their level most, at once and to stay; None where they drift or only vary."""
     logs = np.log(np.asarray(norms, float))
     # The beginning of a training falls fast, and is no change of a level.
     if len(logs) < 3 * _LEVEL:
@@ -192,7 +159,7 @@ def change_of_level(steps: Ints, norms: Floats) -> Change | None:
     far = levels[places] - levels[places - _LEVEL]
     close = near[places] - near[places - _SIDE]
     noise = _NORMAL * np.maximum(spreads[places], spreads[places - _LEVEL]) + 0.01
-    is_new = (np.abs(far) > max(np.log(_LEAST_CHANGE), 0)) & (np.abs(far) > _LEVEL_SPREADS * noise)
+    is_new = (np.abs(far) > np.log(_LEAST_CHANGE)) & (np.abs(far) > _LEVEL_SPREADS * noise)
     is_new &= close * np.sign(far) > _AT_ONCE_SHARE * np.abs(far)
     if not is_new.any():
         return None

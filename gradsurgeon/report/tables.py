@@ -30,25 +30,15 @@ _DECADES_LEAST, _DECADES_MOST = 1.0, 8.0
 
 
 class Table(NamedTuple):
-    """A table whose second column is a curve, if it has curves.
-
-    Attributes:
-        title: what it is about.
-        head: names of the columns.
-        rows: cells, fit to be printed; the cell of a curve is empty.
-        right: columns of numbers.
-        curves: one for each row, the largest of each few values; `None` stands for a gap, NaN for non-finite.
-        levels: how serious each row is.
-        notes: sentences that a reader needs, below the table.
-    """
+    """A table whose second column is a curve, if it has curves."""
 
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: frozenset[int] = frozenset()
-    curves: Sequence[Curve] = ()
+    rows: Sequence[Sequence[str]]  # fit to be printed; the cell of a curve is empty
+    right: frozenset[int] = frozenset()  # columns of numbers
+    curves: Sequence[Curve] = ()  # one for each row; `None` stands for a gap, NaN for non-finite
     levels: Sequence[Level] = ()
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
     def lines(self, columns: int) -> Iterator[str]:
         """Yield the table as text without its notes. Names are never cut, because people copy them."""
@@ -89,11 +79,8 @@ def shortened(name: str, most: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient.
-
-    Each character stands for a run of steps by its largest value, so that a spike of one step
-    survives; a single non-finite one marks the whole run.
-    """
+    """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient."""
+    # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
     cells = min(width, len(values))
     edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
     tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]

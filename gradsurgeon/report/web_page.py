@@ -1,8 +1,4 @@
-"""A run, or several, as one page of HTML that needs nothing else: no server, no network, no other file.
-
-Everything the page shows is in it as JSON, which its scripts write as text: names and messages from a run are
-never markup.
-"""
+"""A run, or several, as one page of HTML that needs no other file. Its scripts write what is in it as text, not markup."""
 
 from __future__ import annotations
 
@@ -60,14 +56,8 @@ def write_page(
 ) -> list[str]:
     """Write the page of all runs that can be read, and return why others are not on it. No reader sees a part of it.
 
-    Args:
-        runs: run directories.
-        place: the file; only a page of ours is written over.
-        reload_seconds: after so many seconds the page shows itself anew in a browser; ``None`` for never.
-
-    Raises:
-        RecordError: none of the runs can be read, or there is something else at the place, which stays.
-        OSError: the place cannot be written.
+    A `RecordError` says that no run can be read, or that the file is no page of ours, and stays. After `reload_seconds`
+    the page shows itself anew in a browser.
     """
     mark = BEGINNING.encode()
     check_replaceable(place, lambda path: begins(path, mark), "page of `report`")
@@ -91,13 +81,7 @@ def web_page(
     problems: Sequence[str] = (),
     reload_seconds: float | None = None,
 ) -> str:
-    """Return the page of runs, given what `page_data` has returned of each.
-
-    Args:
-        runs: one or several, which the page then compares.
-        problems: why other runs are not among them, a text each.
-        reload_seconds: after so many seconds the page shows itself anew; ``None`` for never.
-    """
+    """Return the page of one or several runs, given what `page_data` has returned of each."""
     data: dict[str, Any] = {"cell": {**_CELL, "nonfinite": NONFINITE}, "runs": list(runs)}
     data["problems"] = list(problems)
     if reload_seconds is not None:
@@ -116,12 +100,7 @@ def _assets(*names: str) -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Return what the page shows of an open run, in values that JSON has.
-
-    Raises:
-        RecordError: a file of the run is damaged.
-        GradSurgeonError: numpy is missing.
-    """
+    """Return what the page shows of an open run, in values that JSON has."""
     report = from_run(run)
     rules = section(run.meta, "rules")
     files = rules.get("files")
@@ -249,11 +228,7 @@ def _event(group: EventGroup) -> dict[str, Any]:
 def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str, Any]:
     """Return a curve as it travels in the page, the worst of every few values if there are many.
 
-    Args:
-        label: its name.
-        steps: of each value.
-        values: `None` stands for no value.
-        every: a value is the largest that is known of so many steps.
+    A value of `None` stands for none; each is the largest that is known of `every` steps.
     """
     steps, values = np.asarray(steps, np.int64), np.asarray(values, object)
     there = np.array([value is not None for value in values], bool)

@@ -228,8 +228,8 @@ class TestElsewhere:
         )
         assert len(lines) >= 2
         one = (
-            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)  "
-            r"norm of all 2 parameters 2.24  0 events"
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+            r"summary: rules.yaml on Net: steps 0..(\d+), 0 events.*"
         )
         found = [re.fullmatch(one, line) for line in lines]
         steps = [int(match[1]) for match in found if match]
