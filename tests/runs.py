@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import sqlite3
 import subprocess
 import sys
 from array import array
@@ -71,9 +72,11 @@ def write(
 def refuse_wal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write without shared memory between processes: as some file systems do, that refuses WAL."""
     connect = database.connect
-    monkeypatch.setattr(
-        database, "connect", lambda path, patience: connect(path, patience, "?vfs=unix-none")
-    )
+
+    def without_wal(path: pathlib.Path, patience: float, options: str = "") -> sqlite3.Connection:
+        return connect(path, patience, f"{options}{'&' if options else '?'}vfs=unix-none")
+
+    monkeypatch.setattr(database, "connect", without_wal)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,9 @@ def never_reached(names: Sequence[str]) -> str:
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
-    most = {key[:3]: number for key, number in reversed(per_rank.most_common())}
+    most: Counter[tuple[str, str, int]] = Counter()
+    for (kind, rule, step, _), number in per_rank.items():
+        most[kind, rule, step] = max(number, most[kind, rule, step])
     kinds: Counter[str] = Counter()
     for (of_kind, _, _), number in most.items():
         kinds[of_kind] += number

@@ -349,8 +349,13 @@ FALLING = [0.9**step for step in range(300)]
         ([0.1**step for step in range(30)], None),
         (FALLING[::-1], None),
         ([*FALLING[:200], 1e-6, *FALLING[201:]], (200, 1e-6)),
-        # The first steps have no past.
-        ([*LEVEL[:3], 500.0, *LEVEL], None),
+        # In the first steps only what is a hundred times all others, before and after it, is one.
+        ([*LEVEL[:3], 50.0, *LEVEL], None),
+        ([*LEVEL[:3], 500.0, *LEVEL], (3, 500.0)),
+        ([*LEVEL[:3], 500.0, *LEVEL[:10]], (3, 500.0)),
+        ([*LEVEL[:3], 500.0, *LEVEL[:5]], None),
+        ([500.0, *LEVEL], None),
+        ([*LEVEL[:3], 500.0, *LEVEL, 6.0, *LEVEL], None),
         # A warm-up rises from next to nothing, and stays.
         ([1e-6, 1e-4, 1e-2, *LEVEL], None),
         ([1e-4, 10.0, *(10.0 * 0.5**step for step in range(40))], None),
