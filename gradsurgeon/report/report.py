@@ -92,11 +92,7 @@ class Report:
         return _html.pre(self.text(width=_COLUMNS))
 
     def text(self, *, width: int | None = None) -> str:
-        """Return the whole report.
-
-        Args:
-            width: columns to fill, those of the terminal where not given.
-        """
+        """Return the whole report; `width` columns are filled, by default those of the terminal."""
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         lines = [list(_lines(table, columns)) for table in self.tables]
         if self.norms:
@@ -130,14 +126,7 @@ class Report:
         return [*((one, frozenset[int]()) for one in self.records), *self.stored]
 
     def history_of(self, *, rule: str | None = None) -> History:
-        """Read the norms.
-
-        Args:
-            rule: only the records of this rule, `None` for all.
-
-        Raises:
-            GradSurgeonError: numpy is missing.
-        """
+        """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
