@@ -77,7 +77,7 @@ def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
         writer.event(Event("notice", "", step, 0, "", f"overflow in step {step}"))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
-    assert "steps 3 to 7, 3 times: " in page.locator("section").first.inner_text()
+    assert "x3, steps 3..7: " in page.locator("section").first.inner_text()
 
 
 def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
