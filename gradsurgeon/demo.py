@@ -1,10 +1,8 @@
 """The main job from end to end: ``python -m gradsurgeon.demo``.
 
-Trains a small convolutional network on scikit-learn's handwritten digits with the rules of
-``rules/quickstart.yaml``, and injects a fault at one step. Data and loss are fine, but the forward pass masks
-a square root of negative numbers, which becomes NaN in the backward pass. The trap names the step, the
-layers and the line, and keeps the NaN out of every weight and every moment of the optimizer. The demo writes a
-page of the run, and a bundle of the failed step.
+Trains a small network on scikit-learn's digits with ``rules/quickstart.yaml``, and masks a square root of negative
+numbers at one step, which becomes NaN in the backward pass. The trap names the step and the line, and keeps the
+NaN out of every weight and every moment of the optimizer. The demo writes a page of the run, and a bundle.
 """
 
 from __future__ import annotations

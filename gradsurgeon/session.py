@@ -146,7 +146,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "losses", "features"] = "norms",
+        kind: Literal["norms", "heatmap", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -161,8 +161,6 @@ class Session(RecordQueries):
           gradient, a cross at the top a non-finite norm, a triangle at the bottom a norm of 0. Vertical lines mark
           traps, skipped steps and lost hooks.
         * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
-        * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses over the steps, and the
-          weights with which a rule combined them. Without `name`, the ten pairs that conflict most.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 

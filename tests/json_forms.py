@@ -17,9 +17,7 @@ TEXT = """\
 | `rules` | objects with `id`, `action`, `role` and `status`, which is `null` before the first step |
 | `events` | the events, with `kind`, `rank` and `message` |
 | `norms` | an object per tensor, below |
-| `losses` | an object per tagged loss that a rule recorded: `name`, `rule`, the `first`, `least`, `largest` and `last` value, `nonfinite` |
-| `conflicts` | an object per rule that compares losses, below |
-| `combined` | an object per rule that combines losses, below |
+| `losses` | an object per curve of losses, below |
 | `median_of_one_step_in` | n: in a long run the medians come from every n-th step |
 | `inside` | the runs inside the directory |
 
@@ -27,12 +25,9 @@ TEXT = """\
 and `last` norm; `spike` (`step`, `value`, and how many `times` the median before it, or `null`); `nonfinite` (how many norms);
 `nonfinite_step` (the first one, or `null`); `zero_since` (the step from which on it is 0, or `null`).
 
-**`conflicts`**: `rule`, `losses`, `steps`, `one_call_in` (of long runs one call in so many is read), and `pairs`. A pair has `part` (a parameter or
-module, empty for all matches), `first`, `second`, `calls`, `missing` (calls in which a loss had no finite gradient; they are left out), the
-mean `cosine`, the `least` one, `below` (the share of calls below 0), `below_from` (the first such step, or `null`) and `ratio` (geometric mean).
-
-**`combined`**: `rule`, `steps`, `one_call_in`, `calls`, `changed` (the share in which the result differs from the sum), the mean `distance` from the
-sum, the `largest` distance and its `largest_step`, and `weights` (`name`, `calls`, `mean`, `least`, `largest`).
+**`losses`**: `rule`; `stat` (`cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
+`name`; first and last of `steps`; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
+`least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0); `one_call_in` (of long runs one call in so many is read).
 
 ## A comparison as JSON
 

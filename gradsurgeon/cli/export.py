@@ -1,7 +1,4 @@
-"""``gradsurgeon export``: the records of a run, one value per line. Never imports torch.
-
-The export writes lines as it reads rows, so a run of any size fits into memory.
-"""
+"""``gradsurgeon export``: the records of a run of any size, one value per line. Never imports torch."""
 
 import argparse
 import csv
@@ -121,11 +118,7 @@ def _values(
 
 
 def _cells(fields: Mapping[str, object]) -> str:
-    """Return cells without control characters that no spreadsheet takes for a formula.
-
-    The form can be reversed: backslashes escape as in Python, so a backslash of the text is doubled, and
-    a leading apostrophe is not part of the text.
-    """
+    """Return cells without control characters that no spreadsheet takes for a formula, in a form that can be reversed."""
     shown = [printable(str(field).replace("\\", "\\\\")) for field in fields.values()]
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(

@@ -73,10 +73,9 @@ def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
 
 def _summary(by_file: dict[str, list[Problem]]) -> str:
     severities = Counter(problem.severity for problem in _distinct(by_file))
-    what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
     if not severities:
         return f"{count(len(by_file), 'file')} clean"
     order = get_args(Severity)
     counts = [count(severities[name], name) for name in order if severities[name]]
-    clean = sum(not group for group in by_file.values())
-    return f"{what}: {', '.join(counts)}" + (f" ({clean} clean)" if clean else "")
+    what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
+    return f"{what}: {', '.join(counts)}"

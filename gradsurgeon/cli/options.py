@@ -37,12 +37,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Add the two sources of names, of which exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
-    add_params_file(group)
     add_model(group)
-
-
-def add_params_file(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
+    group.add_argument(
         "--params",
         metavar="FILE",
         help="the names of the model: params.json as `gradsurgeon params` writes it, or *.safetensors; needs "
@@ -62,11 +58,7 @@ def add_model(parser: argparse._ActionsContainer, *, required: bool = False) -> 
 
 @contextmanager
 def writing(output: str | None) -> Iterator[None]:
-    """Name the file in the error if it cannot be written; errors of standard output pass through.
-
-    Raises:
-        GradSurgeonError: the file cannot be written.
-    """
+    """Name the file in a `GradSurgeonError` if it cannot be written; errors of standard output pass through."""
     try:
         yield
     except OSError as error:
@@ -78,11 +70,7 @@ def writing(output: str | None) -> Iterator[None]:
 
 
 def write_output(text: str, output: str | None) -> None:
-    """Write a text to a file, as a whole, or to standard output.
-
-    Raises:
-        GradSurgeonError: the file cannot be written.
-    """
+    """Write a text to a file, as a whole, or to standard output."""
     with writing(output):
         if output is None:
             sys.stdout.write(text)

@@ -4,25 +4,19 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.cli import fail
-from gradsurgeon.cli.fail_on import (
-    failing,
-    kinds_of,
-    print_annotations,
-    summary,
-    why_unknown,
-)
-from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.events import EventKind
+from gradsurgeon.errors import RecordError, did_you_mean, printable
+from gradsurgeon.events import Event, EventKind
 from gradsurgeon.planning.table import count
-from gradsurgeon.report import from_run
-from gradsurgeon.report.rules_and_events import event_lines
+from gradsurgeon.report import Report, from_run
+from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.rules_and_events import by_kind, event_lines
 from gradsurgeon.store.layout import RUN_FILE, json_text
 from gradsurgeon.store.run import open_run
 
@@ -59,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    kinds = [] if arguments.fail_on is None else kinds_of(arguments.fail_on)
-    if reason := why_unknown(kinds) or _why_unusable(kinds, arguments):
+    kinds = [] if arguments.fail_on is None else _kinds_of(arguments.fail_on)
+    if reason := _why_unknown(kinds) or _why_unusable(kinds, arguments):
         return fail(reason)
     folders = [Path(run) for run in arguments.runs]
     try:
@@ -78,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html is None:  # what reads the report has closed the pipe, say
             raise
         return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
-    found, unknown = failing(chain.from_iterable(map(_runs_of, folders)), kinds, folders)
+    found, unknown = _failing(chain.from_iterable(map(_runs_of, folders)), kinds, folders)
     if arguments.format == "github":
-        print_annotations(found)
+        _print_annotations(found)
     # Otherwise what was found could overtake the report.
     sys.stdout.flush()
-    for line in (*dict.fromkeys((*problems, *unknown)), *summary(found, kinds)):
+    for line in (*dict.fromkeys((*problems, *unknown)), *_summary(found, kinds)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
     # A run that cannot be read counts as a failure.
     return 2 if problems or unknown else int(bool(found))
@@ -137,9 +131,10 @@ def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
     """Write the page, and return why runs are not on it."""
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
-    shown, size, problems = write_page([*chain.from_iterable(map(_runs_of, folders))], place)
-    runs = f"{count(shown, 'run')}, {size / 2**20:.1f} MB"
-    print(f"{printable(str(place))}: {runs}; open it in a browser")
+    runs = [*chain.from_iterable(map(_runs_of, folders))]
+    problems = write_page(runs, place)
+    shown = count(len(runs) - len(problems), "run")
+    print(f"{printable(str(place))}: {shown}; open it in a browser")
     return problems
 
 
@@ -165,8 +160,86 @@ def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
 
 
 def _print_json(folder: Path) -> None:
-    from gradsurgeon.report.plain import to_dict  # noqa: PLC0415 # needs numpy
-
     inside = [str(path) for path in runs_inside(folder)]
     with open_run(folder) as opened:
         print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
+
+
+class Failing(NamedTuple):
+    """The events of one run that `--fail-on` names; the path is empty where that one run was asked for."""
+
+    path: str
+    ranks: int
+    events: Sequence[Event]
+
+
+def _kinds_of(text: str) -> list[str]:
+    return list(dict.fromkeys(kind.strip() for kind in text.split(",")))
+
+
+def _why_unknown(kinds: Sequence[str]) -> str:
+    known = get_args(EventKind)
+    for kind in kinds:
+        if kind not in known:
+            meant = f" {hint}" if (hint := did_you_mean(kind, known)) else ""
+            return f"--fail-on: `{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
+    return ""
+
+
+def _failing(
+    runs: Iterable[Path], kinds: Sequence[str], asked: Sequence[Path]
+) -> tuple[list[Failing], list[str]]:
+    """Return the runs that have events of some kinds, and why it is not known of others."""
+    found: list[Failing] = []
+    unknown: list[str] = []
+    for place in runs if kinds else ():
+        try:
+            with open_run(place) as run:
+                report = from_run(run)
+                events = [event for event in report.events if event.kind in kinds]
+                if "spike" in kinds:
+                    events += _spikes(report, run.ranks[0])
+                if events:
+                    path = "" if [place] == asked else str(place)
+                    found.append(Failing(path, len(run.ranks), events))
+        except RecordError as error:
+            unknown.append(str(error))
+    return found, unknown
+
+
+def _spikes(report: Report, rank: int) -> Iterator[Event]:
+    """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
+    for track in report.history.tracks:
+        if spike := track.spike:
+            text = (
+                f"norm {spike.value:.3g}, {spike.times:.3g} times the median of the steps before it"
+            )
+            yield Event("spike", track.source.rule, spike.step, rank, track.name, text)
+
+
+def _summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
+    for path, _, events in found:
+        # An event that several ranks note of a step counts once, as in the report.
+        numbers = by_kind(events)
+        for kind in kinds:
+            if number := numbers[kind]:
+                of_kind = [event for event in events if event.kind == kind]
+                first = min(of_kind, key=lambda event: event.step)
+                where = f"{printable(path)}: " if path else ""
+                yield f"{where}{count(number, f'{kind} event')}, first at {_place(first)}"
+
+
+def _place(event: Event) -> str:
+    rule = f"rule {printable(event.rule)}" if event.rule else ""
+    return ", ".join(filter(None, (f"step {event.step}", rule, printable(event.name))))
+
+
+def _print_annotations(found: Sequence[Failing]) -> None:
+    from gradsurgeon.review.formats import annotation  # noqa: PLC0415 # other formats do not need it
+
+    for path, ranks, events in found:
+        for event in events:
+            on = f", rank {event.rank}" if ranks > 1 else ""
+            title = f"{event.kind} at {_place(event)}{on}"
+            text = f"{path}: {event.message}" if path else event.message
+            print(annotation("error", {"title": title}, text))

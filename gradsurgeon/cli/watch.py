@@ -1,11 +1,12 @@
-"""``gradsurgeon watch``: one screen about a run while it is being written. Never imports torch."""
+"""``gradsurgeon watch``: the report of a run on one screen while it is being written. Never imports torch."""
 
 import argparse
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,22 +14,30 @@ from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.events import Event, is_trip
+from gradsurgeon.report.callouts import whole_name
+from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.screen import Line, Style, look, screen, status_line
+from gradsurgeon.report.rules_and_events import by_kind, edits_of
+from gradsurgeon.report.sources import from_run
+from gradsurgeon.report.tables import Table, shortened
 from gradsurgeon.report.web_page import write_page
+from gradsurgeon.store.run import of_lowest_ranks, open_run
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
 _LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes time from the training
 _HOME, _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[0m"
-_COLOURS: dict[Style, str] = {
-    "head": "\x1b[1m",
-    "bad": "\x1b[31m",
-    "warning": "\x1b[33m",
-    "faint": "\x1b[2m",
-}
+_COLOURS = {"head": "\x1b[1m", "bad": "\x1b[31m", "warning": "\x1b[33m"}
 # A page is written anew after so many seconds at least, and so many times as long as it took to write.
 _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
+# So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
+_ROWS_MOST, _ROWS_LEAST, _VALUES = 256, 32, 2**18
+_WORST, _ROWS, _NAME_LEAST = 10, 8, 16  # rows of a table of norms, and of another table
+_EVENTS = 4  # traps, and as many other events: traps must not hide everything else
+
+# A text, and how it looks: a key of `_COLOURS`, or empty.
+Line = tuple[str, str]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,60 +71,31 @@ def run(arguments: argparse.Namespace) -> int:
     folder, html = Path(arguments.run), arguments.html
     if html is not None and (reason := why_no_page(html)):
         return fail(reason)
-    page = None if html is None else _Page(folder, Path(html))
-    try:
-        on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        for report in _looks(folder, page, arguments.every):
-            if on_screen:
-                columns, rows = shutil.get_terminal_size()
-                hint = f"Ctrl-C quits; every {arguments.every:g} s" * _is_running(report)
-                _draw(screen(report, columns, rows - 1, hint))
-            else:
-                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(report)}", flush=True)
-        if not on_screen:
-            print(*report.head, sep="\n")
-    except RecordError as error:
-        return fail(str(error))
-    except OSError as error:
-        if html is None:
-            raise
-        return fail(f"cannot write {printable(html)}: {error.strerror or error}")
-    return 0
-
-
-class _Page:
-    """Writes the page of a run anew, so seldom that it takes little time from the training."""
-
-    def __init__(self, folder: Path, place: Path) -> None:
-        self._folder, self._place = folder, place
-        self._next, self._seconds = 0.0, _PAGE_SECONDS
-
-    def update(self, *, is_running: bool) -> None:
-        begin = time.monotonic()
-        if is_running and begin < self._next:
-            return
-        # The last one is there to stay.
-        seconds = self._seconds if is_running else None
-        write_page([self._folder], self._place, reload_seconds=seconds)
-        end = time.monotonic()
-        self._seconds = max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
-        self._next = end + self._seconds
-
-
-def _looks(folder: Path, page: _Page | None, every: float) -> Iterator[Report]:
-    """Yield the run as it is, again and again until it has ended."""
-    while True:
+    on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    next_page, is_running = 0.0, True
+    while is_running:
         report = _look(folder)
-        yield report
-        if page is not None:
-            page.update(is_running=_is_running(report))
-        if not _is_running(report):
-            return
-        time.sleep(every)
-
-
-def _is_running(report: Report) -> bool:
-    return report.ended is not None and report.ended.state == "running"
+        is_running = report.ended is not None and report.ended.state == "running"
+        if on_screen:
+            _draw(report, f"Ctrl-C quits; every {arguments.every:g} s" * is_running)
+        else:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
+        # The last page is there to stay, and does not reload itself.
+        if html is not None and (time.monotonic() >= next_page or not is_running):
+            begin = time.monotonic()
+            try:
+                write_page(
+                    [folder], Path(html), reload_seconds=_PAGE_SECONDS if is_running else None
+                )
+            except OSError as error:
+                return fail(f"cannot write {printable(html)}: {error.strerror or error}")
+            end = time.monotonic()
+            next_page = end + max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
+        if is_running:
+            time.sleep(arguments.every)
+    if not on_screen:
+        print(*report.head, sep="\n")
+    return 0
 
 
 def _look(folder: Path) -> Report:
@@ -127,12 +107,92 @@ def _look(folder: Path) -> Report:
     return look(folder)
 
 
-def _draw(lines: Sequence[Line]) -> None:
-    """Show lines in place of those on the terminal."""
+def look(path: Path) -> Report:
+    """Return the report of a run as it is now, of its newest rows."""
+    # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
+    with open_run(path) as run:
+        width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
+        rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
+        return from_run(run, newest=rows)
+
+
+def _draw(report: Report, hint: str) -> None:
+    """Show a report in place of what is on the terminal; what does not fit is left out at the end."""
+    columns, rows = shutil.get_terminal_size()
     colours = {} if os.environ.get("NO_COLOR") else _COLOURS
+    lines = [
+        *screen(report, columns)[: rows - 1 - bool(hint)],
+        *[(hint[:columns], "")] * bool(hint),
+    ]
     drawn = (
-        f"{colours[line.style]}{line.text}{_PLAIN}" if line.style in colours else line.text
-        for line in lines
+        f"{colours[style]}{text}{_PLAIN}" if style in colours else text for text, style in lines
     )
-    rows = "".join(f"{text}{_CLEAR_LINE}\n" for text in drawn)
-    print(f"{_HOME}{rows}{_CLEAR_BELOW}", end="", flush=True)
+    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in drawn)
+    print(f"{_HOME}{text}{_CLEAR_BELOW}", end="", flush=True)
+
+
+def screen(report: Report, columns: int) -> list[Line]:
+    """Return the lines of a report of the newest rows; longer lines are cut."""
+    norms = report.norms
+    sections = [
+        _head(report),
+        _events(report),
+        ((remark, "warning") for remark in report.remarks),
+        *(_table(newest_table(report.history, one, _WORST), columns, _WORST) for one in norms),
+        _wholes(report),
+        *(_table(one, columns, _ROWS) for one in report.tables[len(norms) :]),
+    ]
+    lines = [line for section in filter(None, map(list, sections)) for line in (("", ""), *section)]
+    return [
+        (text if len(text) <= columns else f"{text[: columns - 1]}…", style)
+        for text, style in lines[1:]
+    ]
+
+
+def _head(report: Report) -> Iterator[Line]:
+    yield f"{_step(report)} of {printable(report.title)}", "head"
+    if report.ended is not None:
+        level = report.ended.level(report.events)
+        yield from ((line, level) for line in report.ended.lines(report.events))
+
+
+def _step(report: Report) -> str:
+    return "no step yet" if report.steps is None else f"step {report.steps[1]}"
+
+
+def _events(report: Report) -> Iterator[Line]:
+    kinds = by_kind(report.events)
+    listed = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
+    yield f"events ({kinds.total():,}){listed and ': '}{listed}", "head"
+    edits = edits_of(report.rules)
+    # The lowest rank speaks for all that note the same.
+    newest = {(e.kind, e.rule, e.step, e.message): e for e in reversed(report.events)}.values()
+    for is_bad in (True, False):
+        shown = [event for event in newest if is_trip(event, edits) is is_bad][:_EVENTS]
+        yield from ((f"  {_event(event, report)}", "bad" * is_bad) for event in shown)
+
+
+def _event(event: Event, report: Report) -> str:
+    several = report.ended is not None and len(report.ended.ranks) > 1
+    rank = f"rank {event.rank}" if several else ""
+    message = event.message.partition("\n")[0]
+    texts = (f"step {event.step}", event.kind, event.rule, event.name, rank, message)
+    return "  ".join(printable(text) for text in texts if text)
+
+
+def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
+    """Yield a table with at most so many rows, and with names that leave room for the numbers."""
+    longest = max(_NAME_LEAST, columns // 3)
+    rows = [[shortened(row[0], longest), *row[1:]] for row in table.rows[:most]]
+    shown = table._replace(rows=rows, curves=table.curves[:most])
+    styles = ["head", "", *table.levels, *[""] * len(rows)]
+    yield from zip(shown.lines(columns), styles, strict=False)
+    if len(rows) < len(table.rows):
+        yield f"  ... and {len(table.rows) - len(rows):,} more", ""
+
+
+def _wholes(report: Report) -> Iterator[Line]:
+    for whole in report.history.gradients:
+        value, name = whole.values[-1], whole_name(whole, len(report.params))
+        style = "head" if math.isfinite(value) else "bad"
+        yield f"{name}: {value:.3g} at step {whole.steps[-1]}", style

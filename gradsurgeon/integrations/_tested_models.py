@@ -25,10 +25,7 @@ _SWALLOWED = (
 
 
 class TestedModels(Sequence[Session]):
-    """Rules on all models that are trained within a ``with`` block.
-
-    The sequence holds the sessions on the models that were trained so far, in the order of discovery.
-    """
+    """Rules on all models that are trained within a ``with`` block: a sequence of their sessions so far."""
 
     def __init__(self, rules: RuleSet, *, observe: bool, fails: bool) -> None:
         self._models = Models(Settings(rules="", observe=observe, quiet=True), rules)

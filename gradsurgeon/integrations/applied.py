@@ -24,13 +24,7 @@ _PREFIX = "gradsurgeon"
 
 
 class AppliedRules:
-    """The common part of both callbacks, all of it on the thread of the training.
-
-    Args:
-        rules: as for `gradsurgeon.load`; read at once, so mistakes show before data is loaded.
-        names: patterns of tensors that get a curve each.
-        **options: of `gradsurgeon.apply`, except `start_step`, which the trainer knows.
-    """
+    """The common part of both callbacks; it reads the rules at once, so mistakes show before data is loaded."""
 
     def __init__(self, rules: api.Rules, *, names: Sequence[str] = (), **options: Any) -> None:
         super().__init__()
@@ -46,9 +40,7 @@ class AppliedRules:
     def _begin(self, model: nn.Module, start_step: int) -> Session:
         """Apply the rules, after removing the rules of an earlier training."""
         self._end(failed=True)
-        # Events so far by kind, and as they were logged last.
-        self._counts: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # events so far by kind
         # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
         self._prefixes: Prefixes = {}
@@ -93,10 +85,7 @@ class AppliedRules:
             self._on_event(event)
 
     def _metrics(self) -> dict[str, float]:
-        """Return the last measurements of each rule, and the counts of events, if they are new.
-
-        Returns nothing once the rules are removed. Waits for the device that measured.
-        """
+        """Return the last measurements of each rule, if they are new, and the counts of events. Waits for the device."""
         if not self._acting:
             return {}
         found: dict[str, float] = {}
@@ -105,9 +94,6 @@ class AppliedRules:
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
             found |= summary(row, prefix_of(row.key, self._prefixes), chosen)
-        if not found and self._counts == self._told:
-            return {}
-        self._told = self._counts.copy()
         found |= {f"events/{kind}": float(count) for kind, count in self._counts.items()}
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 

@@ -95,11 +95,8 @@ class TransformersCallback(AppliedRules, TrainerCallback):
             self._warn_of_restart(step, _NOT_TOLD)
 
     def _restored(self) -> object:
-        """Return the checkpoint that the trainer resumes from.
-
-        The trainer passes it to no callback, and neither `args` nor `state` holds it. A checkpoint of the same
-        step in the output directory may belong to another training. So it is read from the calling trainer.
-        """
+        """Return the checkpoint that the trainer resumes from, read from the calling trainer: no callback gets it."""
+        # A checkpoint of the same step in the output directory may belong to another training.
         for scope in _callers():
             handler = getattr(scope.get("self"), "callback_handler", None)
             if "resume_from_checkpoint" in scope and self in getattr(handler, "callbacks", ()):
@@ -139,11 +136,9 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         self._end()
 
     def _come_first(self) -> None:
-        """Move before the reporters, which the trainer puts first: they report the log as they find it.
-
-        The trainer passes the list to no callback, so it is read from the handler that is iterating over it. The
-        callbacks after this one keep their places, so none is skipped or called twice.
-        """
+        """Move before the reporters, which the trainer puts first: they report the log as they find it."""
+        # No callback gets the list, so it is read from the handler that is iterating over it. The callbacks
+        # after this one keep their places, so none is skipped or called twice.
         for scope in _callers():
             callbacks = getattr(scope.get("self"), "callbacks", None)
             if isinstance(callbacks, list) and self in callbacks:

@@ -8,7 +8,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import is_trip
 from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
-from gradsurgeon.report.diagnoses import first_diagnosis
+from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.rules_and_events import EventGroup, event_groups, never_reached, trap_words
 from gradsurgeon.runtime import Attachment
 

@@ -14,7 +14,6 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
-from gradsurgeon.report.tensor_numbers import GROWTH
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
@@ -31,21 +30,16 @@ _MOST_FOR_LEVELS = 200_000
 
 
 class _Judged(NamedTuple):
-    """The tensors of one kind that stand out, and the usual norm beside those that exploded."""
+    """The tensors of one kind that stand out."""
 
     exploded: list[Track]
     vanished: list[Track]
     noisy: list[Track]
-    usual: float
+    usual: float  # norm beside those that exploded
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
-    """Yield what stands out.
-
-    Args:
-        history: of the run.
-        params: the number of parameters of the model.
-    """
+    """Yield what stands out in the norms of a model with so many parameters."""
     for kind in history.kinds:
         tracks = history.of_kind(kind)
         judged = _judged(tracks)
@@ -62,10 +56,8 @@ def callouts(history: History, params: int) -> Iterator[str]:
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
         for word, text in said[:1] if kind in OF_WEIGHTS else said:
             if text:
-                # The first words stand before the kind, a step behind it.
-                name, comma, rest = word.partition(" since")
                 of_kind = "" if kind == GRADIENT else f" ({kind})"
-                yield f"{name}{of_kind}{comma}{rest}: {text}"
+                yield f"{word}{of_kind}: {text}"
 
 
 def whole_name(whole: Whole, params: int) -> str:
@@ -163,14 +155,13 @@ def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> str:
             f"{nouns(kind)}s have less than {_usual(tracks):.3g}"
         )
     most = max(grown, key=lambda track: track.rise)
-    name, begin, end = printable(most.name), most.tops[most.tops > 0][0], _end(most)
-    if most.growth * GROWTH < most.rise:
-        top = int(most.steps[np.nanargmax(most.tops)])
-        text = f"{name} grew from {begin:.3g} to {most.largest:.3g} at step {top}, and came down to {end:.3g}"
-    else:
-        text = f"{name} has grown from {begin:.3g} to {end:.3g}"
+    top = int(most.steps[np.nanargmax(most.tops)])
+    text = (
+        f"{printable(most.name)} grew from {most.tops[most.tops > 0][0]:.3g} to {most.largest:.3g} at step {top} "
+        f"(last {_end(most):.3g})"
+    )
     if most.nonfinite and most.nonfinite_steps[1] >= int(most.steps[~np.isnan(most.tops)][-1]):
-        text += f" before it was non-finite at step {most.nonfinite_steps[0]}"
+        text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
     return f"{_names(far)}; {text}"
 
 

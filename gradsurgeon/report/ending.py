@@ -1,7 +1,8 @@
-"""How a run ended: as it was written, or as far as files and processes tell."""
+"""How a run ended, as far as files and processes tell, and the diagnosis in the message of a trap."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -9,29 +10,30 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.diagnoses import first_diagnosis
 from gradsurgeon.report.rules_and_events import by_kind
 
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
 
+_HEAD = re.compile(r"diagnosis \(([^)]*)\): (.*)")
+_AT = re.compile(r"  at (.*?)(?:, in (\S+))?(?:: (.*))?")
+_TENSOR = re.compile(r"  (in|out) +(\S+) (\[[^\]]*\] \S+): (.*)")
+_CAUSE = re.compile(r"  cause: (.*)")
+_REMEDY = re.compile(r"  to try: (.*)")
+_MAGNITUDE = re.compile(r"    (.*?)  +(\S+)")
+
 State = Literal["running", "ended", "stopped", "unknown"]
 
 
 class Ending(NamedTuple):
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        state: "running", "ended", "stopped" by something, or "unknown" where no end was written.
-        words: the same in words, with the ranks if they differ.
-        ranks: the words of each rank.
-        edits: ids of rules that edit gradients, whose events are no trips.
-    """
-
-    state: State
-    words: str
+    state: State  # "unknown" where no end was written
+    words: str  # the same in words, with the ranks if they differ
     ranks: Mapping[int, str]
-    edits: Collection[str] = frozenset()
+    edits: Collection[str] = (
+        frozenset()
+    )  # ids of rules that edit gradients, whose events are no trips
 
     def lines(self, events: Sequence[Event]) -> Iterator[str]:
         """Yield one or two lines: how the run ended, and the first diagnosis."""
@@ -68,12 +70,7 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
 def ending_of(run: Run, edits: Collection[str] = frozenset()) -> Ending:
-    """Return how a run ended, by what its ranks have written.
-
-    Args:
-        run: open.
-        edits: ids of rules that edit gradients.
-    """
+    """Return how an open run ended, by what its ranks have written."""
     states, words = [], {}
     for rank, state in run.states.items():
         of_rank, words[rank] = _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))
@@ -102,3 +99,48 @@ def _of_rank(state: str, ending: Mapping[str, Any], written: float | None) -> tu
         return "stopped", f"stopped at step {step} by rule {printable(rule)} ({error})"
     exit_status = f", exit status {status}" if isinstance(status, int) else ""
     return "stopped", f"stopped by {error}{exit_status}"
+
+
+def diagnosis_of(message: str) -> dict[str, Any] | None:
+    """Return headline, place, tensors, cause, remedy and magnitudes of a diagnosis, None if the message has none."""
+    lines = message.split("\n")
+    heads = ((number, _HEAD.fullmatch(line)) for number, line in enumerate(lines))
+    start, head = next((pair for pair in heads if pair[1]), (0, None))
+    if head is None:
+        return None
+    found: dict[str, Any] = {
+        "certainty": head[1],
+        "headline": head[2],
+        "tensors": [],
+        "magnitudes": [],
+        "rest": [],
+    }
+    in_magnitudes = False
+    for line in lines[start + 1 :]:
+        if in_magnitudes and (match := _MAGNITUDE.fullmatch(line)):
+            # A view has the numbers of what it shows.
+            if "view" not in match[1]:
+                found["magnitudes"].append([match[1], match[2]])
+            continue
+        in_magnitudes = line.startswith("  largest magnitudes")
+        if "at" not in found and (match := _AT.fullmatch(line)):
+            found |= {"at": match[1], "function": match[2] or "", "source": match[3] or ""}
+        elif match := _TENSOR.fullmatch(line):
+            found["tensors"].append(list(match.groups()))
+        elif "cause" not in found and (match := _CAUSE.fullmatch(line)):
+            found["cause"] = match[1]
+        elif match := _REMEDY.fullmatch(line):
+            found["remedy"] = match[1]
+        elif not in_magnitudes:
+            found["rest"].append(line.strip())
+    return found
+
+
+def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
+    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped."""
+    for event in events:
+        if (found := diagnosis_of(event.message)) is not None:
+            at = f", {found['at']}" if found.get("at") else ""
+            return f"step {event.step}: {found['headline']}{at}"
+    trips = (event.message.partition("\n")[0] for event in events if is_trip(event, edits))
+    return next(trips, "")

@@ -15,9 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import Flags, Sheet, is_stored, joined, read_sheet
+from gradsurgeon.report.sheets import (
+    Flags,
+    Sheet,
+    has_grown,
+    joined,
+    numbers_of,
+    read_sheet,
+)
 from gradsurgeon.report.spikes import Floats, Ints, Spike
-from gradsurgeon.report.tensor_numbers import has_grown, numbers_of
 from gradsurgeon.store import Key, WholeSeries
 
 MOST_VALUES = 16 * 2**20
@@ -39,43 +45,24 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """The norms of one tensor. Numbers are over finite values; NaN stands for "none".
-
-    Attributes:
-        name: canonical name.
-        source: which records these are.
-        steps: of each record, or of the first of every few records.
-        tops: the largest finite norm, NaN where there is none.
-        bad: how many norms were not finite.
-        there: whether the tensor had a gradient, or a value.
-        nonfinite_steps: the first and the last step with a non-finite norm, -1 if there is none.
-        first: the first norm.
-        median: of all finite norms.
-        largest: the largest finite norm.
-        last: the last norm.
-        spike: the norm that stands out most from the steps before it; none of a tensor whose norms grew.
-        zero_since: the step from which on all norms are 0 until the end.
-        growth: how many times the first norms the last finite ones are.
-        rise: how many times the first norms the highest ones are that last a few steps.
-        jitter: the median distance of the logarithms of norms of successive steps.
-    """
+    """The norms of one tensor. Numbers are over finite values; NaN stands for "none"."""
 
     name: str
     source: Source
-    steps: Ints
-    tops: Floats
-    bad: Ints
-    there: Flags
-    nonfinite_steps: tuple[int, int]
+    steps: Ints  # of each record, or of the first of every few records
+    tops: Floats  # the largest finite norm, NaN where there is none
+    bad: Ints  # how many norms were not finite
+    there: Flags  # whether the tensor had a gradient, or a value
+    nonfinite_steps: tuple[int, int]  # the first and the last, -1 if there is none
     first: float
     median: float
     largest: float
     last: float
-    spike: Spike | None
-    zero_since: int | None
-    growth: float
-    rise: float
-    jitter: float
+    spike: Spike | None  # none of a tensor whose norms grew
+    zero_since: int | None  # the step from which on all norms are 0 until the end
+    growth: float  # how many times the first norms the last finite ones are
+    rise: float  # how many times the first norms the highest ones are that last a few steps
+    jitter: float  # the median distance of the logarithms of norms of successive steps
 
     @property
     def nonfinite(self) -> int:
@@ -102,21 +89,25 @@ class Track:
 
 
 class Whole(NamedTuple):
-    """The norm over several tensors together by step, NaN where one of them was not finite.
-
-    Attributes:
-        names: the tensors.
-        sources: which records these are.
-        steps: of each value.
-        values: exact, or of a long run the largest that is known of every few steps.
-        every: one value stands for so many steps.
-    """
+    """The norm over several tensors together by step, NaN where one of them was not finite."""
 
     names: tuple[str, ...]
     sources: frozenset[Source]
     steps: Ints
-    values: Floats
-    every: int
+    values: Floats  # exact, or of a long run the largest that is known of every few steps
+    every: int  # one value stands for so many steps
+
+    @property
+    def tops(self) -> Floats:
+        return np.where(np.isfinite(self.values), self.values, np.nan)
+
+    @property
+    def bad(self) -> Ints:
+        return (~np.isfinite(self.values)).astype(np.int64)
+
+    @property
+    def there(self) -> Flags:
+        return np.ones(len(self.values), bool)
 
 
 class History:
@@ -127,13 +118,6 @@ class History:
         kinds: what each rule measures, such as "gradient" or "output".
         order: names in the order of the model, as far as known.
         pending: returns the number of the update that a series waits for at its end, if it never came.
-        rule: read only the records of one rule.
-        newest: read only so many of the newest rows of each series.
-
-    Attributes:
-        keys: of every series, whatever its statistic.
-        sampled: the medians are those of one row in so many.
-        shown: which records are shown, by kind and name: kinds as rules have them, names as in the model.
     """
 
     def __init__(
@@ -153,12 +137,14 @@ class History:
         self._sheets: list[tuple[Source, Sheet]] = []
         self._places: dict[tuple[Source, str], list[tuple[int, int]]] = {}
         size = sum(min(newest or len(one), len(one)) * len(one.key.names) for one, _ in norms)
-        self.sampled = 1
+        self.sampled = 1  # the medians are those of one row in so many
         for one, without in norms:
             if rule in (None, one.key.rule):
-                rows = -(-size // MOST_VALUES) if is_stored(one) else 1
+                # A session in memory never has so many.
+                rows = max(1, -(-size // MOST_VALUES))
                 self._read(one, without, rows, pending(one), newest)
         names = dict.fromkeys((*order, *chain.from_iterable(one.key.names for one, _ in norms)))
+        # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(names)
 
     def _read(
@@ -199,9 +185,7 @@ class History:
             if known is None or rank < known[0]:
                 best[source.kind, name] = rank, source
         place = {name: number for number, name in enumerate(names)}
-        planned = self._kinds.values()
-        of_kind = [(kind, *(OF_UPDATES.values() if kind == UPDATES else ())) for kind in planned]
-        kinds = list(dict.fromkeys((*chain.from_iterable(of_kind), *(kind for kind, _ in best))))
+        kinds = list(dict.fromkeys((*self._kinds.values(), *(kind for kind, _ in best))))
         ordered = sorted(best, key=lambda pair: (kinds.index(pair[0]), place[pair[1]]))
         return {pair: best[pair][1] for pair in ordered}
 
@@ -241,10 +225,7 @@ class History:
         return self.wholes()
 
     def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[Whole]:
-        """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps.
-
-        A sum over whatever a step happens to have would rise and fall with the rules that are due.
-        """
+        """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps."""
         groups: dict[tuple[object, ...], list[tuple[Source, Sheet, list[int]]]] = {}
         for source, sheet in self._sheets:
             lines = [
@@ -338,3 +319,41 @@ def _zero_since(sheet: Sheet, line: int) -> int | None:
     if number < max(_DEAD, 3 * pause):
         return None
     return int(rest[0] if len(rest) else sheet.steps[later[0]])
+
+
+class Grid(NamedTuple):
+    """Tensors x columns; a column stands for one step or for several, by the largest norm in them."""
+
+    firsts: Ints  # the first step of each column
+    lasts: Ints  # the last step that was recorded in it
+    tops: Floats
+    bad: Ints
+    there: Flags
+    measured: Flags  # something was measured, be it that there was no gradient
+    each: int  # so many steps share a column, at most
+
+
+def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
+    """Return some tensors over the same columns, at most so many."""
+    every = np.unique(np.concatenate([np.empty(0, np.int64), *(track.steps for track in tracks)]))
+    if not len(every):
+        none = np.empty((len(tracks), 0))
+        flags = none.astype(bool)
+        return Grid(every, every, none, none.astype(np.int64), flags, flags, 1)
+    width = -(-(int(every[-1]) - int(every[0]) + 1) // most)
+    column = (every - every[0]) // width
+    used, starts = np.unique(column, return_index=True)
+    firsts, lasts = every[starts], every[np.append(starts[1:], len(every)) - 1]
+    shape = len(tracks), len(used)
+    tops, bad = np.full(shape, np.nan, np.float64), np.zeros(shape, np.int64)
+    there, measured = np.zeros(shape, bool), np.zeros(shape, bool)
+    for row, track in enumerate(tracks):
+        at = np.searchsorted(used, (track.steps - every[0]) // width)
+        begins = np.flatnonzero(np.diff(at, prepend=-1))
+        to = at[begins]
+        tops[row, to] = np.fmax.reduceat(track.tops, begins)
+        bad[row, to] = np.add.reduceat(track.bad, begins)
+        there[row, to] = np.logical_or.reduceat(track.there, begins)
+        measured[row, to] = True
+    each = int(np.diff(np.append(starts, len(every))).max())
+    return Grid(firsts, lasts, tops, bad, there, measured, each)

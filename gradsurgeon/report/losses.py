@@ -1,330 +1,238 @@
-"""What was recorded of losses: values, how far they conflict, and their weights in a combination. Needs numpy.
-
-Which rules have recorded that is told by their statistics, and between which losses by the names in their keys:
-`seg/depth`, or `trunk.0.weight:seg/depth` of a part of what the rule matches.
-"""
+"""What was recorded of losses: their values, how far they conflict, and their weights in a combination. Needs numpy."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gradsurgeon.errors import printable
+from gradsurgeon.planning.table import count
 from gradsurgeon.report.rules_and_events import (
     COSINE,
     DISTANCE,
     LOSS_STATS,
     RATIO,
     WEIGHT,
-    RuleInfo,
 )
 from gradsurgeon.report.sheets import blocks
+from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.report.tables import Table
 from gradsurgeon.store import WholeSeries
 
-# So many values are read; of more one call in a few.
-MOST_VALUES = 2 * 2**20
-_MOST_TAGGED = 8
-# A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
-_LOSS = re.compile(
-    r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
-)
+# So many values of a series are read; of more one row in a few.
+MOST_VALUES = 2**19
+_MOST_TAGGED, _ROWS = 8, 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
+_TAGGED_HEAD = ("loss", "history", "first", "least", "max", "last", "non-finite")
+_PAIR_HEAD = ("losses", "mean cosine", "least", "< 0", "ratio", "calls")
+_WEIGHT_HEAD = ("loss", "mean weight", "least", "largest", "calls")
+_PAIR_HINTS = (
+    "cosine < 0: a small step down one loss is a step up the other",
+    "ratio: median norm of the first over the second",
+)
 
 
-class Curve(NamedTuple):
-    """Steps and values of each call, oldest first; a step may have several."""
+class Measured(NamedTuple):
+    """What one rule has measured of a loss or of a pair of losses, oldest first; a step may have several values."""
 
-    steps: NDArray[np.int64]
-    values: NDArray[np.floating[Any]]
-
-
-_NONE = Curve(np.empty(0, np.int64), np.empty(0))
-
-
-class Pair(NamedTuple):
-    """How the gradients of two losses lay to each other, over all calls in which both had one.
-
-    Attributes:
-        part: over what they were compared, empty for all that the rule matches.
-        first: the one loss.
-        second: the other one.
-        calls: how many calls there are.
-        missing: in how many more a loss did not reach, or its gradient was not finite.
-        cosine: the mean.
-        least: the smallest cosine.
-        below: the share of calls in which it was below 0.
-        below_from: the first step in which it was, `None` if it never was.
-        ratio: the geometric mean of the norm of the first over that of the second.
-        curve: step and cosine of each call.
-    """
-
-    part: str
-    first: str
-    second: str
-    calls: int
-    missing: int
-    cosine: float
-    least: float
-    below: float
-    below_from: int | None
-    ratio: float
-    curve: Curve
+    rule: str
+    stat: str
+    name: str  # `seg`, `seg/depth`, or `trunk.0.weight:seg/depth` of a part
+    steps: Ints
+    values: Floats  # NaN where a loss gave no gradient
+    every: int  # one row in so many was read
 
     @property
-    def name(self) -> str:
-        return f"{self.first}/{self.second}"
-
-
-class Compared(NamedTuple):
-    """The pairs of losses that one rule has compared; one call in `every` was read."""
-
-    rule: str
-    losses: tuple[str, ...]
-    pairs: Sequence[Pair]
-    steps: tuple[int, int]
-    every: int = 1
-
-    def worst(self) -> list[Pair]:
-        """Return the pairs, the lowest mean cosine first, and last those that were never compared."""
-        return sorted(self.pairs, key=lambda one: (math.isnan(one.cosine), one.cosine))
-
-
-class Weighed(NamedTuple):
-    """The weights of one loss, as one rule has combined it."""
-
-    name: str
-    calls: int
-    mean: float
-    least: float
-    largest: float
-    curve: Curve
-
-
-class Combined(NamedTuple):
-    """What one rule that combines losses has made of their sum.
-
-    Attributes:
-        rule: its id.
-        weights: of each loss.
-        steps: the first and the last.
-        calls: how many there are.
-        changed: in which share of them something else than the sum came out.
-        distance: of that from the sum, over the norm of the sum: the mean of what is finite.
-        largest: the largest distance.
-        largest_step: its step.
-        curve: step and distance of each call.
-        every: one call in so many was read.
-    """
-
-    rule: str
-    weights: Sequence[Weighed]
-    steps: tuple[int, int]
-    calls: int
-    changed: float
-    distance: float
-    largest: float
-    largest_step: int
-    curve: Curve
-    every: int = 1
-
-
-class OfLosses(NamedTuple):
-    compared: Sequence[Compared] = ()
-    combined: Sequence[Combined] = ()
+    def finite(self) -> Floats:
+        return self.values[np.isfinite(self.values)]
 
     @property
-    def stats(self) -> frozenset[str]:
-        """The statistics that are shown."""
-        return frozenset(
-            (COSINE, RATIO) * bool(self.compared) + (WEIGHT, DISTANCE) * bool(self.combined)
-        )
+    def numbers(self) -> dict[str, float]:
+        known = self.finite if len(self.finite) else np.array([np.nan])
+        return {
+            "first": float(self.values[0]),
+            "least": float(known.min()),
+            "median": float(np.median(known)),
+            "mean": float(known.mean()),
+            "largest": float(known.max()),
+            "last": float(self.values[-1]),
+            "negative": float((known < 0).mean()),
+        }
 
 
-class Tagged(NamedTuple):
-    """The values of a tensor that the script has tagged as a loss, on one rank, and the rule that recorded them."""
+def losses_of(
+    series: Iterable[tuple[WholeSeries, frozenset[int]]],
+    of_all_ranks: Iterable[WholeSeries],
+    params: Collection[str],
+    newest: int | None = None,
+) -> list[Measured]:
+    """Return what was recorded of losses: values that the script has tagged, then conflicts and weights.
 
-    name: str
-    rule: str
-    first: float
-    least: float
-    largest: float
-    last: float
-    nonfinite: int
-    curve: Curve
-
-
-def tagged_losses(
-    series: Iterable[WholeSeries], params: Collection[str], newest: int | None = None
-) -> Iterator[Tagged]:
-    """Yield each tagged loss, on each rank, because ranks have other batches.
-
-    Args:
-        series: every series of the run.
-        params: names that are parameters, and so no losses.
-        newest: read only so many of the newest rows of each series.
+    Each rank has values of its own, as ranks have other batches. Names of parameters are no losses.
     """
-    found: dict[tuple[int, str], WholeSeries] = {}
-    shown = [one for one in series if one.key.stat not in LOSS_STATS and len(one)]
-    for one in sorted(shown, key=lambda one: [*_STATS, one.key.stat].index(one.key.stat)):
+    found = list(_tagged(of_all_ranks, params, newest))
+    every = [(one, repeated) for one, repeated in series if one.key.stat in LOSS_STATS and len(one)]
+    # An update over its weight is a ratio, too.
+    rules = {one.key.rule for one, _ in every if one.key.stat in (COSINE, WEIGHT)}
+    for one, repeated in every:
+        if one.key.rule in rules:
+            names = [name for name, column in one.columns.items() if column not in repeated]
+            found += _curves(one, names, newest)
+    # A set of parameters that grows, or another one of modules, is another series.
+    joint: dict[tuple[str, str, str], list[Measured]] = {}
+    for curve in found:
+        joint.setdefault((curve.rule, curve.stat, curve.name), []).append(curve)
+    return list(map(_joined, joint.values()))
+
+
+def _tagged(
+    series: Iterable[WholeSeries], params: Collection[str], newest: int | None
+) -> Iterator[Measured]:
+    shown = [one for one in series if one.key.stat in _STATS and len(one)]
+    best: dict[tuple[int, str], WholeSeries] = {}
+    for one in sorted(shown, key=lambda one: _STATS.index(one.key.stat)):
         for name in one.key.names:
-            if name not in params and _LOSS.search(name):
+            if name not in params and "loss" in name.lower():
                 # A session has one rank.
-                found.setdefault((getattr(one, "rank", 0), name), one)
-    several = len({rank for rank, _ in found}) > 1
-    for (rank, name), one in sorted(found.items(), key=lambda pair: pair[0][0])[:_MOST_TAGGED]:
-        label = f"{name}, rank {rank}" if several else name
-        steps, numbers, present = _read(one, newest)
-        there = present[:, one.columns[name]]
-        values = numbers[there, one.columns[name]].astype(float)
-        finite = np.where(np.isfinite(values), values, np.nan)
-        if len(values):
-            yield Tagged(
-                label,
-                one.key.rule,
-                first=float(values[0]),
-                least=float(np.fmin.reduce(finite)),
-                largest=float(np.fmax.reduce(finite)),
-                last=float(values[-1]),
-                nonfinite=int(np.isnan(finite).sum()),
-                curve=Curve(steps[there], values),
-            )
+                best.setdefault((getattr(one, "rank", 0), name), one)
+    several = len({rank for rank, _ in best}) > 1
+    for (rank, name), one in [*best.items()][:_MOST_TAGGED]:
+        for curve in _curves(one, [name], newest):
+            yield curve._replace(name=f"{name}, rank {rank}") if several else curve
 
 
-def _read(series: WholeSeries, newest: int | None, every: int = 1) -> list[NDArray[Any]]:
-    """Return steps, values and which values are there, of one row in a few."""
+def _curves(series: WholeSeries, names: Sequence[str], newest: int | None) -> Iterator[Measured]:
     start = 0 if newest is None else max(0, len(series) - newest)
+    every = -(-(len(series) - start) * len(series.columns) // MOST_VALUES)
     read = [
         [np.copy(part[::every]) for part in block] for block in blocks(series, start, every=every)
     ]
-    return [np.concatenate(parts) for parts in zip(*read, strict=True)]
+    steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
+    for name in names:
+        column = series.columns[name]
+        there = present[:, column].astype(bool)
+        if there.any():
+            values = numbers[there, column].astype(float)
+            yield Measured(series.key.rule, series.key.stat, name, steps[there], values, every)
 
 
-def of_series(
-    series: Iterable[tuple[WholeSeries, frozenset[int]]],
-    rules: Mapping[str, RuleInfo],
-    newest: int | None = None,
-) -> OfLosses:
-    """Return what was recorded of several losses, by rule in file order.
-
-    Args:
-        series: each series, with columns that another one has recorded as well.
-        rules: every rule by id.
-        newest: read only so many of the newest rows of each series.
-    """
-    shown = [pair for pair in series if pair[0].key.stat in LOSS_STATS and len(pair[0])]
-    values = sum(min(len(one), newest or len(one)) * len(one.key.names) for one, _ in shown)
-    every = max(1, -(-values // MOST_VALUES))
-    # By rule, statistic and name. A set of parameters that grows, or another one of modules, is another series.
-    found: dict[str, Any] = {rule: defaultdict(lambda: defaultdict(list)) for rule in rules}
-    for one, repeated in shown:
-        steps, numbers, present = _read(one, newest, every)
-        by_stat = found.setdefault(one.key.rule, defaultdict(lambda: defaultdict(list)))
-        for column, name in enumerate(one.key.names):
-            there = present[:, column]
-            if column not in repeated and there.any():
-                curve = Curve(steps[there], numbers[there, column].astype(float))
-                by_stat[one.key.stat][name].append(curve)
-    compared, combined = [], []
-    for rule, by_stat in found.items():
-        curves = {
-            stat: {name: _joined(some) for name, some in named.items()}
-            for stat, named in by_stat.items()
-        }
-        losses = rules[rule].losses if rule in rules else ()
-        if pairs := _pairs(curves, losses):
-            compared.append(_compared(rule, pairs, losses, _joined(curves[COSINE].values()), every))
-        # A statistic of somebody's own may have one of these names, hardly both.
-        if WEIGHT in curves and DISTANCE in curves:
-            combined.append(_combined(rule, curves, every))
-    return OfLosses(compared, combined)
-
-
-def _joined(curves: Iterable[Curve]) -> Curve:
-    found = list(curves)
-    steps = np.concatenate([curve.steps for curve in found])
+def _joined(parts: Sequence[Measured]) -> Measured:
+    steps = np.concatenate([part.steps for part in parts])
     order = np.argsort(steps, kind="stable")
-    return Curve(steps[order], np.concatenate([curve.values for curve in found])[order])
+    values = np.concatenate([part.values for part in parts])[order]
+    return parts[0]._replace(steps=steps[order], values=values)
 
 
-def _pairs(curves: Mapping[str, Mapping[str, Curve]], named: Collection[str]) -> list[Pair]:
-    pairs = []
-    for name, curve in curves.get(COSINE, {}).items():
-        if (split := split_pair(name, named)) is None:
-            continue
-        known = ~np.isnan(curve.values)
-        steps, cosines = curve.steps[known], curve.values[known]
-        ratios = curves.get(RATIO, {}).get(name, _NONE).values
-        pairs.append(
-            Pair(
-                *split,
-                calls=len(steps),
-                missing=len(curve.steps) - len(steps),
-                cosine=_mean(cosines),
-                least=float(cosines.min()) if len(steps) else math.nan,
-                below=_mean(cosines < 0),
-                below_from=int(steps[cosines < 0][0]) if (cosines < 0).any() else None,
-                # A mean of ratios would not be as far from 2 as from 1/2.
-                ratio=math.exp(_mean(np.log(ratios[ratios > 0]))),
-                curve=Curve(steps, cosines),
-            )
-        )
-    return pairs
-
-
-def _compared(
-    rule: str, pairs: list[Pair], named: Sequence[str], every_cosine: Curve, every: int
-) -> Compared:
-    found = dict.fromkeys(loss for pair in pairs for loss in (pair.first, pair.second))
-    losses = tuple(dict.fromkeys((*(loss for loss in named if loss in found), *found)))
-    steps = every_cosine.steps
-    return Compared(rule, losses, pairs, (int(steps[0]), int(steps[-1])), every)
-
-
-def _combined(rule: str, curves: Mapping[str, Mapping[str, Curve]], every: int) -> Combined:
-    steps, distances = curve = _joined(curves[DISTANCE].values())
-    top = int(np.argmax(distances))
-    return Combined(
-        rule,
-        [
-            Weighed(name, len(values), _mean(values), float(values.min()), float(values.max()), one)
-            for name, one in curves[WEIGHT].items()
-            for values in [one.values]
-        ],
-        steps=(int(steps[0]), int(steps[-1])),
-        calls=len(steps),
-        changed=float((distances > 0).mean()),
-        distance=_mean(distances),
-        largest=float(distances[top]),
-        largest_step=int(steps[top]),
-        curve=curve,
-        every=every,
+def tagged_table(found: Sequence[Measured]) -> Table:
+    rows = []
+    for one in found:
+        cells = (_number(one.numbers[field]) for field in ("first", "least", "largest", "last"))
+        bad = len(one.values) - len(one.finite)
+        rows.append([printable(one.name), "", *cells, f"{bad:,}" if bad else "-"])
+    rules = dict.fromkeys(printable(one.rule) for one in found)
+    return Table(
+        f"losses, recorded by {', '.join(rules)} in {_steps(found)}",
+        _TAGGED_HEAD,
+        rows,
+        right=frozenset(range(2, len(_TAGGED_HEAD))),
+        # A log scale has no place for 0 and less.
+        curves=[one.values.tolist() if one.numbers["least"] > 0 else [] for one in found],
+        levels=["bad" if len(one.finite) < len(one.values) else "" for one in found],
     )
 
 
-def _mean(values: NDArray[Any]) -> float:
-    """Return the mean of the finite values, NaN where there are none."""
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
+def loss_tables(
+    found: Sequence[Measured], *, observed: bool
+) -> Iterator[tuple[Table, dict[str, list[Measured]]]]:
+    """Yield a table and the curves of each rule that compares or combines losses; notes say what stands out."""
+    for rule in dict.fromkeys(one.rule for one in found if one.stat in LOSS_STATS):
+        by_stat: dict[str, list[Measured]] = {}
+        for one in found:
+            if one.rule == rule:
+                by_stat.setdefault(one.stat, []).append(one)
+        if cosines := by_stat.get(COSINE):
+            cosines.sort(key=lambda one: (math.isnan(mean := one.numbers["mean"]), mean))
+            yield _pairs(cosines, by_stat), {"cosine": cosines}
+        if weights := by_stat.get(WEIGHT):
+            distances = by_stat.get(DISTANCE, [])
+            charts = {"weight": weights, "distance from the plain sum, over its norm": distances}
+            yield _weights(weights, distances, observed=observed), charts
 
 
-def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | None:
-    """Return the part and the two losses that a name such as ``trunk.0.weight:seg/depth`` is made of.
+def _pairs(worst: Sequence[Measured], by_stat: dict[str, list[Measured]]) -> Table:
+    ratios = {one.name: one.numbers["median"] for one in by_stat.get(RATIO, ())}
+    rows = [
+        [
+            printable(one.name),
+            _number(one.numbers["mean"]),
+            _number(one.numbers["least"]),
+            _share(one.numbers["negative"]),
+            _number(ratios.get(one.name, math.nan)),
+            f"{len(one.finite):,}",
+        ]
+        for one in worst[:_ROWS]
+    ]
+    low = [one for one in worst if one.numbers["mean"] < 0]
+    text = "no losses conflict on average"
+    if low:
+        text = f"{count(len(low), 'pair')} of {len(worst):,} conflict on average"
+    missing = sum(len(one.values) - len(one.finite) for one in worst)
+    left_out = (
+        f"left out: {missing:,} times a loss of a pair gave no gradient, or none that is finite"
+    )
+    return Table(
+        f"conflicts of {count(len(worst), 'pair')} of losses, recorded by {printable(worst[0].rule)} in {_steps(worst)}",
+        _PAIR_HEAD,
+        rows,
+        right=frozenset(range(1, len(_PAIR_HEAD))),
+        levels=["warning" if one.numbers["mean"] < 0 else "" for one in worst[:_ROWS]],
+        notes=[*_more(worst), *_PAIR_HINTS, text, *[left_out] * bool(missing)],
+    )
 
-    Args:
-        name: of a record.
-        losses: those that the rule compares, as far as they are known: only they tell of a loss called
-            ``train/seg`` where it ends.
-    """
-    part, _, pair = name.rpartition(":")
-    words = pair.split("/")
-    splits = [("/".join(words[:at]), "/".join(words[at:])) for at in range(1, len(words))]
-    known = [both for both in splits if {*both} <= {*losses}]
-    # Of names that nobody has told, both have as many slashes.
-    first, second = known[0] if known else splits[(len(words) + 1) // 2 - 1] if splits else ("", "")
-    return (part, first, second) if splits else None
+
+def _weights(
+    weights: Sequence[Measured], distances: Sequence[Measured], *, observed: bool
+) -> Table:
+    rows = [
+        [
+            printable(one.name),
+            *(_number(one.numbers[field]) for field in ("mean", "least", "largest")),
+            f"{len(one.values):,}",
+        ]
+        for one in weights[:_ROWS]
+    ]
+    notes = [
+        f"{'would have ' * observed}changed the sum in {_share(float((one.values > 0).mean()))} of calls; distance from it, over its "
+        f"norm: mean {_number(one.numbers['mean'])}, largest {one.values.max():.3g} at step {one.steps[one.values.argmax()]}"
+        for one in distances
+    ]
+    return Table(
+        f"combined gradients of losses, recorded by {printable(weights[0].rule)} in {_steps(weights)}",
+        _WEIGHT_HEAD,
+        rows,
+        right=frozenset(range(1, len(_WEIGHT_HEAD))),
+        notes=[*_more(weights), *notes],
+    )
+
+
+def _more(found: Sequence[Measured]) -> Iterator[str]:
+    if len(found) > _ROWS:
+        yield f"and {len(found) - _ROWS:,} more"
+    if found[0].every > 1:
+        yield f"the run is long: one call in {found[0].every:,} was read"
+
+
+def _steps(found: Sequence[Measured]) -> str:
+    return f"steps {min(one.steps[0] for one in found)}..{max(one.steps[-1] for one in found)}"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"

@@ -1,14 +1,9 @@
-"""Pictures of norms and of several losses over the steps, of a session or of a run directory. Torch is not needed.
-
-A figure of pyplot would stay in memory until somebody closes it, and need a display. A notebook shows only those, so
-`Picture` tells notebooks itself how it looks.
-"""
+"""Pictures of norms over the steps, of a session or of a run directory. Torch is not needed."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,26 +17,23 @@ from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import TRIPS, is_trip
-from gradsurgeon.report.grid import Grid, grid_of
-from gradsurgeon.report.history import History, Track
-from gradsurgeon.report.losses import Curve
-from gradsurgeon.report.names import Name, matching, shortened
+from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.report.history import Grid, History, Track, grid_of
 from gradsurgeon.report.norms import labels, ranked
-from gradsurgeon.report.page_lines import points
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
-from gradsurgeon.report.sparkline import decades
 from gradsurgeon.report.spikes import Floats
+from gradsurgeon.report.tables import decades, shortened
 from gradsurgeon.store import RecordQueries
+
+Name = str | Sequence[str]
 
 # Fewer columns than a picture has pixels, beside the longest names: what falls between two pixels is lost.
 COLUMNS, _LONGEST = 800, 60
 _LAYERS, _IN_LEGEND = 10, 24
 _NAMED = 60  # rows of a heatmap that have room for a name
 NONFINITE, ZERO = "#e3262d", "#b0b0b0"
-# Two rules, or two optimizers, may measure at different steps, and make a whole norm each.
-_WHOLE_COLOURS = ("black", "dimgray", "darkgray")
 # Points at which a step has one record, so that the norms of a step add up to the norm of all.
 _ONCE = ("accumulated", "step")
 # Kinds of events that say something of a step; a trap and the step that it skips are one step.
@@ -57,10 +49,10 @@ _EVENTS: dict[str, tuple[str, Any]] = {
 
 
 class Picture(Figure):
-    """A figure that a notebook shows without pyplot."""
+    """A figure that a notebook shows without pyplot, which keeps figures in memory and needs a display."""
 
-    def __init__(self, width: float, height: float, *, layout: Any = "constrained") -> None:
-        super().__init__(figsize=(width, height), dpi=100, layout=layout)
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), dpi=100, layout="constrained")
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -75,20 +67,45 @@ def plain(text: str) -> str:
     return " " * shown.startswith("_") + shown.replace("$", r"\$")
 
 
+def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
+    """Return the names that are wanted, by name, alias or pattern, in the order of the model."""
+    canonical = {name: name for name in names}
+    known = {alias: name for alias, name in aliases.items() if name in canonical} | canonical
+    found: set[str] = set()
+    for text in [wanted] if isinstance(wanted, str) else wanted:
+        # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
+        every = list(known)
+        places = [every.index(text)] if text in known else select([compile_pattern(text)], every)
+        if not places:
+            raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, every)}')
+        found.update(known[every[place]] for place in places)
+    return [name for name in canonical if name in found]
+
+
 def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw l2 norms on a log axis: of the layers that stand out and of all together, or of the named layers."""
     report, history, tracks = _drawn(source, name, rule)
-    wholes = list(_wholes(history, tracks, len(report.params))) if name is None else []
-    every = [*wholes, *tracks]
-    grid = grid_of(every, COLUMNS)
-    first = {track.name for track in (tracks if name is not None else ranked(tracks)[:_LAYERS])}
-    rows = [row for row, one in enumerate(every) if row < len(wholes) or one.name in first]
-    colours = [*_WHOLE_COLOURS[: len(wholes)], *_colours(len(rows) - len(wholes))]
+    wholes = []
+    if name is None:
+        kind, every = tracks[0].source.kind, {track.name for track in tracks}
+        wholes = [
+            whole
+            for whole in history.wholes(kind, every)
+            if len(whole.names) > 1 and all(one.point in _ONCE for one in whole.sources)
+        ]
+        first = {track.name for track in ranked(tracks)[:_LAYERS]}
+        tracks = [track for track in tracks if track.name in first]
+    texts = [*labels(wholes, len(report.params)), *(track.name for track in tracks)]
+    grid = grid_of([*wholes, *tracks], COLUMNS)
+    # From the first layer to the last one.
+    turbo = colormaps["turbo"](np.linspace(0.05, 0.95, len(tracks)))
+    few = [f"C{place}" for place in range(len(tracks))]
+    colours = [*["black"] * len(wholes), *(few if len(few) <= _LAYERS else turbo)]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
     handles = [
-        _line(axes, grid, row, text=plain(every[row].name), colour=colour)
-        for row, colour in zip(rows, colours, strict=True)
+        _line(axes, grid, row, text=plain(text), colour=colour)
+        for row, (text, colour) in enumerate(zip(texts, colours, strict=True))
     ]
     for line in handles[: len(wholes)]:
         # Beneath the layers, of which one can be nearly all of it, and still to be seen.
@@ -97,28 +114,15 @@ def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None =
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"l2 norm at {_points(tracks)}")
     _dress(axes, grid, report)
-    _legend(figure, axes, handles, _events(axes, report))
+    more = len(handles) - _IN_LEGEND
+    figure.legend(
+        handles=[*handles[:_IN_LEGEND], *_events(axes, report)],
+        title=f"the first {_IN_LEGEND} of {len(handles)}" if more > 0 else None,
+        loc="outside right upper",
+        fontsize=8,
+        frameon=False,
+    )
     return figure
-
-
-def _wholes(history: History, tracks: Sequence[Track], params: int) -> Iterator[Track]:
-    """Yield the norms of several tensors together, as tracks: if each step has one record of them."""
-    names = {track.name for track in tracks}
-    found = [
-        whole
-        for whole in history.wholes(tracks[0].source.kind, names)
-        if len(whole.names) > 1 and all(source.point in _ONCE for source in whole.sources)
-    ][: len(_WHOLE_COLOURS)]
-    for text, whole in zip(labels(found, params), found, strict=True):
-        finite = np.isfinite(whole.values)
-        yield replace(
-            tracks[0],
-            name=text,
-            steps=whole.steps,
-            tops=np.where(finite, whole.values, np.nan),
-            bad=(~finite).astype(np.int64),
-            there=np.ones(len(finite), bool),
-        )
 
 
 def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
@@ -132,68 +136,20 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
     axes = figure.subplots()
     with np.errstate(divide="ignore"):
         logs = np.where(grid.tops > 0, np.log10(grid.tops), np.nan)
-    finite = logs[np.isfinite(logs)]
-    low, high = decades(finite.tolist())
+    low, high = decades(logs[np.isfinite(logs)].tolist())
     # What has no logarithm, above it: a non-finite step takes its column, whatever else is in it.
     special = np.where(grid.bad > 0, 1.0, np.where(grid.tops == 0, 0.0, np.nan))
     image = _image(axes, logs, grid, vmin=low, vmax=high, cmap="viridis")
     _image(axes, special, grid, vmin=0, vmax=1, cmap=ListedColormap([ZERO, NONFINITE]))
-    below = "min" if finite.min(initial=low) < low else "neither"
-    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02, extend=below)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02)
     bar.set_label(f"log10 of the l2 norm at {_points(tracks)}", fontsize=9)
     every = -(-rows // _NAMED)
     axes.set_yticks(range(0, rows, every), names[::every], fontsize=7)
     axes.set_ylim(rows - 0.5, -0.5)
     _dress(axes, grid, report)
-    kinds = ((1.0, NONFINITE, "non-finite"), (0.0, ZERO, "norm 0"))
-    marks = [Patch(color=colour, label=text) for kind, colour, text in kinds if kind in special]
+    kinds = ((NONFINITE, "non-finite"), (ZERO, "norm 0"))
+    marks = [Patch(color=colour, label=text) for colour, text in kinds]
     figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    return figure
-
-
-def losses(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
-    """Draw cosines of pairs and weights: of the worst pairs, or of the named losses."""
-    report = summary(source)
-    panels: list[tuple[str, str, dict[str, Curve]]] = []
-    for one in report.losses.compared:
-        pairs = [pair for pair in one.worst() if pair.calls]
-        of_pairs = {f"{pair.part}:{pair.name}".removeprefix(":"): pair.curve for pair in pairs}
-        panels.append(("cosine", one.rule, of_pairs))
-    for combined in report.losses.combined:
-        weights = {weighed.name: weighed.curve for weighed in combined.weights}
-        panels.append(("weight", combined.rule, weights))
-    panels = [panel for panel in panels if rule in (None, panel[1])]
-    if not panels:
-        by = "" if rule is None else f" by a rule {rule!r}"
-        raise RecordError(
-            f"nothing to draw: nothing was recorded of several losses{by}; that takes a rule `conflict` or "
-            '`combine`, and gradsurgeon.backward({"seg": seg_loss, ...})'
-        )
-    every = dict.fromkeys(one for *_, curves in panels for one in curves)
-    wanted = every if name is None else dict.fromkeys(matching(name, every, {}))
-    panels = [panel for panel in panels if wanted.keys() & panel[2].keys()]
-    figure = Picture(11, 1.2 + 2.8 * len(panels))
-    for axes, (stat, of, curves) in zip(
-        figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True
-    ):
-        chosen = [one for one in curves if one in wanted]
-        shown = chosen[: None if name is not None else _LAYERS]
-        for text in shown:
-            steps, values, _ = points(curves[text], COLUMNS)
-            marker = "." * (len(steps) == 1)
-            axes.plot(steps, values, linewidth=1.1, marker=marker, label=plain(text))
-        axes.axhline(0.0, color="#555555", linewidth=0.8)
-        if stat == "cosine":
-            axes.set_ylim(-1.05, 1.05)
-        axes.set_ylabel(plain(f"{stat}, {of}"))
-        axes.grid(alpha=0.25)
-        more = len(chosen) - len(shown)
-        title = f"and {more:,} more" if more else None
-        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        axes.legend(fontsize=8, frameon=False, title=title, **place)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    figure.suptitle(f"losses: {plain(report.title)}", x=0.01, ha="left", fontsize=10)
     return figure
 
 
@@ -236,29 +192,17 @@ def _image(axes: Axes, cells: Floats, grid: Grid, **colours: Any) -> Any:
     return axes.pcolormesh(begins, heights, np.ma.masked_invalid(cells), **colours)
 
 
-def _colours(number: int) -> Sequence[Any]:
-    if number <= _LAYERS:
-        return [f"C{place}" for place in range(number)]
-    # From the first layer to the last one.
-    return list(colormaps["turbo"](np.linspace(0.05, 0.95, number)))
-
-
 def _line(axes: Axes, grid: Grid, row: int, *, text: str, colour: Any) -> Line2D:
     """Draw the norms of one tensor: a log axis has no place for 0, which is marked below, and non-finite above.
 
     A gap is where a gradient was missing.
     """
     at = np.flatnonzero(grid.measured[row])
-    steps, values = grid.firsts[at], grid.tops[row, at]
-    values = np.where(values > 0, values, np.nan)
-    # A norm between two gaps has no line that would show it.
-    edges = np.isnan(np.concatenate([[np.nan], values, [np.nan]]))
-    alone = np.flatnonzero(~edges[1:-1] & edges[:-2] & edges[2:])
+    values = np.where(grid.tops[row, at] > 0, grid.tops[row, at], np.nan)
     bad = grid.bad[row]
-    (line,) = axes.plot(steps, values, color=colour, linewidth=1.1)
-    if len(alone):
-        line.set_marker(".")
-        line.set_markevery(alone.tolist())
+    # A norm between two gaps has no line that would show it, but a dot.
+    style = {"color": colour, "linewidth": 1.1, "marker": ".", "markersize": 2}
+    (line,) = axes.plot(grid.firsts[at], values, **style)
     for marked, height, marker in ((bad > 0, 1, "x"), (grid.tops[row] == 0, 0, "v")):
         across, heights = axes.get_xaxis_transform(), [height] * int(marked.sum())
         style = {"color": colour, "markersize": 6, "clip_on": False, "zorder": 5}
@@ -280,18 +224,6 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
             axes.vlines(steps, 0, 1, transform=axes.get_xaxis_transform(), **looks)
             handles.append(Line2D([], [], **looks))
     return handles
-
-
-def _legend(figure: Picture, axes: Axes, lines: Sequence[Line2D], events: Sequence[Line2D]) -> None:
-    marks = [
-        Line2D([], [], color="#555555", linestyle="", marker=marker, label=text)
-        for marker, text in (("x", "non-finite"), ("v", "norm 0"))
-        if any(line.get_marker() == marker and len(line.get_xdata()) for line in axes.lines)  # type: ignore[arg-type]
-    ]
-    more = len(lines) - _IN_LEGEND
-    rest = [Line2D([], [], linestyle="", label=f"and {more:,} more")] if more > 0 else []
-    handles = [*lines[:_IN_LEGEND], *rest, *marks, *events]
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
 
 
 def _dress(axes: Axes, grid: Grid, report: Report) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,23 +23,11 @@ _ALIKE = 3
 _REDUCED = POINTS[:2]
 
 
-class _Difference(NamedTuple):
-    alike: int  # rows before it
-    step: int
-    name: str
-    norms: list[tuple[float, int]]  # and the rank of each
-
-
 def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
     """Return a sentence on the first step and parameter at which replicas differ, empty if none do.
 
     Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
     apart, or a script averages their gradients after the norms were taken.
-
-    Args:
-        run: with its files open.
-        kinds: what each rule measures.
-        newest: compare only so many of the newest rows of each series.
     """
     lowest: dict[tuple[object, ...], StoredSeries] = {}
     found = []
@@ -50,17 +38,14 @@ def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = N
             difference = None if other is series else _first_difference(other, series, newest)
             found += [difference] if difference else []
     if run.meta.get("replicas") is not True:
-        found = [one for one in found if one.alike >= _ALIKE]
-    if not found:
-        return ""
-    _, step, name, norms = min(found, key=lambda one: one.step)
-    told = " and ".join(f"{norm:.3g} on rank {rank}" for norm, rank in norms)
-    return f"ranks differ from step {step} on: the norm of {printable(name)} is {told}"
+        found = [one for one in found if one[1] >= _ALIKE]
+    return min(found)[2] if found else ""
 
 
 def _first_difference(
     one: StoredSeries, other: StoredSeries, newest: int | None
-) -> _Difference | None:
+) -> tuple[int, int, str] | None:
+    """Return the first step at which two ranks differ, how many rows before were alike, and the sentence on it."""
     # Of two ranks that are read while they write, one may have more rows.
     start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
     both = zip(blocks(one, start), blocks(other, start), strict=False)
@@ -75,7 +60,9 @@ def _first_difference(
         apart &= present[:length] & present_2[:length]
         if apart.any():
             row, column = (int(place) for place in np.argwhere(apart)[0])
-            norms = [(float(a[row, column]), one.rank), (float(b[row, column]), other.rank)]
-            return _Difference(alike + row, int(steps[row]), one.key.names[column], norms)
+            step, name = int(steps[row]), printable(one.key.names[column])
+            norms = f"{a[row, column]:.3g} on rank {one.rank} and {b[row, column]:.3g} on rank {other.rank}"
+            told = f"ranks differ from step {step} on: the norm of {name} is {norms}"
+            return step, alike + row, told
         alike += length
     return None

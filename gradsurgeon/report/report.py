@@ -1,12 +1,12 @@
-"""A report: plain values, and the text made of them."""
+"""A report: plain values, the text made of them, and the form for programs."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import _html
 from gradsurgeon._libraries import is_installed, library
@@ -16,6 +16,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
+    LOSS_STATS,
     RuleInfo,
     by_kind,
     event_lines,
@@ -23,14 +24,14 @@ from gradsurgeon.report.rules_and_events import (
     never_reached,
     rule_table,
 )
-from gradsurgeon.report.sparkline import LEGEND
-from gradsurgeon.report.tables import Table
+from gradsurgeon.report.tables import LEGEND, Table
 from gradsurgeon.store import Records, WholeSeries
+from gradsurgeon.store.layout import json_number
 from gradsurgeon.store.memory import NOTHING_RECORDED
 
 if TYPE_CHECKING:
-    from gradsurgeon.report.history import History
-    from gradsurgeon.report.losses import OfLosses, Tagged
+    from gradsurgeon.report.history import History, Track
+    from gradsurgeon.report.losses import Measured
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.store.rank_file import StoredSeries
 
@@ -91,11 +92,7 @@ class Report:
         return _html.pre(self.text(width=_COLUMNS))
 
     def text(self, *, width: int | None = None) -> str:
-        """Return the whole report.
-
-        Args:
-            width: columns to fill, those of the terminal where not given.
-        """
+        """Return the whole report; `width` columns are filled, by default those of the terminal."""
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         lines = [list(_lines(table, columns)) for table in self.tables]
         if self.norms:
@@ -109,16 +106,19 @@ class Report:
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
         norms = [found.table for found in self.norms]
-        from gradsurgeon.report.loss_tables import (  # noqa: PLC0415 # needs numpy
+        from gradsurgeon.report.losses import (  # noqa: PLC0415 # needs numpy
             loss_tables,
             tagged_table,
         )
 
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
-        rules = [rule_table(self.rules, self.statuses, self.events)] * bool(self.statuses)
-        norms += map(tagged_table, [self.tagged] * bool(self.tagged))
-        return [*norms, *loss_tables(self.losses, observed=self.observed), *rules]
+        if tagged := self.tagged:
+            norms.append(tagged_table(tagged))
+        norms += (table for table, _ in loss_tables(self.losses, observed=self.observed))
+        if self.statuses:
+            norms.append(rule_table(self.rules, self.statuses, self.events))
+        return norms
 
     @property
     def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
@@ -126,14 +126,7 @@ class Report:
         return [*((one, frozenset[int]()) for one in self.records), *self.stored]
 
     def history_of(self, *, rule: str | None = None) -> History:
-        """Read the norms.
-
-        Args:
-            rule: only the records of this rule, `None` for all.
-
-        Raises:
-            GradSurgeonError: numpy is missing.
-        """
+        """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
@@ -168,25 +161,23 @@ class Report:
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         stats = {key.stat for key in self.history.keys}
-        if self.norms or (self.losses.stats and not stats - self.losses.stats):
+        if self.norms or (self.losses and stats <= {one.stat for one in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
         return f"norms: no l2 recorded; recorded: {recorded or NOTHING_RECORDED}"
 
     @cached_property
-    def tagged(self) -> list[Tagged]:
-        """The losses that the script has tagged and a rule has recorded."""
-        from gradsurgeon.report.losses import tagged_losses  # noqa: PLC0415 # needs numpy
+    def losses(self) -> list[Measured]:
+        """What was recorded of losses: values, conflicts, and weights."""
+        from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
-        series = *self.records, *self.of_all_ranks
-        return list(tagged_losses(series, {*self.params}, self.newest))
+        every = *self.records, *self.of_all_ranks
+        return losses_of(self.series, every, {*self.params}, self.newest)
 
-    @cached_property
-    def losses(self) -> OfLosses:
-        """What was recorded of several losses."""
-        from gradsurgeon.report.losses import of_series  # noqa: PLC0415 # needs numpy
-
-        return of_series(self.series, self.rules, self.newest)
+    @property
+    def tagged(self) -> list[Measured]:
+        """The values of losses that the script has tagged."""
+        return [one for one in self.losses if one.stat not in LOSS_STATS]
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
@@ -258,3 +249,66 @@ class Report:
 def _lines(table: Table, columns: int) -> Iterator[str]:
     yield from table.lines(columns)
     yield from (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """Return a report as values that JSON has, documented under ``The report as JSON``."""
+    rules = dict.fromkeys((*report.rules, *report.statuses))
+    return {
+        "version": 1,
+        "title": report.title,
+        "ended": None if report.ended is None else _ended(report.ended, report),
+        "steps": None if report.steps is None else list(report.steps),
+        "notes": list(report.notes),
+        # A sentence like the others, though nothing may be wrong.
+        "remarks": [*report.remarks, *filter(None, [report.frozen_note])],
+        "params": list(report.params),
+        "rules": [_rule(report, rule) for rule in rules],
+        "events": [asdict(event) for event in report.events],
+        "norms": list(map(_norms, report.history.tracks)),
+        "losses": list(map(_losses, report.losses)),
+        "median_of_one_step_in": report.history.sampled,
+    }
+
+
+def _ended(ended: Ending, report: Report) -> dict[str, Any]:
+    words = ended.words + ended.outcome(report.events)
+    ranks = {str(rank): words for rank, words in ended.ranks.items()}
+    return {"state": ended.state, "words": words, "ranks": ranks}
+
+
+def _rule(report: Report, rule: str) -> dict[str, Any]:
+    info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
+    values = None if status is None else asdict(status)
+    return {"id": rule, "action": info.action, "role": info.role, "status": values}
+
+
+def _losses(one: Measured) -> dict[str, Any]:
+    return {
+        "rule": one.rule,
+        "stat": one.stat,
+        "name": one.name,
+        "steps": [int(one.steps[0]), int(one.steps[-1])],
+        "calls": len(one.values),
+        "nonfinite": len(one.values) - len(one.finite),
+        **{field: json_number(value) for field, value in one.numbers.items()},
+        "one_call_in": one.every,
+    }
+
+
+def _norms(track: Track) -> dict[str, Any]:
+    numbers = {field: getattr(track, field) for field in ("first", "median", "largest", "last")}
+    return {
+        "name": track.name,
+        **track.source._asdict(),
+        **{field: json_number(one) for field, one in numbers.items()},
+        "spike": track.spike
+        and {
+            "step": track.spike.step,
+            "value": json_number(track.spike.value),
+            "times": json_number(track.spike.times),
+        },
+        "nonfinite": track.nonfinite,
+        "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
+        "zero_since": track.zero_since,
+    }

@@ -27,21 +27,12 @@ _NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class RuleInfo:
-    """What the report has to know of a rule.
-
-    Attributes:
-        action: its action.
-        role: what it is to a reader.
-        logged: the parameters whose l2 norms it records.
-        losses: the losses, or the modules, whose gradients it compares or combines.
-        kind: what it measures, such as "gradient" or "output".
-    """
+    """What the report has to know of a rule."""
 
     action: str
     role: str = "edit"
-    logged: tuple[str, ...] = ()
-    losses: tuple[str, ...] = ()
-    kind: str = GRADIENT
+    logged: tuple[str, ...] = ()  # the parameters whose l2 norms it records
+    kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
 
 
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")

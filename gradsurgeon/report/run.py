@@ -29,23 +29,17 @@ class Run(stored.Run):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "losses"] = "norms",
+        kind: Literal["norms", "heatmap"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
     ) -> Figure:
-        """Draw the norms of the run. Needs matplotlib, and opens no window.
-
-        The pictures are the same as in `Session.plot`, except pictures of tensors, which a run directory does not hold.
+        """Draw the norms of the run, as `Session.plot` does. A run directory holds no tensors to draw.
 
         Args:
-            kind: ``"norms"``, ``"heatmap"`` or ``"losses"``.
-            name: a name, or a pattern as in a rule file, or several.
-            rule: id of the `norm-log` rule whose norms are drawn. By default the norms of each tensor that the
-                report shows.
-
-        Returns:
-            A figure, which a notebook shows. ``figure.savefig("norms.png")`` writes it to a file.
+            kind: the picture.
+            name: a name, a pattern as in a rule file, or several of them.
+            rule: the id of the rule.
 
         Raises:
             ValueError: there is no such picture, or it does not take one of the options.

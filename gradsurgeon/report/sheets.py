@@ -1,4 +1,4 @@
-"""The norms of one series as arrays. Needs numpy."""
+"""The norms of series as arrays, and medians, growth, noise and spikes of many tensors at once. Needs numpy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.report.spikes import Floats, Ints, largest_spikes
 from gradsurgeon.store import WholeSeries
 from gradsurgeon.store.tables import arrays
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 _BLOCK = 2**18  # so many values are converted at a time
 _GOLDEN = 0.618
+# An explosion grows so many times, to norms that no usual training has.
+GROWTH, LARGE = 1e3, 1e2
+_ENDS = 8  # steps at each end of a run that tell how far a norm grew
+_LEAST_FOR_GROWTH = 4
+_TURNS = 4  # so many losses that take turns are no noise
+_MOST_FOR_JITTER = 2**16
+_FIELDS = ("largest", "median", "growth", "rise", "jitter")
 
 Flags = NDArray[np.bool_]
 # Steps and norms of the rows that one cell of a sheet stands for.
@@ -27,32 +35,19 @@ Reader = Callable[[int, int], tuple[Ints, Floats]]
 
 @dataclass(frozen=True)
 class Sheet:
-    """Norms of some tensors in the same steps; a column stands for one row, or for a few rows of a long run.
+    """Norms of some tensors in the same steps, in arrays of shape ``[tensors, columns]``.
 
-    Attributes:
-        names: of the tensors, one for each line.
-        steps: the step of the first row of each column.
-        tops: the largest finite norm, NaN where there is none; all arrays have the shape ``[tensors, columns]``.
-        sample: the norm of one row of each column, NaN where it is not finite.
-        bad: how many norms were not finite.
-        there: whether the tensor had a gradient, or a value.
-        every: the most rows that a column stands for.
-        read: returns steps and norms of the rows of one cell, by line and column.
+    A column stands for one row, or for a few rows of a long run.
     """
 
     names: Sequence[str]
-    steps: Ints
-    tops: Floats
-    sample: Floats
-    bad: Ints
-    there: Flags
-    every: int
+    steps: Ints  # of the first row of each column
+    tops: Floats  # the largest finite norm, NaN where there is none
+    sample: Floats  # the norm of one row of each column, NaN where it is not finite
+    bad: Ints  # how many norms were not finite
+    there: Flags  # whether the tensor had a gradient, or a value
+    every: int  # the most rows that a column stands for
     read: Reader
-
-
-def is_stored(series: WholeSeries) -> bool:
-    # Its class needs SQLite, which a session in memory does without.
-    return hasattr(series, "one_in")
 
 
 def blocks(
@@ -69,14 +64,9 @@ def blocks(
 def read_sheet(
     series: WholeSeries, columns: Sequence[int], *, start: int, stop: int, every: int
 ) -> Sheet:
-    """Return the norms of some columns of a series.
+    """Return the norms of some columns of a series; `every` rows share a column of the sheet.
 
-    Args:
-        series: in memory or in a file, which stays open for as long as a sheet of a long run is in use.
-        columns: of the series.
-        start: the first row to read.
-        stop: the number of the row after the last.
-        every: so many rows share a column of the sheet.
+    The file of a series stays open for as long as a sheet of a long run is in use.
     """
     found: list[tuple[Any, ...]] = []
     for steps, values, present in blocks(series, start, stop, every):
@@ -121,11 +111,8 @@ def read_sheet(
 def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Iterator[Sheet]:
     """Yield the rows of tensors over several series of one rule, in the order of steps.
 
-    A tensor moves to a new series when another optimizer claims it. Where a step has one record, the later counts.
-
-    Args:
-        parts: each series with the lines of the tensors.
-        once: whether a step has one record of a tensor.
+    A tensor moves to a new series when another optimizer claims it. With `once`, a step has one record of a tensor, and
+    the later counts.
     """
     steps = np.concatenate([sheet.steps for sheet, _ in parts])
     if len(np.unique(steps)) == len(steps):
@@ -159,3 +146,61 @@ def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet
         every = [getattr(sheet, field)[lines] for sheet, lines in parts]
         joint[field] = np.concatenate(every, axis=1)[:, order]
     return Sheet(**joint, every=max(sheet.every for sheet, _ in parts))
+
+
+def has_grown(rise: float, largest: float) -> bool:
+    """Return whether norms have grown so far and so high that the tensor explodes."""
+    return rise >= GROWTH and largest >= LARGE
+
+
+def numbers_of(sheet: Sheet, lines: slice) -> dict[str, Any]:
+    """Return what is computed of many tensors at once: a number for each, NaN where there is nothing to compute."""
+    tops, sample = sheet.tops[lines], sheet.sample[lines]
+    found: dict[str, Any] = {field: np.full(len(tops), np.nan) for field in _FIELDS}
+    found["spike"] = [None] * len(tops)
+    # The last norms before a non-finite one may have grown within a step or two.
+    ends = np.where(sheet.there[lines], np.arange(tops.shape[1]), -1).argmax(axis=1)
+    broken: Flags = np.asarray(sheet.bad[lines][np.arange(len(tops)), ends] > 0)
+    for rows, columns, norms in _alike(tops, ~np.isnan(tops)):
+        found["largest"][rows] = norms.max(axis=1)
+        for row, spike in zip(rows, largest_spikes(norms), strict=True):
+            found["spike"][row] = spike and (int(columns[spike[0]]), spike[1])
+    for rows, _, norms in _alike(tops, tops > 0):
+        found["growth"][rows], found["rise"][rows] = _growth(norms, broken[rows])
+    for rows, _, norms in _alike(sample, ~np.isnan(sample)):
+        found["median"][rows] = np.median(norms, axis=1)
+    for rows, _, norms in _alike(sample, sample > 0):
+        found["jitter"][rows] = _jitter(np.log(norms[:, -_MOST_FOR_JITTER:]))
+    return found
+
+
+def _alike(norms: Floats, kept: Flags) -> Iterator[tuple[list[int], Ints, Floats]]:
+    """Yield rows that keep the same columns, these columns, and their norms, none of which is missing."""
+    groups: dict[bytes, list[int]] = {}
+    for row, mask in enumerate(kept):
+        groups.setdefault(mask.tobytes(), []).append(row)
+    for rows in groups.values():
+        columns = np.flatnonzero(kept[rows[0]])
+        if len(columns):
+            yield rows, columns, norms[rows][:, columns].astype(float)
+
+
+def _growth(norms: Floats, broken: Flags) -> tuple[Floats, Floats]:
+    """Return `growth` and `rise` of tracks; of few norms `rise` alone, up to the last one."""
+    # A single high norm is no growth, unless a non-finite one follows, or it is the last of a module that is seldom called.
+    number = norms.shape[1]
+    few = max(1, min(3, number // 4))
+    begin = np.median(norms[:, : max(1, min(_ENDS, number // 4))], axis=1)
+    lasting = sliding_window_view(norms, few, axis=1).min(axis=2)
+    end = np.where(broken, norms[:, -few:].max(axis=1), lasting[:, -1])
+    growth = end / begin if number >= _LEAST_FOR_GROWTH else np.full(len(norms), np.nan)
+    return growth, (np.maximum(end, lasting.max(axis=1)) if few > 1 else end) / begin
+
+
+def _jitter(logs: Floats) -> Floats:
+    """Return the median distance of logarithms of norms a few steps apart, the least of several distances in time."""
+    # Losses that take turns have a different norm in each step, and the same again a few steps later.
+    found = np.full(len(logs), np.nan)
+    for lag in range(1, min(_TURNS, logs.shape[1] - 1) + 1):
+        found = np.fmin(found, np.median(np.abs(logs[:, lag:] - logs[:, :-lag]), axis=1))
+    return found

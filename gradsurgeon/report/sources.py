@@ -17,8 +17,6 @@ from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
-    LOSS_STATS,
-    RATIO,
     STAT,
     UPDATES,
     WEIGHTS,
@@ -32,6 +30,7 @@ from gradsurgeon.store.layout import database_name, section
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
 
+_RANKS = 8  # so many that lack a file are named
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
@@ -59,17 +58,12 @@ def summary(session: Any) -> Report:
 
 
 def from_run(run: Run, *, newest: int | None = None) -> Report:
-    """Return the report of a run directory, finished or still being written. Reads all that it needs.
-
-    Args:
-        run: open.
-        newest: read only so many of the newest rows of each series.
-    """
+    """Return the report of an open run, finished or still being written, or of its `newest` rows. Reads all it needs."""
     report = unread(run, newest)
     if is_installed("numpy"):
         report = replace(report, ranks=_ranks(run, report.rules, newest))
         # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses, report.tagged
+        _ = report.steps, report.history.tracks, report.losses
     return report
 
 
@@ -84,12 +78,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
     observed = run.meta.get("mode") == "observe"
     kept = []
     for one in captured:
-        steps = sorted({tensor.step for tensor in one.tensors})
-        of = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]}..{steps[-1]}"
         tensors = count(len(one.tensors) + one.more, "tensor")
-        kept.append(
-            f"captures kept by {printable(one.rule)}: {tensors} of {of}; `--html` shows them"
-        )
+        kept.append(f"captures kept by {printable(one.rule)}: {tensors}; `--html` shows them")
     return Report(
         title=_title(run.meta),
         params=run.params,
@@ -120,13 +110,9 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
     if len(run.ranks) > 1:
         yield f"{len(run.ranks)} ranks, norms of the lowest that has them"
     if missing:
-        files = f"{database_name(missing[0])}{' ...' * (len(missing) > 1)}"
-        yield f"without rank{'s' * (len(missing) > 1)} {_numbers(missing)}: no file {files} is here"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    most = 8
-    return ", ".join(map(str, ranks[:most])) + " ..." * (len(ranks) > most)
+        more = " ..." * (len(missing) > _RANKS)
+        ranks = ", ".join(map(str, missing[:_RANKS])) + more
+        yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
 
 
 def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
@@ -152,15 +138,12 @@ def _rule_infos(
     for rule in planned:
         role = section(roles, rule["id"])
         stats = set(map(str, _list(role.get("stats"))))
-        names = tuple(map(str, (*_list(rule.get("params")), *_list(rule.get("modules")))))
+        names = map(str, (*_list(rule.get("params")), *_list(rule.get("modules"))))
         kind = _kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag")
-        # The losses, or the modules that send gradients back.
-        losses = tuple(map(str, _list(role.get("losses")))) or names
         found[rule["id"]] = RuleInfo(
             action=rule["action"],
             role=str(role.get("role", "edit")),
-            logged=names if STAT in stats and kind == GRADIENT else (),
-            losses=losses if stats & (LOSS_STATS - {RATIO}) else (),
+            logged=tuple(names) if STAT in stats and kind == GRADIENT else (),
             kind=kind,
         )
     return found
@@ -215,12 +198,10 @@ def _about(plan: Plan) -> dict[str, Any]:
         params.append({"name": param.name, "aliases": list(param.aliases), **dtype, **frozen})
     roles = {}
     for rule in rules.rules:
-        losses = getattr(rule, "losses", None)
         roles[rule.id] = {
             # A trap that cuts gradients edits them.
             "role": "edit" if rule.edits else rule.role,
             "stats": list(getattr(rule, "stats", ())),
-            **({"losses": list(losses)} if losses else {}),
         }
     return {
         "rules": {

@@ -39,12 +39,7 @@ class Spike(NamedTuple):
 
 
 def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
-    """Return the norm that stands out most from its own past, None if none does.
-
-    Args:
-        steps: shape ``[n]``, ascending.
-        norms: shape ``[n]``, finite.
-    """
+    """Return the norm that stands out most from its own past, None if none does; all norms are finite."""
     (found,) = largest_spikes(np.asarray(norms, float)[None])
     return None if found is None else Spike(int(steps[found[0]]), float(norms[found[0]]), found[1])
 
@@ -55,10 +50,7 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
     spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their
     spread), and if the next few are lower again. A norm with too short a past is a spike if it is a hundred times
-    all others.
-
-    Args:
-        norms: shape ``[tensors, n]``, finite.
+    all others. `norms` has the shape ``[tensors, n]`` and is finite.
     """
     if norms.shape[1] <= _AFTER:
         return [None] * len(norms)
@@ -174,12 +166,7 @@ class Change(NamedTuple):
 
 
 def change_of_level(steps: Ints, norms: Floats) -> Change | None:
-    """Return where norms change their level most, at once and to stay; None where they drift or only vary.
-
-    Args:
-        steps: shape ``[n]``, ascending.
-        norms: shape ``[n]``, positive and finite.
-    """
+    """Return where positive norms change their level most, at once and to stay; None where they drift or only vary."""
     logs = np.log(np.asarray(norms, float))
     # The beginning of a training falls fast, and is no change of a level.
     if len(logs) < 3 * _LEVEL:
@@ -192,7 +179,7 @@ def change_of_level(steps: Ints, norms: Floats) -> Change | None:
     far = levels[places] - levels[places - _LEVEL]
     close = near[places] - near[places - _SIDE]
     noise = _NORMAL * np.maximum(spreads[places], spreads[places - _LEVEL]) + 0.01
-    is_new = (np.abs(far) > max(np.log(_LEAST_CHANGE), 0)) & (np.abs(far) > _LEVEL_SPREADS * noise)
+    is_new = (np.abs(far) > np.log(_LEAST_CHANGE)) & (np.abs(far) > _LEVEL_SPREADS * noise)
     is_new &= close * np.sign(far) > _AT_ONCE_SHARE * np.abs(far)
     if not is_new.any():
         return None

@@ -1,8 +1,4 @@
-"""A run, or several, as one page of HTML that needs nothing else: no server, no network, no other file.
-
-Everything the page shows is in it as JSON, which its scripts write as text: names and messages from a run are
-never markup.
-"""
+"""A run, or several, as one page of HTML that needs no other file. Its scripts write what is in it as text, not markup."""
 
 from __future__ import annotations
 
@@ -11,19 +7,21 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event, is_trip
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.diagnoses import diagnosis_of, first_diagnosis
-from gradsurgeon.report.grid import Grid, grid_of
+from gradsurgeon.report.ending import diagnosis_of, first_diagnosis
+from gradsurgeon.report.history import Grid, grid_of
+from gradsurgeon.report.losses import Measured, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
-from gradsurgeon.report.page_lines import combined_data, compared_data, line
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -35,7 +33,7 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
 from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.layout import section
+from gradsurgeon.store.layout import json_number, section
 from gradsurgeon.store.run import Run, open_run
 
 # What every page begins with: nothing else is written over.
@@ -46,31 +44,20 @@ ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 _MOST_ROWS, _MOST_MARKS = 10, 600
+_MOST_POINTS = 1500
+# Of several losses: fewer points than pixels, and enough to see since when.
+_CURVES, _POINTS = 20, 500
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
 
-class Written(NamedTuple):
-    """A page that was written: how many runs it shows, its size in bytes, and why other runs are not on it."""
-
-    runs: int
-    size: int
-    problems: list[str]
-
-
 def write_page(
     runs: Sequence[Path], place: Path, *, reload_seconds: float | None = None
-) -> Written:
-    """Write the page of all runs that can be read. No reader ever sees a part of it.
+) -> list[str]:
+    """Write the page of all runs that can be read, and return why others are not on it. No reader sees a part of it.
 
-    Args:
-        runs: run directories.
-        place: the file; only a page of ours is written over.
-        reload_seconds: after so many seconds the page shows itself anew in a browser; ``None`` for never.
-
-    Raises:
-        RecordError: none of the runs can be read, or there is something else at the place, which stays.
-        OSError: the place cannot be written.
+    A `RecordError` says that no run can be read, or that the file is no page of ours, and stays. After `reload_seconds`
+    the page shows itself anew in a browser.
     """
     mark = BEGINNING.encode()
     check_replaceable(place, lambda path: begins(path, mark), "page of `report`")
@@ -84,10 +71,9 @@ def write_page(
             problems.append(str(error))
     if not readable:
         raise RecordError("\n".join(problems))
-    page = web_page(readable, problems, reload_seconds)
     with replacing(place) as out:
-        out.write(page)
-    return Written(len(readable), len(page.encode()), problems)
+        out.write(web_page(readable, problems, reload_seconds))
+    return problems
 
 
 def web_page(
@@ -95,13 +81,7 @@ def web_page(
     problems: Sequence[str] = (),
     reload_seconds: float | None = None,
 ) -> str:
-    """Return the page of runs, given what `page_data` has returned of each.
-
-    Args:
-        runs: one or several, which the page then compares.
-        problems: why other runs are not among them, a text each.
-        reload_seconds: after so many seconds the page shows itself anew; ``None`` for never.
-    """
+    """Return the page of one or several runs, given what `page_data` has returned of each."""
     data: dict[str, Any] = {"cell": {**_CELL, "nonfinite": NONFINITE}, "runs": list(runs)}
     data["problems"] = list(problems)
     if reload_seconds is not None:
@@ -120,20 +100,13 @@ def _assets(*names: str) -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Return what the page shows of an open run, in values that JSON has.
-
-    Raises:
-        RecordError: a file of the run is damaged.
-        GradSurgeonError: numpy is missing.
-    """
+    """Return what the page shows of an open run, in values that JSON has."""
     report = from_run(run)
     rules = section(run.meta, "rules")
     files = rules.get("files")
     entries = files if isinstance(files, list) and files else [rules]
-    folder, _, _ = str(rules.get("file", "")).rpartition("/")
     return {
-        # The path of the rule file is shown beside its text.
-        "title": report.title.removeprefix(f"{folder}/") if folder else report.title,
+        "title": report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
@@ -145,11 +118,16 @@ def page_data(run: Run) -> dict[str, Any]:
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": [line(one.name, *one.curve) for one in report.tagged],
+        "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
         "versus": [
-            *map(compared_data, report.losses.compared),
-            *(combined_data(one, observed=report.observed) for one in report.losses.combined),
+            {
+                "table": table.plain(),
+                "charts": [
+                    [title, list(map(_means, some[:_CURVES]))] for title, some in charts.items()
+                ],
+            }
+            for table, charts in loss_tables(report.losses, observed=report.observed)
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": [
@@ -238,15 +216,47 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    """Return events that say the same as one, with where they were: steps, how often, and ranks."""
-    (low, high), ranks, event = group.steps, group.ranks, group.first
-    where = [f"step {low}" if low == high else f"steps {low} to {high}"]
-    if group.times > 1:
-        where.append(f"{group.times:,} times")
-    if ranks != [0]:
-        where.append(f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}")
+    event = group.first
+    where = (group.repeated or f"step {event.step}", group.on_ranks)
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
-        "where": ", ".join(where),
+        "where": ", ".join(filter(None, where)),
         "diagnosis": diagnosis_of(event.message),
     }
+
+
+def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str, Any]:
+    """Return a curve as it travels in the page, the worst of every few values if there are many.
+
+    A value of `None` stands for none; each is the largest that is known of `every` steps.
+    """
+    steps, values = np.asarray(steps, np.int64), np.asarray(values, object)
+    there = np.array([value is not None for value in values], bool)
+    floats = np.where(there, values, -np.inf).astype(float)
+    # The worst is the first that is not finite, or else the largest.
+    badness = np.where(there & ~np.isfinite(floats), np.inf, floats)
+    # Several records of one step make one point.
+    _, starts = np.unique(steps, return_index=True)
+    ends = [*starts[:: max(1, -(-len(starts) // _MOST_POINTS))].tolist(), len(steps)]
+    worst = [start + int(np.argmax(badness[start:end])) for start, end in pairwise(ends)]
+    return {
+        "label": label,
+        "steps": steps[worst].tolist(),
+        "values": [_number(floats[place]) if there[place] else None for place in worst],
+        "every": every,
+    }
+
+
+def _means(one: Measured) -> dict[str, Any]:
+    """Return a curve of at most so many points, each the first step and the mean of a few steps."""
+    steps, back = np.unique(one.steps, return_inverse=True)
+    # There may be several calls in a step, which count as one.
+    each = np.bincount(back, one.values) / np.bincount(back)
+    starts = np.unique(np.arange(min(_POINTS, len(steps))) * len(steps) // min(_POINTS, len(steps)))
+    means = np.add.reduceat(each, starts) / np.diff(np.append(starts, len(steps)))
+    return line(one.name, steps[starts], means, -(-len(steps) // _POINTS))
+
+
+def _number(value: float) -> float | str:
+    # Six digits are more than anybody reads off a curve.
+    return json_number(float(f"{value:.6g}"))

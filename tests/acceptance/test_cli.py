@@ -99,7 +99,7 @@ class TestLint:
             "wrong.yaml",
             "warned.yaml",
         ]
-        assert done.stderr == "3 files: 1 error, 1 warning (1 clean)\n"
+        assert done.stderr == "3 files: 1 error, 1 warning\n"
         assert done.returncode == 1
 
     def test_a_file_that_cannot_be_read_does_not_hide_the_others(self, here: pathlib.Path) -> None:

@@ -145,13 +145,13 @@ class TestFailOn:
         assert done.returncode == 2
         assert "gradsurgeon: 3 trap events, first at step 0, rule no-nan, b\n" in done.stderr
         done = call_here("report", ".", "--html", "page.html", cwd=here / "run")
-        assert (done.returncode, done.stdout[:17]) == (2, "page.html: 1 run,")
+        assert (done.returncode, done.stdout[:17]) == (2, "page.html: 1 run;")
 
     def test_a_page_of_a_folder_leaves_out_what_cannot_be_read(self, here: pathlib.Path) -> None:
         fill(here / "other")
         (here / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
         done = call_here("report", ".", "--html", "page.html", "--fail-on", "trap", cwd=here)
-        assert (done.returncode, done.stdout[:17]) == (2, "page.html: 1 run,")
+        assert (done.returncode, done.stdout[:17]) == (2, "page.html: 1 run;")
         broken, traps = done.stderr.splitlines()
         assert broken.startswith("gradsurgeon: other/rank-0.db: cannot be read")
         assert traps == "gradsurgeon: run: 3 trap events, first at step 0, rule no-nan, b"
@@ -233,8 +233,6 @@ class TestJSON:
                 {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped"},
             ],
             "losses": [],
-            "conflicts": [],
-            "combined": [],
             "median_of_one_step_in": 1,
             "inside": [],
         }  # fmt: skip

@@ -177,7 +177,7 @@ def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Pa
         assert page.locator(".rows").bounding_box()["width"] <= 0.41 * rows
         texts = set(page.locator(".rows button").all_inner_texts())
         assert texts >= {"▾ =a (2)", "▾ a (2)", "(gradient)", "b", "c", "\\x1b[31m"}
-        assert "notice steps 2 to 7, 2 times, ranks 0 and 1" in page.locator("main").text_content()
+        assert "notice x2, steps 2..7, rank 0, 1" in page.locator("main").text_content()
 
 
 def test_a_legend_has_values_only_below_the_mouse(page: Any, tmp_path: Path) -> None:

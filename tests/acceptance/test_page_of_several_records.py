@@ -77,7 +77,7 @@ def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
         writer.event(Event("notice", "", step, 0, "", f"overflow in step {step}"))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
-    assert "steps 3 to 7, 3 times: " in page.locator("section").first.inner_text()
+    assert "x3, steps 3..7: " in page.locator("section").first.inner_text()
 
 
 def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
@@ -124,8 +124,8 @@ def test_what_is_not_on_the_page_is_said_on_it(page: Any, tmp_path: Path) -> Non
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{}", encoding="utf-8")
     runs = [tmp_path / name for name in ("one/logs", "broken", "two/logs")]
-    written = write_page(runs, tmp_path / "page.html")
-    assert (written.runs, len(written.problems)) == (2, 1)
+    problems = write_page(runs, tmp_path / "page.html")
+    assert len(problems) == 1
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_selector(READY)
     assert "broken/run.json: is damaged" in page.locator(".problem").inner_text()

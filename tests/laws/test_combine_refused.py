@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonError
 from gradsurgeon.report import summary
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.report import to_dict
 
 COMBINE = {"action": "combine", "method": "mgda"}
 
@@ -317,42 +317,42 @@ def test_a_report_has_the_numbers_of_the_training(tmp_path: pathlib.Path) -> Non
     done = call_here("report", "run", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (conflicts,), (combined,) = found["conflicts"], found["combined"]
-    assert (conflicts["rule"], conflicts["losses"]) == ("tasks", LOSSES)
-    assert [(one["first"], one["second"]) for one in conflicts["pairs"]] == PAIRS
-    for pair in conflicts["pairs"]:
-        wanted = cosines(jacobians, pair["first"], pair["second"])
-        assert (pair["calls"], pair["missing"]) == (len(wanted), STEPS - len(wanted))
-        assert pair["missing"] == int("edges" in (pair["first"], pair["second"]))
-        assert pair["cosine"] == pytest.approx(fmean(wanted), abs=1e-6)
+    pairs, weights, distances = (
+        {one["name"]: one for one in found["losses"] if one["stat"] == stat}
+        for stat in ("cosine", "weight", "distance")
+    )
+    assert list(pairs) == ["/".join(pair) for pair in PAIRS]
+    for (first, second), pair in zip(PAIRS, pairs.values(), strict=True):
+        wanted = cosines(jacobians, first, second)
+        assert (pair["rule"], pair["calls"]) == ("tasks", STEPS)
+        assert pair["nonfinite"] == STEPS - len(wanted) == int("edges" in (first, second))
+        assert pair["mean"] == pytest.approx(fmean(wanted), abs=1e-6)
         assert pair["least"] == pytest.approx(min(wanted), abs=1e-6)
-        assert pair["below"] == pytest.approx(fmean(value < 0 for value in wanted), abs=1e-6)
-    assert [one["name"] for one in combined["weights"]] == LOSSES
+        assert pair["negative"] == pytest.approx(fmean(value < 0 for value in wanted), abs=1e-6)
+    assert list(weights) == LOSSES
     # In one step a loss did not reach, and the others have half of it each.
-    weights = [(39 / 3 + one) / STEPS for one in (0.5, 0.5, 1.0)]
-    assert [one["mean"] for one in combined["weights"]] == pytest.approx(weights, abs=1e-6)
-    assert combined["distance"] == pytest.approx((39 * 2 / 3 + 0.5) / STEPS, abs=1e-6)
+    means = [(39 / 3 + one) / STEPS for one in (0.5, 0.5, 1.0)]
+    assert [one["mean"] for one in weights.values()] == pytest.approx(means, abs=1e-6)
+    distance = (39 * 2 / 3 + 0.5) / STEPS
+    assert distances["combined"]["mean"] == pytest.approx(distance, abs=1e-6)
     # What a session says of itself and what its directory says are the same.
     live = summary(session)
     with gradsurgeon.open_run(tmp_path / "run") as run:
         stored = summary(run)
         assert run.history("seg/depth", "cosine") == session.history("seg/depth", "cosine")
         one, other = to_dict(live), to_dict(stored)
-        assert one["conflicts"] == other["conflicts"] != []
-        assert one["combined"] == other["combined"] != []
-    assert [info.losses for info in live.rules.values()] == [tuple(LOSSES)] * 2
+        assert one["losses"] == other["losses"] != []
 
 
 def test_parts_are_the_parameters(tmp_path: pathlib.Path) -> None:
     train(tmp_path / "run", per="parameter")
     with gradsurgeon.open_run(tmp_path / "run") as run:
-        (found,) = summary(run).losses.compared
+        found = [one.name for one in summary(run).losses if one.stat == "cosine"]
         assert len(run.history("trunk.0.weight:seg/depth", "cosine")) == STEPS
     names = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
-    assert list(dict.fromkeys(one.part for one in found.pairs)) == names
-    assert {(one.first, one.second) for one in found.pairs} == set(PAIRS)
+    assert found == [f"{name}:{'/'.join(pair)}" for name in names for pair in PAIRS]
     done = call_here("report", "run", cwd=tmp_path)
-    assert "conflicts of 3 losses in each of 4 parts, recorded by tasks" in done.stdout
+    assert "conflicts of 12 pairs of losses, recorded by tasks" in done.stdout
 
 
 def test_trackers_get_a_curve_of_each_pair() -> None:
@@ -362,10 +362,9 @@ def test_trackers_get_a_curve_of_each_pair() -> None:
     assert sink.curves[f"{name}/seg/depth/cosine"] == session.history("seg/depth", "cosine")
     # One that did not reach has no value, instead of one that is not finite.
     assert len(sink.curves[f"{name}/seg/edges/cosine"]) == STEPS - 1
-    least = dict(sink.curves[f"{name}/cosine/least"])
-    pairs = ["/".join(pair) for pair in PAIRS]
     last = STEPS - 1
-    assert least[last] == min(session.latest(pair, "cosine") for pair in pairs)
+    for pair in map("/".join, PAIRS):
+        assert dict(sink.curves[f"{name}/{pair}/cosine"])[last] == session.latest(pair, "cosine")
     assert dict(sink.curves["gradsurgeon/surgery/seg/weight"])[last] == pytest.approx(1 / 3)
     assert "gradsurgeon/surgery/combined/distance" in sink.curves
 

@@ -13,7 +13,7 @@ import pytest
 from runs import meta, values, write
 
 from gradsurgeon.report import history, web_page
-from gradsurgeon.report.grid import Grid
+from gradsurgeon.report.history import Grid
 from gradsurgeon.report.web_page import (
     ABSENT,
     FIRST,

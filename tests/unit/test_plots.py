@@ -101,10 +101,9 @@ def test_a_line_has_gaps_and_marks_for_what_is_no_norm(recorded: Opened) -> None
     assert (axes.get_yscale(), axes.get_xlabel()) == ("log", "step")
     assert axes.get_ylabel() == "l2 norm at accumulated"
     assert axes.get_title(loc="left") == "l2 norms: rules.yaml on Net"
-    assert legend(figure) == ["a (1 non-finite)", "non-finite", "norm 0"]
+    assert legend(figure) == ["a (1 non-finite)"]
     # Between two gaps a line has no length.
     assert axes.lines[0].get_marker() == "."
-    assert axes.lines[0].get_markevery() == [3, 6]
 
 
 def test_marks_stand_at_the_ends_of_the_axis(recorded: Opened) -> None:
@@ -199,7 +198,8 @@ def test_names_patterns_and_aliases_choose(recorded: Opened) -> None:
 def test_many_lines_have_a_legend_that_ends(recorded: Opened) -> None:
     figure = recorded({f"p{i}": [1.0, 2.0] for i in range(40)}).plot(name="*")
     assert len(lines(figure)) == 40
-    assert legend(figure)[-2:] == ["p23", "and 16 more"]
+    assert legend(figure) == [f"p{i}" for i in range(24)]
+    assert figure.legends[0].get_title().get_text() == "the first 24 of 40"
     colours = {
         line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color())
         for line in axes_of(figure).lines
@@ -380,13 +380,9 @@ def test_several_rules_are_told_apart(tmp_path: pathlib.Path) -> None:
 
 def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> None:
     run: Any = recorded({"a": [1.0]})
-    with pytest.raises(
-        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, losses$"
-    ):
+    with pytest.raises(ValueError, match=r"^no picture 'lines' here; there are norms, heatmap$"):
         run.plot("lines")
-    with pytest.raises(
-        ValueError, match=r"^no picture 'features' here; there are norms, heatmap, losses$"
-    ):
+    with pytest.raises(ValueError, match=r"^no picture 'features' here; there are norms, heatmap$"):
         run.plot("features")
     write(tmp_path / "l1", {"a": [1.0]}, stat="l1").close()
     with gradsurgeon.open_run(tmp_path / "l1") as other, pytest.raises(RecordError) as caught:
@@ -426,12 +422,9 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     run = recorded({"a": [1.0]})
     for name in [*sys.modules]:
-        if name.startswith(
-            ("gradsurgeon.report.plots", "gradsurgeon.report.captured_plots", "matplotlib.")
-        ):
+        if name.startswith(("gradsurgeon.report.plots", "matplotlib.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("gradsurgeon.report.plots", raising=False)
-    monkeypatch.delattr("gradsurgeon.report.captured_plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(GradSurgeonError, match=r"pip install 'gradsurgeon\[plot\]'"):
         run.plot()

@@ -11,7 +11,7 @@ import pytest
 
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
+from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.memory import NOTHING_RECORDED
 
@@ -384,7 +384,10 @@ def test_norms_that_only_grow_are_no_spikes() -> None:
     found = report(records({**histories, "calm": [*LEVEL[:30], 50.0, *LEVEL[:12]]}))
     assert [track.name for track in found.history.tracks if track.spike] == ["calm"]
     text = found.text(width=110)
-    assert "exploding: p0, p1, p2, p3, and 4 more; p0 has grown from 1 to 2e+11\n" in text
+    assert (
+        "exploding: p0, p1, p2, p3, and 4 more; p0 grew from 1 to 2e+11 at step 42 (last 2e+11)\n"
+        in text
+    )
 
 
 def test_a_module_that_is_seldom_called_explodes_in_few_records() -> None:
@@ -394,7 +397,7 @@ def test_a_module_that_is_seldom_called_explodes_in_few_records() -> None:
     calm = {f"p{number}": [1.0 + 0.1 * (step % 3) for step in range(40)] for number in range(5)}
     remarks = report(records({**calm, "seldom": seldom})).remarks
     assert [one for one in remarks if one.startswith("exploding")] == [
-        "exploding: seldom; seldom has grown from 2 to 8e+25 before it was non-finite at step 30"
+        "exploding: seldom; seldom grew from 2 to 8e+25 at step 20 (last 8e+25), before it was non-finite at step 30"
     ]
     assert not [one for one in remarks if one.startswith(("noisy", "vanishing"))]
     # A single high norm among few is no growth.

@@ -42,7 +42,7 @@ def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported_without_it
         assert f"rank-{rank}.db: " in done.stderr
     file.unlink()
     done = call_here("report", str(ranks), cwd=ranks.parent)
-    assert f"; without rank {rank}: " in done.stdout or rank == 2
+    assert f"; no file of rank {rank} is here" in done.stdout or rank == 2
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  p")]
     assert shown == ["parameter", *(f"p{one}" for one in range(3) if one != rank)]
 
@@ -81,11 +81,11 @@ def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> 
     [
         (3, [], ""),
         (None, [], ""),
-        (None, [1], "without rank 1: no file rank-1.db is here"),
-        (3, [2], "without rank 2: no file rank-2.db is here"),
-        (5, [1], "without ranks 1, 3, 4: no file rank-1.db ... is here"),
-        (True, [1], "without rank 1: "),
-        (10**30, [1], "without rank 1: "),
+        (None, [1], "no file of rank 1 is here, such as rank-1.db"),
+        (3, [2], "no file of rank 2 is here, such as rank-2.db"),
+        (5, [1], "no file of rank 1, 3, 4 is here, such as rank-1.db"),
+        (True, [1], "no file of rank 1"),
+        (10**30, [1], "no file of rank 1"),
     ],
 )
 def test_a_file_that_is_missing_is_named(
@@ -95,5 +95,5 @@ def test_a_file_that_is_missing_is_named(
     for rank in removed:
         (ranks / f"rank-{rank}.db").unlink()
     with open_stored(ranks) as run:
-        notes = [note for note in from_run(run).notes if note.startswith("without")]
+        notes = [note for note in from_run(run).notes if note.startswith("no file of")]
     assert [note[: len(said)] for note in notes] == [said] * bool(said)

@@ -13,7 +13,7 @@ from runs import KEY, meta, values, write
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import RuleInfo, from_run, summary
-from gradsurgeon.report.sparkline import NONFINITE
+from gradsurgeon.report.tables import NONFINITE
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter

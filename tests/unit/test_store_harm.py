@@ -20,7 +20,7 @@ from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, w
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
-from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.report import to_dict
 from gradsurgeon.store import Key, job, layout
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter

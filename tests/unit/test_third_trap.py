@@ -18,9 +18,9 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import TrapError, actions
+from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.integrations import pytest_plugin
 from gradsurgeon.launcher import debugger
-from gradsurgeon.report.screen import look, screen
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +93,9 @@ def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path)
     assert call_here("report", str(run), "--html", str(page), cwd=tmp_path).returncode == 0
     assert "tripped in 1 step" in page.read_text(encoding="utf-8")
     lines = screen(look(run), 120)
-    (shown,) = [line for line in lines if "step 2  check  long" in line.text]
-    assert shown.style == "bad"
-    assert any("tripped in 1 step" in line.text for line in lines)
+    (style,) = [style for text, style in lines if "step 2  check  long" in text]
+    assert style == "bad"
+    assert any("tripped in 1 step" in text for text, _ in lines)
     with gradsurgeon.open_run(run) as opened:
         (legend,) = opened.plot().legends
     assert "check" in [text.get_text() for text in legend.get_texts()]

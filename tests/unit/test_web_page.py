@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -16,8 +17,7 @@ from runs import meta, values, write
 
 from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.page_lines import line
-from gradsurgeon.report.web_page import BEGINNING, page_data, web_page, write_page
+from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, write_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -99,14 +99,6 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
     assert kinds == ["exploding: grown.weight", "vanishing: first.weight"]
 
 
-def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Path) -> None:
-    rules = {"file": "/home/me/rules.yaml", "text": "version: 1", "sha256": "0"}
-    RunWriter(tmp_path / "run", rank=0, meta=meta(rules=rules)).close()
-    (run,) = _page(tmp_path / "run")[1]["runs"]
-    assert run["title"] == "rules.yaml on Net"
-    assert run["files"][0]["file"] == "/home/me/rules.yaml"
-
-
 @pytest.mark.parametrize("times", [1, 3_000])
 def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
     steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, 2.0, -math.inf]
@@ -160,7 +152,7 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "steps 0 to 999, 1,000 times")
+    assert (event["message"], event["where"]) == ("event 0", "x1,000, steps 0..999")
     assert run["left_out"] == 0
 
 
@@ -254,10 +246,6 @@ def test_each_kind_of_tensors_has_a_section_of_its_own(tmp_path: Path) -> None:
         ("KLloss", True),
         ("TRAIN_LOSS", True),
         ("losses.0", True),
-        ("gloss", False),
-        ("lossy", False),
-        ("Glossary", False),
-        ("FLOSS", False),
         ("block.weight", False),
     ],
 )
@@ -276,7 +264,7 @@ def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_pat
     folder = str(tmp_path / "folder")
     done = call_here("report", str(tmp_path / "one"), folder, "--html", str(place), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{place}: 3 runs, ")
+    assert done.stdout.startswith(f"{place}: 3 runs; ")
     data = re.search(r'id="data">(.*?)</script>', place.read_text(encoding="utf-8"), re.DOTALL)
     assert data is not None
     folders = [run["folder"] for run in json.loads(data[1])["runs"]]
@@ -307,7 +295,7 @@ def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0, 2.0]})
     writer.commit()
     place = tmp_path / "live.html"
-    watch._Page(tmp_path / "run", place).update(is_running=True)
+    write_page([tmp_path / "run"], place, reload_seconds=5.0)
     assert '"lasts":[0,1]' in place.read_text(encoding="utf-8")
     writer.add(Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0), frozenset())
     writer.close()
@@ -337,14 +325,26 @@ def test_a_page_takes_a_small_share_of_the_time(
         now[0] += 2.0
         return 0
 
+    writer = write(tmp_path / "run", {"a": [1.0]})
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 200:
+            writer.close()
+
     monkeypatch.setattr(watch, "write_page", write_slowly)
     monkeypatch.setattr("gradsurgeon.cli.watch.time.monotonic", lambda: now[0])
-    page = watch._Page(tmp_path, tmp_path / "page.html")
-    for _ in range(100):
-        page.update(is_running=True)
-        now[0] += 1.0
+    monkeypatch.setattr("gradsurgeon.cli.watch.time.sleep", sleep)
+    parser = argparse.ArgumentParser()
+    watch.add_options(parser)
+    page = str(tmp_path / "page.html")
+    assert (
+        watch.run(parser.parse_args([str(tmp_path / "run"), "--html", page, "--every", "1"])) == 0
+    )
     # Each takes 2 seconds, and the next one waits for 20 times as long.
-    assert written == [100.0, 142.0, 184.0]
+    # The last one shows how the run ended.
+    assert written[:3] == [100.0, 142.0, 184.0]
+    assert len(written) == 4
 
 
 def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path) -> None:
@@ -368,4 +368,4 @@ def test_the_models_of_a_script_are_on_one_page(tmp_path: Path) -> None:
     write(tmp_path / "run", {"g": [1.0, 2.0]}).close()
     write(tmp_path / "run" / "Critic", {"d": [1.0, 2.0]}).close()
     done = call_here("report", "run", "--html", "page.html", cwd=tmp_path)
-    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs,")
+    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs;")
