@@ -308,7 +308,9 @@ def suggest(text: str, names: Sequence[str]) -> str:
     """Return a hint for a pattern that matches none of the names."""
     if not names:
         return "the model has no names to match"
-    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"):
+    parts = sorted({part for name in names for part in name.split(".")})
+    spelt = ".".join((*nearest(part, parts), part)[0] for part in text.split("."))
+    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", spelt):
         with suppress(PatternError):
             if count := len(select([compile_pattern(attempt)], names)):
                 return f'did you mean "{attempt}" (it matches {count})?'

@@ -100,6 +100,8 @@ class Clamp(EditRule):
             """Return the bounds as torch compares them with elements of a dtype."""
             return rounded(self.min, kind, -math.inf), rounded(self.max, kind, math.inf)
 
+        bounds(torch.float32)  # asks torch for a number, which no step shall wait for
+
         def apply(grad: Tensor) -> Tensor:
             return grad.clamp(*bounds(grad.dtype))
 

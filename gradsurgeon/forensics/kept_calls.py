@@ -133,6 +133,7 @@ class KeptCalls:
                 continue
             call.outputs[path] = fingerprint(tensor)
             sample = call.outputs[path][1]
+            call.versions[path] = _torch.writes(sample)
             call.bytes += sample.numel() * sample.element_size()
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)

@@ -91,7 +91,7 @@ def test_ranks_that_do_not_meet_run_nothing_again(ranks: list[dict[str, Any]]) -
     for rank in ranks:
         told = rank["FSDP2 warn"]["told"][0]
         assert f"{NOBODY}\n  because the parameters are divided over ranks" in told
-        assert "only if a rule makes them agree on it: `then: raise` or `skip-step`" in told
+        assert "only with `fully_shard` and a rule with `then: raise` or `skip-step`" in told
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])

@@ -361,9 +361,9 @@ def test_the_report_shows_weights_and_updates_and_does_not_cry_wolf(tmp_path: Pa
     assert titles[:5] == [
         "norms (l2) of 4 weights, recorded by weights (at updated)",
         "norms (l2) of 4 updates, recorded by updates (at updated)",
+        "norms (l2) of 4 parameters, recorded by grads (at accumulated)",
         "update over weight, of 4 parameters, recorded by updates (at updated)",
         "share of elements moved, of 4 parameters, recorded by updates (at updated)",
-        "norms (l2) of 4 parameters, recorded by grads (at accumulated)",
     ]
     assert not [remark for remark in report.remarks if "weight)" in remark or "update)" in remark]
 

@@ -308,8 +308,11 @@ def test_suggestions(text: str, hint: str) -> None:
 def test_suggestions_by_likeness() -> None:
     names = ["model.layers.0.up.w", "model.layers.1.up.w", "head"]
     assert suggest("model.layers.7.up.w", names) == "closest names: model.layers.*.up.w"
-    assert suggest("HEAD.weight", ["head.weight", "x"]) == "closest names: head.weight"
-    assert suggest("*.weigth", ["head.weight", "x"]) == "closest names: head.weight"
+    spelt = 'did you mean "head.weight" (it matches 1)?'
+    assert suggest("HEAD.weight", ["head.weight", "x"]) == spelt
+    assert suggest("*.weigth", ["head.weight", "x"]) == 'did you mean "*.weight" (it matches 1)?'
+    assert suggest("haed.*", ["head.weight", "x"]) == 'did you mean "head.*" (it matches 1)?'
+    assert suggest("headweight", ["head.weight", "x"]) == "closest names: head.weight"
     assert suggest("a", ["b"]) == "the model has 1 names, such as b"
     assert suggest("*", []) == "the model has no names to match"
 

@@ -289,7 +289,7 @@ rules:
             "limit": 5.0,
         }
         with pytest.raises(
-            gradsurgeon.BindError, match=r"rule trap: .*checks `linf`; use `params`"
+            gradsurgeon.BindError, match=r"rule trap: .*alone, not `linf`; use `params`"
         ):
             gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
 
