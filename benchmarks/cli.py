@@ -165,7 +165,8 @@ def _run(arguments: argparse.Namespace) -> int:
     places = [_place(arguments, device, date, several=len(chosen) > 1) for device in chosen]
     for device, path in zip(chosen, places, strict=True):
         begin = time.monotonic()
-        rows = list(_told(_rows(device, arguments, host=device == chosen[0])))
+        failed: dict[str, Exception] = {}
+        rows = list(_told(_rows(device, arguments, failed, host=device == chosen[0])))
         seconds = time.monotonic() - begin
         result = results.new(
             device, rows, versions=used, date=date, quick=arguments.quick, seconds=seconds
@@ -178,6 +179,9 @@ def _run(arguments: argparse.Namespace) -> int:
             plot.draw(result, path.with_suffix(".png"))
         if path is not None and path.parent == results.FOLDER:
             print("`python -m benchmarks --render` puts it into the READMEs", file=sys.stderr)
+        if failed:
+            told = [f"{name} ({type(error).__name__}: {error})" for name, error in failed.items()]
+            raise ResultError(f"not measured, all else is: {'; '.join(told)}")
     return 0
 
 
@@ -213,8 +217,10 @@ def _place(arguments: argparse.Namespace, device: str, date: str, *, several: bo
     return path
 
 
-def _rows(device: str, arguments: argparse.Namespace, *, host: bool) -> Iterator[Row]:
-    """Yield what is wanted, one row after the other."""
+def _rows(
+    device: str, arguments: argparse.Namespace, failed: dict[str, Exception], *, host: bool
+) -> Iterator[Row]:
+    """Yield what is wanted, one row after the other; a group that raises goes to ``failed``, and the next begins."""
     quick: bool = arguments.quick
     pairs = _pairs(arguments, quick=quick)
     if pairs is not None:
@@ -223,7 +229,10 @@ def _rows(device: str, arguments: argparse.Namespace, *, host: bool) -> Iterator
     for name, group in GROUPS.items():
         wanted = whole or name in (arguments.only or ())
         if wanted and (host or name not in _ON_HOST):
-            yield from group(device, quick=quick)
+            try:
+                yield from group(device, quick=quick)
+            except Exception as error:  # noqa: BLE001 # an hour of other groups must not be lost
+                failed[name] = error
 
 
 def _pairs(arguments: argparse.Namespace, *, quick: bool) -> set[Pair] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,6 +89,8 @@ def _offline(folder: str) -> Iterator[None]:
     before, here = dict(os.environ), Path.cwd()
     os.environ.update(names)
     os.chdir(folder)
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()  # it read the environment once, when another group used it
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield

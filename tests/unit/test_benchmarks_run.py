@@ -12,6 +12,7 @@ import torch
 
 import gradsurgeon
 from benchmarks import (
+    cli,
     counts,
     curves,
     device_counts,
@@ -155,6 +156,20 @@ def test_a_peer_that_is_missing_or_fails_is_a_row_that_says_so() -> None:
 def test_rules_that_fail_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match="boo"):
         list(overhead.of_workload(SMALL, [Case("ours", "rules", failing)], "cpu", ONCE))
+
+
+def test_a_group_that_fails_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"group": "records", "steps": 3}
+    monkeypatch.setattr(
+        cli, "GROUPS", {"trackers": lambda *_, **__: failing(0), "records": lambda *_, **__: [row]}
+    )
+    monkeypatch.setattr(report, "report", lambda _: "")
+    out = tmp_path / "found.json"
+    assert cli.main(["--device", "cpu", "--out", str(out)]) == 2
+    assert "trackers (RuntimeError: boo)" in capsys.readouterr().err
+    assert json.loads(out.read_text())["rows"] == [row]
 
 
 @pytest.mark.parametrize("axis", scaling.AXES, ids=lambda axis: axis.name)
