@@ -89,7 +89,6 @@ class Trainer:
         self.optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
 
     def run(self, epochs: int) -> float:
-        """Return the accuracy on the test images."""
         images, labels, test_images, test_labels = load_digits()
         step, accuracy = 0, 0.0
         for epoch in range(1, epochs + 1):

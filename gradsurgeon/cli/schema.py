@@ -117,7 +117,6 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
 
 
 def _together(rule: type[Rule]) -> dict[str, Any]:
-    """Return the conditions that tie keys to each other."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]

@@ -70,12 +70,10 @@ class Pairs:
         return self.names[int(self.cells["name"][at])]
 
     def like(self, at: int, *keys: str) -> Flags:
-        """Return which tensors are like one of them in some fields."""
         alike = [self.cells[key] == self.cells[key][at] for key in keys]
         return np.asarray(np.all(alike, axis=0))
 
     def of_base(self, base: str) -> Flags:
-        """Return which tensors are of a kind such as `input`."""
         return np.asarray([self.kinds[kind].base == base for kind in self.cells["kind"]], bool)
 
 
@@ -183,7 +181,6 @@ def _told(words: Words, cell: Any) -> str:
 
 
 def _other_calls(cells: Any, found: Flags) -> Flags:
-    """Return which tensors some runs have another number of times in a step."""
     groups = np.cumsum(starts(cells)) - 1
     counts = np.array([np.bincount(groups, weights=here) for here in found])
     least = np.where(counts > 0, counts, np.inf).min(axis=0)
@@ -213,7 +210,6 @@ def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any,
 def _place(
     cells: Any, values: Floats, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]
 ) -> None:
-    """Fill in micro-batch, call and place of each tensor."""
     kind_of = cells["kind"]
     phases = np.array([kind.phase for kind in kinds])[kind_of]
     forward = phases == "forward"

@@ -74,7 +74,6 @@ class Comparison:
         return "\n".join(_lines(self, self._verdict()))
 
     def _verdict(self) -> str:
-        """Return the answer in one sentence."""
         largest, kind = self.largest, self.tolerance.kind
         if self.first:
             first = self.first[0]
@@ -128,7 +127,6 @@ def _plain(value: Any) -> Any:
 def compared(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> Comparison:
-    """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
     notes += findings.allow_kinks(pairs, tolerance.times) if noise else ()
     last, first = findings.border_of(pairs)
@@ -164,7 +162,6 @@ def compared(
 
 
 def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
-    """Return the names that one run alone has, and whether they are of parameters."""
     found: dict[str, bool] = {}
     for kind in one.bound.keys() & other.bound.keys():
         alone = {*one.bound[kind]} - {*other.bound[kind]}

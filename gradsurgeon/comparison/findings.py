@@ -94,7 +94,6 @@ def tensor_of(pairs: Pairs, at: int) -> Tensor:
 
 
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
-    """Return the last tensors that agree and the first that do not, in the order of execution."""
     apart = np.flatnonzero(pairs.apart)
     if not len(apart):
         return [], []
@@ -125,7 +124,6 @@ def inside_of(pairs: Pairs, border: int) -> str:
 
 
 def modules_of(pairs: Pairs, border: int) -> list[Module]:
-    """Return the modules that add most to the difference in a forward pass, in the order of execution."""
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
     came: dict[tuple[str, int], int] = {}
     # Where its input is, how far that was apart at least, how many times as far its output is.

@@ -15,12 +15,10 @@ Numbers = tuple[float, ...]
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Return whether a name is a module, or lies in it."""
     return f"{name}.".startswith(f"{module}.")
 
 
 def parent_of(name: str, known: Mapping[str, object]) -> str:
-    """Return the innermost known module around a tensor or module, empty if there is none."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in known:

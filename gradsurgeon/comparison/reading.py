@@ -76,8 +76,6 @@ class Kind(NamedTuple):
 
 
 class Words:
-    """The kinds and names of several runs, each with a number."""
-
     def __init__(self) -> None:
         self.kinds: dict[Kind, int] = {}
         self.names: dict[str, int] = {}
@@ -211,7 +209,6 @@ def _refuse(place: Place, message: str, hint: str) -> NoReturn:
 
 
 def starts(cells: Any) -> Flags:
-    """Return which of the sorted cells are the first of their tensor in their step."""
     first = np.ones(len(cells), bool)
     first[1:] = np.any([np.diff(cells[key]) != 0 for key in KEYS[:-1]], axis=0)
     return first

@@ -117,7 +117,6 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
-    """Return the earliest source of the non-finite gradients, or of the tensors of watched modules."""
     blamed = [
         source
         for name, source in replayed.gradients.items()
@@ -166,7 +165,6 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 
 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
-    """Tell whether the replay changed a buffer to the same finite numbers as the call."""
     call, calls = replayed.call, failed.kept.calls
     later = calls[calls.index(call) + 1 :]
     following = next((one.buffers for one in later if one.name == call.name), {})
@@ -228,7 +226,6 @@ def _source_in(loss: KeptLoss) -> Source | None:
 
 
 def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
-    """Return the source of the non-finite tensors of the first node that has some."""
     result = node.saved.get("result")
     if isinstance(result, Tensor) and nonfinite_kind(result):
         return _made(node, loss, result)
@@ -263,7 +260,6 @@ def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
 
 
 def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
-    """Return a source: the operation of a node, and ``call`` if its arguments are known."""
     measured = facts(result)
     told = replace(
         BLANK,
@@ -279,7 +275,6 @@ def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = No
 
 
 def _which(node: LossNode, loss: KeptLoss) -> str:
-    """Return the name of a node, and which one it is if the loss has several of that name."""
     alike = [one for one in loss.nodes if one.name == node.name]
     if len(alike) == 1:
         return node.name

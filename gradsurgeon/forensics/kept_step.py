@@ -75,7 +75,6 @@ class KeptLoss:
 
     @classmethod
     def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
-        """Return the part of a graph that was made after the node with a number."""
         nodes = graph.nodes_after(after, _MOST_NODES)
         saved: list[Any] = []
         for node in nodes:

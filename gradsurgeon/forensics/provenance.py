@@ -132,7 +132,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """Note the sources of the non-finite results of an operation, and the magnitude of finite results."""
         magnitudes = []
         saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
         for number, output in enumerate(outputs):

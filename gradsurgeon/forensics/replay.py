@@ -115,7 +115,6 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
 
 
 def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the names of parameters in the module, by their canonical names in the model of the session."""
     known = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
     return {prefix + known.get(id(p), name): name for name, p in module.named_parameters()}
 

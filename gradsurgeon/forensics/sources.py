@@ -105,7 +105,6 @@ def held(
 
 
 def first_to_blame(sources: Iterable[Source]) -> Source | None:
-    """Return the earliest source; an intended infinity only if there is no other source."""
     return min(sources, key=lambda source: (source.intended, source.when), default=None)
 
 
@@ -211,7 +210,6 @@ class Memory:
         ]
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the sources for memory that an operation has written over."""
         if (entries := self.of(tensor).entries) and tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
@@ -229,14 +227,12 @@ class Memory:
             known.before = _bytes(known.storage).clone()
 
     def restore(self) -> None:
-        """Put back all memory that the replay has written over and has not made."""
         with torch.no_grad():
             for known in self._known.values():
                 if known.before is not None:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        """Note which results hold a zero instead of a constant."""
         told = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
         for output in outputs:
             lost = (told or _rounded(call, output)) if output.is_floating_point() else ""
@@ -282,7 +278,6 @@ def _numbers(call: Call) -> Iterator[float]:
 
 
 def place_of(tensor: Tensor) -> tuple[Any, int, int]:
-    """Return the storage of a tensor, and its first byte and end in it."""
     part = _dist.local(tensor.detach())
     if part.layout == torch.sparse_coo:
         part = part._values()  # noqa: SLF001 # no copy

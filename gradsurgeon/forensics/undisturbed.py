@@ -87,7 +87,6 @@ def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of a random generator or an array, any other object as it is."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     numpy: Any = sys.modules.get("numpy")

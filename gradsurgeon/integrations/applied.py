@@ -68,7 +68,6 @@ class AppliedRules:
             )
 
     def _warn_of_restart(self, step: int, why: str) -> None:
-        """Warn that a training is resumed without what the rules had learnt."""
         self._warn(
             f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
@@ -98,7 +97,6 @@ class AppliedRules:
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 
     def _new_rows(self) -> Iterator[Measured]:
-        """Yield the last row of each series that was not logged yet."""
         session: Any = self.session
         for series in list(session._attachment.records):  # noqa: SLF001 # all series at once
             row = _last(series, session.step)

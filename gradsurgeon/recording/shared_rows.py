@@ -282,7 +282,6 @@ def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | N
 
 
 def _led(row: Row) -> Iterator[Share]:
-    """Yield the shares of a row whose parts this rank merges."""
     return (share for share in row.shares if share.leader == _dist.rank())
 
 

@@ -54,7 +54,6 @@ def state_name(rank: int | str) -> str:
 
 
 def row_id(series: int, number: int) -> int:
-    """Return the id of a row in one series."""
     return series << SERIES_BITS | number
 
 

@@ -42,8 +42,6 @@ class Key(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One row as it is stored."""
-
     key: Key
     step: int
     values: bytes
@@ -72,8 +70,6 @@ class Destination:
 
 
 class WholeSeries:
-    """One series, in memory or in a file."""
-
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
@@ -104,7 +100,6 @@ class WholeSeries:
         return self.between(name, 0, len(self))
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last ``(step, value)`` of one tensor, ``None`` if there is none."""
         # The last row most often has a value, and callers ask again and again.
         end, size = len(self), 1
         while end:
@@ -119,7 +114,6 @@ AnySeries = TypeVar("AnySeries", bound=WholeSeries)
 
 
 def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
-    """Return the series that measure a statistic of one tensor, by a rule or by any rule."""
     return [
         series
         for series in every

@@ -200,7 +200,6 @@ def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Ch
 
 
 def nothing_fits(run: Run) -> RecordError:
-    """Return the error for a selection that fits no record of a run."""
     if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
         return RecordError(
             f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
@@ -209,7 +208,6 @@ def nothing_fits(run: Run) -> RecordError:
 
 
 def missing_ranks(run: Run) -> list[int]:
-    """Return the ranks of the job that have no file in the run."""
     known = set(run.ranks)
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.

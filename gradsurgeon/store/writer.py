@@ -99,7 +99,6 @@ class RunWriter(Outlet):
             self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
 
     def event(self, event: Event) -> None:
-        """Write an event, together with the waiting rows."""
         with self._lock:
             if not self.closed:
                 number, e = next(self._event_ids), event
@@ -116,7 +115,6 @@ class RunWriter(Outlet):
             self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
     def file(self, name: str, content: bytes) -> None:
-        """Write a file beside the records, in place of an earlier one. Raises `OSError`."""
         with self._lock:
             if not self.closed:
                 with replacing(self.path / name, binary=True) as file:
