@@ -260,22 +260,16 @@ def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
 
 
 def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
-    measured = facts(result)
+    measured, alike = facts(result), [one for one in loss.nodes if one.name == node.name]
+    number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
     told = replace(
         BLANK,
         what=measured.kind,
         where="forward",
         operation=node.name if call is None else call.name,
-        node=_which(node, loss),
+        node=f"{node.name}{number}",
         inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
         output=measured,
         cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
     )
     return Source(0, told, repeated=call is not None)
-
-
-def _which(node: LossNode, loss: KeptLoss) -> str:
-    alike = [one for one in loss.nodes if one.name == node.name]
-    if len(alike) == 1:
-        return node.name
-    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"

@@ -68,12 +68,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
 
-    def seed(
-        self,
-        what: Seed,
-        name: str,
-        tensor: Tensor,
-    ) -> Source | None:
+    def seed(self, what: Seed, name: str, tensor: Tensor) -> Source | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             if not (kind := nonfinite_kind(tensor)):
@@ -123,7 +118,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if copies:
             given = tree_map(lambda value: copies.get(id(value), value), given)
         out = func(*args, **named)
-        if schema is not None and _is_view(schema):
+        shown = [] if schema is None else [result.alias_info for result in schema.returns]
+        if any(alias is not None and not alias.is_write for alias in shown):  # a view
             return out
         outputs = tensors_of(out)
         self.memory.made(outputs)
@@ -261,11 +257,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _moment(self) -> int:
         self._when += 1
         return self._when
-
-
-def _is_view(schema: Any) -> bool:
-    shown = (result.alias_info for result in schema.returns)
-    return any(alias is not None and not alias.is_write for alias in shown)
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -93,13 +93,7 @@ def held(
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
     told = replace(
-        BLANK,
-        what=measured.kind,
-        where=where,
-        name=name,
-        lines=lines,
-        output=measured,
-        cause=why,
+        BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
     )
     return Source(when, told, intended)
 
@@ -124,7 +118,9 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
         kinds: tuple[tuple[Kind, ...], ...] = (("NaN",), ("Inf", "-Inf"))
         for same in kinds:
             places = [
-                (t, one, where_is(t, one) & _at(there, mask)) for one in same for t, mask in read
+                (t, one, where_is(t, one) & (there if mask is None else there & mask))
+                for one in same
+                for t, mask in read
             ]
             if any(place.shape != there.shape for *_, place in places):
                 break
@@ -136,10 +132,6 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
     whole = [(tensor, one) for tensor, _ in read for one in kinds_in(tensor)]
     alike = [(tensor, one) for tensor, one in whole if (one == "NaN") == (kind == "NaN")]
     return alike or whole, False
-
-
-def _at(there: Tensor, mask: Tensor | None) -> Tensor:
-    return there if mask is None else there & mask
 
 
 def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:

@@ -236,8 +236,14 @@ class Recorder:
     def _write_state(self) -> None:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
+            file = io.BytesIO()
+
+            def saved() -> bytes:
+                torch.save(state(), file)
+                return file.getvalue()
+
             what = "the state to resume from could not be written, and training goes on"
-            self._write(what, state_name, lambda: _saved(state()))
+            self._write(what, state_name, saved)
 
     def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
         """Write a file beside the records; a failure becomes a notice."""
@@ -269,12 +275,6 @@ class Recorder:
                 store.take(measured)
         if packed and self.records.dropped and self.writer is None:
             self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
-
-
-def _saved(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def cause_of_end(error: BaseException | None) -> dict[str, Any]:

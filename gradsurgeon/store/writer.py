@@ -71,7 +71,11 @@ class RunWriter(Outlet):
                         out.write(run_json.encode())
                     undo.callback(_remove, run_file.unlink)
             except (sqlite3.Error, OSError) as error:
-                raise _unwritable(self.path, error) from None
+                reason = getattr(error, "strerror", None) or str(error)
+                raise RecordError(
+                    f"{printable(str(self.path))}: cannot write records there: {printable(reason)}; pass a directory "
+                    "that can be made and written, if need be on another file system"
+                ) from None
             self._undo = undo.pop_all()
         self._identity = self._file_identity()
         self._series: dict[Key, _Written] = {}
@@ -209,14 +213,6 @@ class RunWriter(Outlet):
 def _remove(remove: Callable[[], None]) -> None:
     with suppress(OSError):
         remove()
-
-
-def _unwritable(folder: Path, error: Exception) -> RecordError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return RecordError(
-        f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
-        "can be made and written, if need be on another file system"
-    )
 
 
 def _found(database: Path, rank: int) -> str:
