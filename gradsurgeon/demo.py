@@ -5,8 +5,6 @@ numbers at one step, which becomes NaN in the backward pass. The trap names the 
 NaN out of every weight and every moment of the optimizer. The demo writes a page of the run, and a bundle.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

@@ -16,7 +16,6 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats
 
 UNREADABLE = "unreadable-file"
-
 _UNSEEN = "; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD"
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 

@@ -1,7 +1,5 @@
 """Two runs side by side: the same tensors of the same steps, in the order of execution. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

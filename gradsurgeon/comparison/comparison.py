@@ -1,7 +1,5 @@
 """Where two runs part: the result of a comparison, as plain values. Needs numpy."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterator, Sequence

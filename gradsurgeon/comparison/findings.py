@@ -1,7 +1,5 @@
 """What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The order in which the tensors of a step came about: forward, backward, gradients, update."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

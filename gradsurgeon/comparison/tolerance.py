@@ -4,8 +4,6 @@ A projection is a signed sum, so the difference of two projections is a sample o
 its expected square is the squared norm.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations

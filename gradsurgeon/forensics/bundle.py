@@ -1,7 +1,5 @@
 """A failed step as a directory, written whole or not at all, and read without running anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

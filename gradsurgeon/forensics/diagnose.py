@@ -1,7 +1,5 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +45,6 @@ _OUTSIDE = "the loss is computed outside of the model and cannot be run again: c
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
-
 # The operations of nodes that keep all of their arguments.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
@@ -61,9 +58,7 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
     "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
 }
-
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
-
 # The edge of a node for a kept argument: edges have the order of the arguments.
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 

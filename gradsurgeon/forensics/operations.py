@@ -1,7 +1,5 @@
 """One operation of a replay: arguments, numbers, and the module and line that called it."""
 
-from __future__ import annotations
-
 import linecache
 import math
 import os

@@ -5,8 +5,6 @@ attention masks hold infinities on purpose. If infinities make a NaN, one that i
 Numbers are followed to the gradients of the parameters, so an infinity that spoils no gradient is not blamed.
 """
 
-from __future__ import annotations
-
 import bdb
 import math
 import pdb  # noqa: T100 # the user asked for it

@@ -1,7 +1,5 @@
 """Where non-finite numbers come from: operations, tensors, and the memory that holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -250,7 +248,12 @@ def _rounded(call: Call, output: Tensor) -> str:
         return ""
     limits = torch.finfo(output.dtype)
     smallest = limits.smallest_normal * limits.eps
-    number = next((n for n in _numbers(call) if 0 < abs(n) <= smallest / 2), None)
+    leaves = tree_leaves((call.args, call.kwargs))
+    # The dispatcher passes some numbers as tensors.
+    tensors = [one for one in leaves if isinstance(one, Tensor) and not one.dim() and one.is_cpu]
+    numbers = [one for one in leaves if isinstance(one, float)]
+    numbers += [one.item() for one in tensors if one.is_floating_point()]
+    number = next((n for n in numbers if 0 < abs(n) <= smallest / 2), None)
     if number is None:
         return ""
     dtype, lines = str(output.dtype).removeprefix("torch."), lines_here()
@@ -258,15 +261,6 @@ def _rounded(call: Call, output: Tensor) -> str:
         f"{dtype} rounds the constant {number:g} to 0, as the smallest number that it holds is "
         f"{smallest:.1e}: {call.name}{f' at {lines[-1]}' if lines else ''}"
     )
-
-
-def _numbers(call: Call) -> Iterator[float]:
-    for value in tree_leaves((call.args, call.kwargs)):
-        if isinstance(value, float):
-            yield value
-        # The dispatcher passes some numbers as tensors.
-        elif isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-            yield from (value.item(),) if value.is_floating_point() else ()
 
 
 def place_of(tensor: Tensor) -> tuple[Any, int, int]:

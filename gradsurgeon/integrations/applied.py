@@ -41,7 +41,6 @@ class AppliedRules:
         """Apply the rules, after removing the rules of an earlier training."""
         self._end(failed=True)
         self._counts: Counter[str] = Counter()  # events so far by kind
-        # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
         self._prefixes: Prefixes = {}
         session = api.apply(

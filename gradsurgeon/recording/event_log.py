@@ -1,7 +1,5 @@
 """The event log: the events of a session, the status of each rule, and what the user hears of them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -41,7 +39,6 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
-
 _NOT_THE_SCRIPT = (
     *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
     weakref.__file__,  # calls us when a model is gone
@@ -101,7 +98,6 @@ class EventLog:
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
-        # The rules that have not fired yet.
         self.silent = {rule.id for rule in rules}
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)

@@ -61,7 +61,6 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
-        # The destinations of rows and events besides memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
@@ -72,7 +71,6 @@ class Recorder:
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[Row] = DeviceQueue(self._take)
-        # Rows of tensors that ranks share.
         self.shared = SharedRows(self._tell_of_shared)
         event_log.listen(self.event)
         if self._outlets:

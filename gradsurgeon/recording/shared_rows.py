@@ -1,7 +1,5 @@
 """Rows of measurements on their way; of tensors that ranks share, the lowest rank merges the rows of all."""
 
-from __future__ import annotations
-
 import pickle
 import time
 import zlib
@@ -22,7 +20,6 @@ from gradsurgeon.tensors import measure
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
 _Series = tuple[str, str, str, int]
-
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
 _PAUSE = 0.005
@@ -30,7 +27,6 @@ _PAUSE = 0.005
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
-
 _GIVEN_UP = (
     "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
     "an update out): those steps have no record of them"
@@ -177,9 +173,8 @@ class SharedRows:
             return answer()
         leader, named = ranks[0], _dist.named(ranks)
         if self._store is None:
-            raise RecordError(
-                f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
-            )
+            why = f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
+            raise RecordError(why)
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
         found: Answer | None = None

@@ -6,8 +6,6 @@ little-endian float32 over all tensors of its series. The id of a row is ``serie
 rows are clustered by series: reading one series does not touch the others, and needs no index.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

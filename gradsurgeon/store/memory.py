@@ -29,7 +29,6 @@ _FLOAT = struct.Struct("f").unpack_from
 # Python needs so many bytes for a row besides its values.
 _ROW_BYTES = 160
 Answer = TypeVar("Answer")
-
 _NEAREST = 3
 NOTHING_RECORDED = 'nothing: a rule {id: norms, action: norm-log, params: "*"} records norms'
 

@@ -20,10 +20,8 @@ from gradsurgeon.store.layout import Stored, row_id
 from gradsurgeon.store.memory import Key, WholeSeries
 
 _T = TypeVar("_T")
-
 # The columns of the records in long form, in the order of `gradsurgeon export`.
 COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
-
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
-
 _MOST_RANKS = 10**6
-
 AnyRun = TypeVar("AnyRun", bound="Run")
 
 

@@ -136,18 +136,15 @@ class RunWriter(Outlet):
                 # A removed file can be written for ever, and nobody will see it.
                 if self._file_identity() != self._identity:
                     raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
-                self._write()
+                self._connection.execute("BEGIN IMMEDIATE")
+                for table, rows in self._batch.items():
+                    marks = ", ".join("?" * len(next(iter(rows.values()))))
+                    insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
+                    self._connection.executemany(insert, rows.values())
+                self._connection.execute("COMMIT")
+                self._batch.clear()
             except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
                 self._failed(error)
-
-    def _write(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-        for table, rows in self._batch.items():
-            marks = ", ".join("?" * len(next(iter(rows.values()))))
-            insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
-            self._connection.executemany(insert, rows.values())
-        self._connection.execute("COMMIT")
-        self._batch.clear()
 
     def close(
         self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
