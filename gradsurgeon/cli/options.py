@@ -37,7 +37,6 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the two sources of names, of which exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     add_model(group)
     group.add_argument(

@@ -183,7 +183,6 @@ def _failing(
 
 
 def _spikes(report: Report, rank: int) -> Iterator[Event]:
-    """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
     for track in report.history.tracks:
         if spike := track.spike:
             text = (

@@ -140,7 +140,6 @@ def align(
 def _common(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> tuple[Ints, Flags]:
-    """Return the steps that all runs have, and which names of which kinds both runs have."""
     common, steps = {*run.bound}, run.steps
     for one in (reference, *noise):
         common &= one.bound.keys()

@@ -107,7 +107,6 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
 
 
 def inside_of(pairs: Pairs, border: int) -> str:
-    """Return the innermost module around the border whose input agrees, empty if there is none."""
     kind, name = pairs.kind(border), pairs.name(border)
     inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
     agree: dict[str, bool] = {}
@@ -165,7 +164,6 @@ def steps_of(pairs: Pairs) -> Iterator[Step]:
 
 
 def growth_of(steps: Sequence[Step]) -> str:
-    """Return whether the median distance of the first step that parts `grows`, `stays` or `shrinks`, if known."""
     medians = [step.median for step in steps if step.median]
     if len(medians) < 2:  # noqa: PLR2004 # to compare
         return ""

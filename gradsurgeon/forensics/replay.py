@@ -175,7 +175,6 @@ def _nodes_below(start: Any) -> set[Any]:
 
 @contextmanager
 def _as_then(module: nn.Module, call: KeptCall) -> Iterator[None]:
-    """Set casts, autocast and grad mode of the call, and anomaly mode, which knows the lines of nodes."""
     with ExitStack() as stack:
         # `fully_shard` casts by itself in a model that is still divided.
         for name, cast in ({} if casts(module) else call.casts).items():

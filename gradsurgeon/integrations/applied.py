@@ -38,7 +38,6 @@ class AppliedRules:
         self._on_event = options.pop("on_event", None)
 
     def _begin(self, model: nn.Module, start_step: int) -> Session:
-        """Apply the rules, after removing the rules of an earlier training."""
         self._end(failed=True)
         self._counts: Counter[str] = Counter()  # events so far by kind
         self._logged: dict[int, int] = {}

@@ -56,8 +56,6 @@ def _level_of_the_script() -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of one rule."""
-
     matched: int
     fired: int = 0
     altered: int = 0
@@ -112,7 +110,6 @@ class EventLog:
         self._lock = RLock()
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call a function with every event from now on."""
         self._listener = listener
 
     @property

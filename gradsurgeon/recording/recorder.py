@@ -234,9 +234,9 @@ class Recorder:
     def _write_state(self) -> None:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
-            file = io.BytesIO()
 
             def saved() -> bytes:
+                file = io.BytesIO()
                 torch.save(state(), file)
                 return file.getvalue()
 

@@ -42,7 +42,6 @@ class Share(NamedTuple):
 
     @property
     def leader(self) -> int:
-        """The rank that merges the parts."""
         return self.ranks[0] if self.ranks else _dist.rank()
 
 

@@ -1,13 +1,8 @@
 """Measurements in memory, and records by the name of a tensor.
 
-Measurements are rows of float32 values, one row per step and statistic.
-
-A *series* holds the values of one rule and one statistic over one set of tensors that share a counter. A
-row has one value per tensor. A tensor without a gradient in that step has no value in the row, which is
-not the same as a value of NaN.
+A *series* holds the values of one rule and one statistic over tensors that share a counter: a row per step,
+with one float32 per tensor. A tensor without a gradient in that step has no value in the row, not NaN.
 """
-
-from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
@@ -188,7 +183,7 @@ class RecordQueries(ABC):
     """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
 
     @abstractmethod
-    def _lookup(self) -> Lookup:
+    def _lookup(self) -> "Lookup":
         """Return the records by name. A session waits for the device first."""
 
     def history(

@@ -237,7 +237,6 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
-    """Return a run directory as an object of a class derived from `Run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store import job, layout
+from gradsurgeon.store import layout
 from gradsurgeon.store.database import created, is_busy, is_live, lock_file, locked, logs
 from gradsurgeon.store.files import Outlet, replacing
 from gradsurgeon.store.memory import Key, Measured
@@ -221,7 +221,7 @@ def _found(database: Path, rank: int) -> str:
     if not (folder / layout.RUN_FILE).exists():
         return ""
     # Rank 0 of this very job may have finished: ranks need not wait for each other.
-    ours = bool(job.current()) and not job.is_of_another_start(folder)
+    ours = bool(layout.job()) and not layout.is_of_another_start(folder)
     if rank and (ours or is_live(folder / layout.database_name(0))):
         return ""
     return f"{layout.RUN_FILE}, whose rank 0 is not recording"
