@@ -1,8 +1,5 @@
 """Callbacks for trainers: rules act while the trainer trains, and its own log shows their measurements.
 
-* `LightningCallback` for Lightning's trainer,
-* `TransformersCallback` for Hugging Face's `Trainer`.
-
 The first access to a callback imports its trainer.
 """
 

@@ -91,15 +91,10 @@ class Recorder:
         replace: bool,
         grads: Sequence[Tensor] = (),
     ) -> None:
-        """Add one row, or replace the last row of the same step.
+        """Add one row, or replace the last row of the same step. ``columns`` are ascending.
 
-        Args:
-            key: the key of the series.
-            step: the step of the row.
-            columns: the columns that have values, ascending.
-            values: one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
-            replace: whether a later row of the same step replaces the row.
-            grads: the tensors of the columns, if this rank has measured only shards of some.
+        ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
+        ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
         """
         row = Row(key, step, columns, replace, (), shares(grads), self.shared.passes)
         # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.

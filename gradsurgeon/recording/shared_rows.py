@@ -163,8 +163,7 @@ class SharedRows:
     def ask(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return the answer of the rank that merges the rows of a tensor. All ranks that share it must call this.
 
-        Raises:
-            RecordError: another rank did not ask in time, or the session is over and another rank has the records.
+        It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
         ranks, rank = self._ranks.get(name, ()), _dist.rank()
         leads = not ranks or ranks[0] == rank

@@ -4,6 +4,8 @@ A *series* holds the values of one rule and one statistic over tensors that shar
 with one float32 per tensor. A tensor without a gradient in that step has no value in the row, not NaN.
 """
 
+from __future__ import annotations
+
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
@@ -183,7 +185,7 @@ class RecordQueries(ABC):
     """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
 
     @abstractmethod
-    def _lookup(self) -> "Lookup":
+    def _lookup(self) -> Lookup:
         """Return the records by name. A session waits for the device first."""
 
     def history(
