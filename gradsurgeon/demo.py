@@ -5,8 +5,6 @@ numbers at one step, which becomes NaN in the backward pass. The trap names the 
 NaN out of every weight and every moment of the optimizer. The demo writes a page of the run, and a bundle.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys
@@ -89,7 +87,6 @@ class Trainer:
         self.optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
 
     def run(self, epochs: int) -> float:
-        """Return the accuracy on the test images."""
         images, labels, test_images, test_labels = load_digits()
         step, accuracy = 0, 0.0
         for epoch in range(1, epochs + 1):

@@ -72,7 +72,6 @@ def _discard_output() -> None:
 
 
 def fail(message: str) -> int:
-    """Print why the command could not do its work; return the exit code for that."""
     print(f"gradsurgeon: {message}", file=sys.stderr)
     return 2
 

@@ -1,9 +1,8 @@
 """``gradsurgeon compare``: where a run parts from a reference. Never imports torch."""
 
 import argparse
-import json
 
-from gradsurgeon.cli.options import add_run
+from gradsurgeon.cli.options import add_run, print_json
 from gradsurgeon.comparison import compare
 
 
@@ -40,8 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     found = compare(arguments.run, arguments.reference, arguments.noise, arguments.map)
     if arguments.format == "json":
-        # GitHub reads `##[` anywhere in a line of a job's log as a command.
-        print(json.dumps(found.to_dict(), indent=2).replace("##[", "#\\u0023["))
+        print_json(found)
     else:
         print(found)
     return 2 if found.largest is None else int(not found.alike)

@@ -1,10 +1,9 @@
 """``gradsurgeon diff``: what a change of a rule file does. Only `--model` imports torch."""
 
 import argparse
-import json
 import sys
 
-from gradsurgeon.cli.options import RULE_FILE, add_import, add_names
+from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, print_json
 from gradsurgeon.review import difference, sources, text
 
 
@@ -30,8 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     manifest = sources.manifest_of(arguments.params, arguments.model)
     compared = difference.compare(old, new, manifest)
     if arguments.format == "json":
-        # GitHub reads `##[` anywhere in a line of a job's log as a command.
-        print(json.dumps(compared.to_dict(), indent=2).replace("##[", "#\\u0023["))
+        print_json(compared)
     elif arguments.format == "markdown":
         sys.stdout.write(text.markdown(compared))
     else:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
+from gradsurgeon.actions import TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.schema import rule_schema
@@ -24,13 +24,6 @@ _TYPES = {
     "string": "text",
     "array": "list",
     "object": "mapping",
-}
-# The test files that several actions share; every other action has `test_ACTION.py`.
-_TESTS = {
-    **dict.fromkeys(("clamp", "scale", "zero"), "clamp_scale_zero"),
-    **dict.fromkeys(("capture", "clip-norm", "freeze", "sanitize"), "clip_norm_freeze_capture"),
-    "conflict": "combine",
-    **dict.fromkeys(("check-loop", "check-ranks", "check-structure", "check-update"), "checks"),
 }
 _SHARED = frozenset(Rule.model_fields) - {"action", "at"}
 _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
@@ -60,8 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         rule = known_actions[name]
         shared = options_table([(rule, key) for key in keys(rule, shared=True)])
         page = [*action_page(rule), "", "**Options of every rule.**", "", *shared]
-        if name in ACTIONS:
-            page += ["", f"tests: tests/laws/test_{_TESTS.get(name, name).replace('-', '_')}.py"]
     elif name in checks:
         page = list(check_page(name))
     else:
@@ -203,18 +194,15 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
 def _effect(example: Example) -> Iterator[str]:
     given = example.losses or {"gradient": example.grad}
     width = max(map(len, (*given, "gradient")))
-    outcome = _outcome(example)
-    for word, text in (*((loss, _numbers(grad)) for loss, grad in given.items()), outcome):
-        yield f"  # {word.ljust(width)}  {text}"
-
-
-def _outcome(example: Example) -> tuple[str, str]:
+    outcome = "trips", "yes" if example.trips else "no"
     if example.expect is not None:
         # Several losses become one gradient.
-        return "together" if example.losses else "becomes", _numbers(example.expect)
-    if example.record is not None:
-        return "recorded", ", ".join(f"{key} {one:g}" for key, one in example.record.items())
-    return "trips", "yes" if example.trips else "no"
+        outcome = "together" if example.losses else "becomes", _numbers(example.expect)
+    elif example.record is not None:
+        recorded = (f"{key} {one:g}" for key, one in example.record.items())
+        outcome = "recorded", ", ".join(recorded)
+    for word, text in (*((loss, _numbers(grad)) for loss, grad in given.items()), outcome):
+        yield f"  # {word.ljust(width)}  {text}"
 
 
 def _numbers(values: Sequence[float]) -> str:

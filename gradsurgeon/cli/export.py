@@ -23,7 +23,6 @@ from gradsurgeon.store.run import Run, chosen, nothing_fits, open_run
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
 # An export begins with one of these; a file that begins otherwise is not overwritten.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
-
 _EVENT = ("step", "rank", "rule", "kind", "name", "message")
 
 

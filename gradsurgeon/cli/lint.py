@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +16,6 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats
 
 UNREADABLE = "unreadable-file"
-
 _UNSEEN = "; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD"
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
@@ -42,14 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
     output, form = arguments.output, arguments.format
     # A file that is named twice is linted once.
     by_file = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
-    problems = _distinct(by_file)
+    # Files may share an include.
+    problems = list(dict.fromkeys(chain.from_iterable(by_file.values())))
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     colour = output is None and sys.stdout.isatty() and not plain
     text = formats.write(problems, form, root=_workspace(), colour=colour)
     write_output(text, output)
     # Programs that read these formats from stdout have no use for a summary.
     if output is not None or form not in ("json", "sarif"):
-        summary = _summary(by_file)
+        summary = _summary(by_file, problems)
         print(summary + _UNSEEN * (form == "full" and summary.endswith("clean")), file=sys.stderr)
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
@@ -66,16 +68,11 @@ def _workspace() -> Path:
     return Path(given) if given and here.is_relative_to(given) else here
 
 
-def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
-    """Return each problem once, because files may share an include."""
-    return list(dict.fromkeys(problem for group in by_file.values() for problem in group))
-
-
-def _summary(by_file: dict[str, list[Problem]]) -> str:
-    severities = Counter(problem.severity for problem in _distinct(by_file))
+def _summary(files: Collection[str], problems: Iterable[Problem]) -> str:
+    severities = Counter(problem.severity for problem in problems)
     if not severities:
-        return f"{count(len(by_file), 'file')} clean"
+        return f"{count(len(files), 'file')} clean"
     order = get_args(Severity)
     counts = [count(severities[name], name) for name in order if severities[name]]
-    what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
+    what = printable(next(iter(files))) if len(files) == 1 else f"{len(files)} files"
     return f"{what}: {', '.join(counts)}"

@@ -1,10 +1,12 @@
 """Options and helpers that several commands share."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.store.files import replacing
@@ -35,7 +37,6 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the two sources of names, of which exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     add_model(group)
     group.add_argument(
@@ -69,8 +70,12 @@ def writing(output: str | None) -> Iterator[None]:
         ) from None
 
 
+def print_json(answer: Any) -> None:
+    # GitHub reads `##[` anywhere in a line of a job's log as a command.
+    print(json.dumps(answer.to_dict(), indent=2).replace("##[", "#\\u0023["))
+
+
 def write_output(text: str, output: str | None) -> None:
-    """Write a text to a file, as a whole, or to standard output."""
     with writing(output):
         if output is None:
             sys.stdout.write(text)

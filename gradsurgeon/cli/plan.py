@@ -1,12 +1,11 @@
 """``gradsurgeon plan``: what rules bind to in a model. Only `--model` imports torch."""
 
 import argparse
-import json
 import sys
 
 from gradsurgeon import planning
 from gradsurgeon.cli.lint import UNREADABLE
-from gradsurgeon.cli.options import RULE_FILE, add_import, add_names
+from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, print_json
 from gradsurgeon.errors import BindError, RuleFileError
 from gradsurgeon.review import sources
 
@@ -29,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     except BindError as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(plan.to_dict(), indent=2) if arguments.format == "json" else plan)
+    (print_json if arguments.format == "json" else print)(plan)
     return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.cli import fail
@@ -22,6 +22,8 @@ from gradsurgeon.store.run import open_run
 
 # Processes and models of one script make two levels, and people sort their runs into folders.
 _DEEPEST = 6
+# A run, empty if that one run was asked for; the number of its ranks; the events that `--fail-on` names.
+_Failing = tuple[str, int, Sequence[Event]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    kinds = [] if arguments.fail_on is None else _kinds_of(arguments.fail_on)
-    if reason := _why_unknown(kinds) or _why_unusable(kinds, arguments):
+    texts = [] if arguments.fail_on is None else arguments.fail_on.split(",")
+    kinds = list(dict.fromkeys(map(str.strip, texts)))
+    if reason := _why_unusable(kinds, arguments):
         return fail(reason)
     folders = [Path(run) for run in arguments.runs]
     try:
@@ -62,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html is not None:
             problems = _write_page(folders, Path(arguments.html))
         elif arguments.format == "json":
-            _print_json(folders[0])
+            inside = [*map(str, runs_inside(folders[0]))]
+            with open_run(folders[0]) as opened:
+                print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
         elif arguments.format == "text":
             # The events alone tell whether a job fails, and need no numpy.
             _print_texts(folders, by_events=bool(kinds) and not is_installed("numpy"))
@@ -86,11 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _runs_of(folder: Path) -> list[Path]:
     """Return a run and those inside it, or those of a folder; of neither the folder, which then says so."""
     inside = runs_inside(folder)
-    return [folder, *inside] if _is_run(folder) or not inside else inside
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / RUN_FILE).exists()
+    return [folder, *inside] if (folder / RUN_FILE).exists() or not inside else inside
 
 
 def runs_inside(folder: Path) -> list[Path]:
@@ -106,7 +107,11 @@ def runs_inside(folder: Path) -> list[Path]:
 
 
 def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:
-    form, page = arguments.format, arguments.html
+    form, page, known = arguments.format, arguments.html, get_args(EventKind)
+    for kind in kinds:
+        if kind not in known:
+            meant = f" {hint}" if (hint := did_you_mean(kind, known)) else ""
+            return f"--fail-on: `{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
     if form != "text" and page is not None:
         return f"`--html` writes a page, and `--format {form}` prints: ask for one of them"
     if page is not None and (reason := why_no_page(page)):
@@ -128,7 +133,6 @@ def why_no_page(name: str) -> str:
 
 
 def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
-    """Write the page, and return why runs are not on it."""
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
     runs = [*chain.from_iterable(map(_runs_of, folders))]
@@ -139,10 +143,9 @@ def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
 
 
 def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
-    """Print the report of each run and the names of the runs inside."""
     for folder in folders:
         inside = runs_inside(folder)
-        if is_shown := _is_run(folder) or not inside:
+        if is_shown := (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
                 report = from_run(opened)
                 text = "\n".join([*report.head, *event_lines(report.events)])
@@ -159,38 +162,11 @@ def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
         print(f"gradsurgeon: {text}", file=sys.stderr)
 
 
-def _print_json(folder: Path) -> None:
-    inside = [str(path) for path in runs_inside(folder)]
-    with open_run(folder) as opened:
-        print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
-
-
-class Failing(NamedTuple):
-    """The events of one run that `--fail-on` names; the path is empty where that one run was asked for."""
-
-    path: str
-    ranks: int
-    events: Sequence[Event]
-
-
-def _kinds_of(text: str) -> list[str]:
-    return list(dict.fromkeys(kind.strip() for kind in text.split(",")))
-
-
-def _why_unknown(kinds: Sequence[str]) -> str:
-    known = get_args(EventKind)
-    for kind in kinds:
-        if kind not in known:
-            meant = f" {hint}" if (hint := did_you_mean(kind, known)) else ""
-            return f"--fail-on: `{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
-    return ""
-
-
 def _failing(
     runs: Iterable[Path], kinds: Sequence[str], asked: Sequence[Path]
-) -> tuple[list[Failing], list[str]]:
+) -> tuple[list[_Failing], list[str]]:
     """Return the runs that have events of some kinds, and why it is not known of others."""
-    found: list[Failing] = []
+    found: list[_Failing] = []
     unknown: list[str] = []
     for place in runs if kinds else ():
         try:
@@ -200,15 +176,13 @@ def _failing(
                 if "spike" in kinds:
                     events += _spikes(report, run.ranks[0])
                 if events:
-                    path = "" if [place] == asked else str(place)
-                    found.append(Failing(path, len(run.ranks), events))
+                    found.append(("" if [place] == asked else str(place), len(run.ranks), events))
         except RecordError as error:
             unknown.append(str(error))
     return found, unknown
 
 
 def _spikes(report: Report, rank: int) -> Iterator[Event]:
-    """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
     for track in report.history.tracks:
         if spike := track.spike:
             text = (
@@ -217,7 +191,7 @@ def _spikes(report: Report, rank: int) -> Iterator[Event]:
             yield Event("spike", track.source.rule, spike.step, rank, track.name, text)
 
 
-def _summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
+def _summary(found: Sequence[_Failing], kinds: Sequence[str]) -> Iterator[str]:
     for path, _, events in found:
         # An event that several ranks note of a step counts once, as in the report.
         numbers = by_kind(events)
@@ -234,7 +208,7 @@ def _place(event: Event) -> str:
     return ", ".join(filter(None, (f"step {event.step}", rule, printable(event.name))))
 
 
-def _print_annotations(found: Sequence[Failing]) -> None:
+def _print_annotations(found: Sequence[_Failing]) -> None:
     from gradsurgeon.review.formats import annotation  # noqa: PLC0415 # other formats do not need it
 
     for path, ranks, events in found:

@@ -24,9 +24,7 @@ _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
 # Editors show this text instead of the pattern; validators ignore the keyword.
 _ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
-
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
-
 _INPUT_GRADIENT = r"^input(\[[0-9]+\]|\.[A-Za-z_]\w*)+\.grad$"
 
 
@@ -65,7 +63,6 @@ def document_schema() -> dict[str, Any]:
             },
         },
         "required": ["version"],
-        # At least one of the two.
         "anyOf": [{"required": ["rules"]}, {"required": ["include"]}],
         "additionalProperties": False,
         "$defs": rules,
@@ -117,7 +114,6 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
 
 
 def _together(rule: type[Rule]) -> dict[str, Any]:
-    """Return the conditions that tie keys to each other."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]

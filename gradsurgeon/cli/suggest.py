@@ -7,9 +7,7 @@ from pathlib import Path
 
 from gradsurgeon._libraries import library
 from gradsurgeon.cli.options import add_output, add_run, write_output, writing
-from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
 from gradsurgeon.store.files import begins, check_replaceable
 from gradsurgeon.store.run import open_run
 
@@ -43,19 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     library("numpy", "report", "suggest")
     from gradsurgeon import suggestion  # noqa: PLC0415 # needs numpy
 
-    folder, output = Path(arguments.run), arguments.output
+    output = arguments.output
     if output is not None:
         with writing(output):
             mark = suggestion.MARK.encode()
             check_replaceable(Path(output), lambda path: begins(path, mark), "suggestion")
-    with open_run(folder) as opened:
+    with open_run(arguments.run) as opened:
         suggested = suggestion.suggest(opened, arguments.bites)
     write_output(suggested.text, output)
     lines = [f"{printable(output or 'standard output')}: {suggested.summary}"]
     lines += map(printable, suggested.findings)
-    if inside := [printable(str(path)) for path in runs_inside(folder)]:
-        others = count(len(inside), "run")
-        lines.append(f"{others} inside, of other models or processes: {', '.join(inside)}")
     for line in lines:
         print(f"gradsurgeon: {line}", file=sys.stderr)
     return int(bool(suggested.findings))

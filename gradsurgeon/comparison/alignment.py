@@ -1,7 +1,5 @@
 """Two runs side by side: the same tensors of the same steps, in the order of execution. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,12 +68,10 @@ class Pairs:
         return self.names[int(self.cells["name"][at])]
 
     def like(self, at: int, *keys: str) -> Flags:
-        """Return which tensors are like one of them in some fields."""
         alike = [self.cells[key] == self.cells[key][at] for key in keys]
         return np.asarray(np.all(alike, axis=0))
 
     def of_base(self, base: str) -> Flags:
-        """Return which tensors are of a kind such as `input`."""
         return np.asarray([self.kinds[kind].base == base for kind in self.cells["kind"]], bool)
 
 
@@ -144,7 +140,6 @@ def align(
 def _common(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> tuple[Ints, Flags]:
-    """Return the steps that all runs have, and which names of which kinds both runs have."""
     common, steps = {*run.bound}, run.steps
     for one in (reference, *noise):
         common &= one.bound.keys()
@@ -183,7 +178,6 @@ def _told(words: Words, cell: Any) -> str:
 
 
 def _other_calls(cells: Any, found: Flags) -> Flags:
-    """Return which tensors some runs have another number of times in a step."""
     groups = np.cumsum(starts(cells)) - 1
     counts = np.array([np.bincount(groups, weights=here) for here in found])
     least = np.where(counts > 0, counts, np.inf).min(axis=0)
@@ -213,7 +207,6 @@ def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any,
 def _place(
     cells: Any, values: Floats, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]
 ) -> None:
-    """Fill in micro-batch, call and place of each tensor."""
     kind_of = cells["kind"]
     phases = np.array([kind.phase for kind in kinds])[kind_of]
     forward = phases == "forward"

@@ -74,7 +74,6 @@ class Comparison:
         return "\n".join(_lines(self, self._verdict()))
 
     def _verdict(self) -> str:
-        """Return the answer in one sentence."""
         largest, kind = self.largest, self.tolerance.kind
         if self.first:
             first = self.first[0]
@@ -128,7 +127,6 @@ def _plain(value: Any) -> Any:
 def compared(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> Comparison:
-    """Return where a run parts from a reference."""
     pairs, tolerance, notes = align(run, reference, noise, words)
     notes += findings.allow_kinks(pairs, tolerance.times) if noise else ()
     last, first = findings.border_of(pairs)
@@ -173,7 +171,6 @@ def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
 
 
 def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
-    """Yield the answer: the verdict, the border, what modules add, how it goes on, what was compared."""
     yield verdict
     yield f"run {printable(answer.run)}, reference {printable(answer.reference)}"
     for told, names in (("run", answer.only_run), ("reference", answer.only_reference)):

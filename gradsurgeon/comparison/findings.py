@@ -1,7 +1,5 @@
 """What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -94,7 +92,6 @@ def tensor_of(pairs: Pairs, at: int) -> Tensor:
 
 
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
-    """Return the last tensors that agree and the first that do not, in the order of execution."""
     apart = np.flatnonzero(pairs.apart)
     if not len(apart):
         return [], []
@@ -110,7 +107,6 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
 
 
 def inside_of(pairs: Pairs, border: int) -> str:
-    """Return the innermost module around the border whose input agrees, empty if there is none."""
     kind, name = pairs.kind(border), pairs.name(border)
     inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
     agree: dict[str, bool] = {}
@@ -125,7 +121,6 @@ def inside_of(pairs: Pairs, border: int) -> str:
 
 
 def modules_of(pairs: Pairs, border: int) -> list[Module]:
-    """Return the modules that add most to the difference in a forward pass, in the order of execution."""
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
     came: dict[tuple[str, int], int] = {}
     # Where its input is, how far that was apart at least, how many times as far its output is.
@@ -169,7 +164,6 @@ def steps_of(pairs: Pairs) -> Iterator[Step]:
 
 
 def growth_of(steps: Sequence[Step]) -> str:
-    """Return whether the median distance of the first step that parts `grows`, `stays` or `shrinks`, if known."""
     medians = [step.median for step in steps if step.median]
     if len(medians) < 2:  # noqa: PLR2004 # to compare
         return ""

@@ -1,7 +1,5 @@
 """The order in which the tensors of a step came about: forward, backward, gradients, update."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -15,12 +13,10 @@ Numbers = tuple[float, ...]
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Return whether a name is a module, or lies in it."""
     return f"{name}.".startswith(f"{module}.")
 
 
 def parent_of(name: str, known: Mapping[str, object]) -> str:
-    """Return the innermost known module around a tensor or module, empty if there is none."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in known:

@@ -1,7 +1,5 @@
 """The fingerprints of runs as arrays, by kinds and names that the runs share. Needs numpy."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -65,7 +63,7 @@ class Kind(NamedTuple):
         """Return whether it is the gradient that the optimizer gets, after the clip of the script."""
         return self == ("grad", "step")
 
-    def at(self, path: str) -> Kind:
+    def at(self, path: str) -> "Kind":
         """Return the kind of the tensors at a path inside what a module takes or returns, such as `input[0]`."""
         grad = ".grad" * self.tensor.endswith(".grad")
         return Kind(f"{self.tensor.removesuffix('.grad')}{path}{grad}", self.point)
@@ -76,8 +74,6 @@ class Kind(NamedTuple):
 
 
 class Words:
-    """The kinds and names of several runs, each with a number."""
-
     def __init__(self) -> None:
         self.kinds: dict[Kind, int] = {}
         self.names: dict[str, int] = {}
@@ -211,7 +207,6 @@ def _refuse(place: Place, message: str, hint: str) -> NoReturn:
 
 
 def starts(cells: Any) -> Flags:
-    """Return which of the sorted cells are the first of their tensor in their step."""
     first = np.ones(len(cells), bool)
     first[1:] = np.any([np.diff(cells[key]) != 0 for key in KEYS[:-1]], axis=0)
     return first

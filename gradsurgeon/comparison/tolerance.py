@@ -4,8 +4,6 @@ A projection is a signed sum, so the difference of two projections is a sample o
 its expected square is the squared norm.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
@@ -138,7 +136,6 @@ def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
 def without_noise(
     run: Mapping[str, Any], reference: Mapping[str, Any], dtype: str = "float32"
 ) -> Tolerance:
-    """Return the rule for runs without noise runs, by their descriptions."""
     remedy = remedy_for(dtype)
     differ = [name for name in ("torch", "python", "ranks") if run.get(name) != reference.get(name)]
     if section(run, "model").get("origin") != section(reference, "model").get("origin"):

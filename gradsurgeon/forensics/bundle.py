@@ -1,7 +1,5 @@
 """A failed step as a directory, written whole or not at all, and read without running anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,13 +16,7 @@ from gradsurgeon import _bounded_load
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.forensics.kept_step import (
-    MOST_CALLS,
-    FailedStep,
-    KeptCall,
-    KeptLoss,
-    KeptStep,
-)
+from gradsurgeon.forensics.kept_step import MOST_CALLS, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import named_modules
 from gradsurgeon.schema import VERSION
@@ -62,10 +54,7 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
     document = _document(failed)
     told = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
-    face = {
-        **{key: document[key] for key in told},
-        "diagnosis": str(diagnosis).splitlines(),
-    }
+    face = {**{key: document[key] for key in told}, "diagnosis": str(diagnosis).splitlines()}
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:

@@ -1,7 +1,5 @@
 """Why an operation returned non-finite numbers: it is repeated alone, in several ways, on the same inputs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -81,7 +79,6 @@ _OVERFLOW = {
     rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them, or use bfloat16",
     _SUM: "the sum, or the squares in it, are too large: run it in float32",
 }
-
 _ADVICE = {
     "overflow": "the values are too large for the format: find out why they grow, or run this in float32",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
@@ -242,13 +239,10 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     )
 
 
-_NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
-
-
 def _remedy(fault: Fault, operation: str, node: str) -> str:
     name = operation.rpartition(".")[2]
     if fault == "mathematics":
-        made_by = _NODE.fullmatch(node)
+        made_by = re.fullmatch(r"(?P<name>\w+?)Backward\d*", node)
         maker = made_by["name"] if made_by else ""
         return _of(maker, _BACKWARD) or _of(maker, _FORWARD) or _of(name, _FORWARD)
     return _of(name, _OVERFLOW) if fault == "overflow" else ""

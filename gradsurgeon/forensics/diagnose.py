@@ -1,7 +1,5 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +45,6 @@ _OUTSIDE = "the loss is computed outside of the model and cannot be run again: c
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
-
 # The operations of nodes that keep all of their arguments.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
@@ -61,9 +58,7 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
     "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
 }
-
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
-
 # The edge of a node for a kept argument: edges have the order of the arguments.
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
@@ -117,7 +112,6 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
-    """Return the earliest source of the non-finite gradients, or of the tensors of watched modules."""
     blamed = [
         source
         for name, source in replayed.gradients.items()
@@ -166,7 +160,6 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 
 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
-    """Tell whether the replay changed a buffer to the same finite numbers as the call."""
     call, calls = replayed.call, failed.kept.calls
     later = calls[calls.index(call) + 1 :]
     following = next((one.buffers for one in later if one.name == call.name), {})
@@ -228,7 +221,6 @@ def _source_in(loss: KeptLoss) -> Source | None:
 
 
 def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
-    """Return the source of the non-finite tensors of the first node that has some."""
     result = node.saved.get("result")
     if isinstance(result, Tensor) and nonfinite_kind(result):
         return _made(node, loss, result)
@@ -263,24 +255,16 @@ def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
 
 
 def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
-    """Return a source: the operation of a node, and ``call`` if its arguments are known."""
-    measured = facts(result)
+    measured, alike = facts(result), [one for one in loss.nodes if one.name == node.name]
+    number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
     told = replace(
         BLANK,
         what=measured.kind,
         where="forward",
         operation=node.name if call is None else call.name,
-        node=_which(node, loss),
+        node=f"{node.name}{number}",
         inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
         output=measured,
         cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
     )
     return Source(0, told, repeated=call is not None)
-
-
-def _which(node: LossNode, loss: KeptLoss) -> str:
-    """Return the name of a node, and which one it is if the loss has several of that name."""
-    alike = [one for one in loss.nodes if one.name == node.name]
-    if len(alike) == 1:
-        return node.name
-    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"

@@ -1,7 +1,5 @@
 """Keeps the calls of a model while it trains, so that a failed step can be run again. Nothing waits for a device."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The parts of a training step that are kept, so that the calls of the model can be run again if it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,17 +81,6 @@ class KeptLoss:
     nodes: Sequence[LossNode]
     bytes: int = 0
 
-    @classmethod
-    def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
-        """Return the part of a graph that was made after the node with a number."""
-        nodes = graph.nodes_after(after, _MOST_NODES)
-        saved: list[Any] = []
-        for node in nodes:
-            for value in node.saved.values():
-                # Some nodes keep several tensors in a tuple.
-                saved += value if type(value) is tuple else (value,)
-        return cls(graph.loss, nodes, sum([x.nbytes for x in saved if isinstance(x, Tensor)]))
-
 
 @dataclass(slots=True, eq=False)
 class KeptStep:
@@ -119,7 +106,13 @@ class KeptStep:
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
-        loss = KeptLoss.of(graph, max([call.last_node for call in self.calls]))
+        after = max([call.last_node for call in self.calls])
+        nodes, saved = graph.nodes_after(after, _MOST_NODES), list[Any]()
+        for value in (value for node in nodes for value in node.saved.values()):
+            # Some nodes keep several tensors in a tuple.
+            saved += value if type(value) is tuple else (value,)
+        size = sum([x.nbytes for x in saved if isinstance(x, Tensor)])
+        loss = KeptLoss(graph.loss, nodes, size)
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 

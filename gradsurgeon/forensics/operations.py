@@ -1,7 +1,5 @@
 """One operation of a replay: arguments, numbers, and the module and line that called it."""
 
-from __future__ import annotations
-
 import linecache
 import math
 import os
@@ -69,7 +67,6 @@ class Call:
         return self.written.get(id(tensor), tensor)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors among the arguments, with their names in the schema."""
         schema = getattr(self.func, "_schema", None)
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
@@ -199,7 +196,6 @@ def _next_node() -> int:
 
 
 def lines_here() -> tuple[Line, ...]:
-    """Return the lines of the script that led here, innermost last: see `_of_script`."""
     frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 # as `traceback` does it
     return _of_script(Line(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)
 

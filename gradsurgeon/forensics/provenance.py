@@ -5,8 +5,6 @@ attention masks hold infinities on purpose. If infinities make a NaN, one that i
 Numbers are followed to the gradients of the parameters, so an infinity that spoils no gradient is not blamed.
 """
 
-from __future__ import annotations
-
 import bdb
 import math
 import pdb  # noqa: T100 # the user asked for it
@@ -68,12 +66,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
 
-    def seed(
-        self,
-        what: Seed,
-        name: str,
-        tensor: Tensor,
-    ) -> Source | None:
+    def seed(self, what: Seed, name: str, tensor: Tensor) -> Source | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             if not (kind := nonfinite_kind(tensor)):
@@ -123,7 +116,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if copies:
             given = tree_map(lambda value: copies.get(id(value), value), given)
         out = func(*args, **named)
-        if schema is not None and _is_view(schema):
+        shown = [] if schema is None else [result.alias_info for result in schema.returns]
+        if any(alias is not None and not alias.is_write for alias in shown):  # a view
             return out
         outputs = tensors_of(out)
         self.memory.made(outputs)
@@ -132,7 +126,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """Note the sources of the non-finite results of an operation, and the magnitude of finite results."""
         magnitudes = []
         saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
         for number, output in enumerate(outputs):
@@ -262,11 +255,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def _moment(self) -> int:
         self._when += 1
         return self._when
-
-
-def _is_view(schema: Any) -> bool:
-    shown = (result.alias_info for result in schema.returns)
-    return any(alias is not None and not alias.is_write for alias in shown)
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

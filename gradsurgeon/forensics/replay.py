@@ -1,7 +1,5 @@
 """Runs the calls of a failed step again under probes, and leaves the training as it was."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings
@@ -94,7 +92,11 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
                 found.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    leaves |= {name: params[within] for name, within in _canonical(module, call.prefix).items()}
+    known = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
+    leaves |= {
+        call.prefix + known.get(id(param), name): params[name]
+        for name, param in module.named_parameters()
+    }
     with modules.watched(module, came_out), _as_then(module, call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, params, buffers))
@@ -112,12 +114,6 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
         _go_back(found, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
         found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
-
-
-def _canonical(module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the names of parameters in the module, by their canonical names in the model of the session."""
-    known = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
-    return {prefix + known.get(id(p), name): name for name, p in module.named_parameters()}
 
 
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
@@ -179,7 +175,6 @@ def _nodes_below(start: Any) -> set[Any]:
 
 @contextmanager
 def _as_then(module: nn.Module, call: KeptCall) -> Iterator[None]:
-    """Set casts, autocast and grad mode of the call, and anomaly mode, which knows the lines of nodes."""
     with ExitStack() as stack:
         # `fully_shard` casts by itself in a model that is still divided.
         for name, cast in ({} if casts(module) else call.casts).items():

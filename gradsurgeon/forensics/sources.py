@@ -1,7 +1,5 @@
 """Where non-finite numbers come from: operations, tensors, and the memory that holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -93,19 +91,12 @@ def held(
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
     told = replace(
-        BLANK,
-        what=measured.kind,
-        where=where,
-        name=name,
-        lines=lines,
-        output=measured,
-        cause=why,
+        BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
     )
     return Source(when, told, intended)
 
 
 def first_to_blame(sources: Iterable[Source]) -> Source | None:
-    """Return the earliest source; an intended infinity only if there is no other source."""
     return min(sources, key=lambda source: (source.intended, source.when), default=None)
 
 
@@ -125,7 +116,9 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
         kinds: tuple[tuple[Kind, ...], ...] = (("NaN",), ("Inf", "-Inf"))
         for same in kinds:
             places = [
-                (t, one, where_is(t, one) & _at(there, mask)) for one in same for t, mask in read
+                (t, one, where_is(t, one) & (there if mask is None else there & mask))
+                for one in same
+                for t, mask in read
             ]
             if any(place.shape != there.shape for *_, place in places):
                 break
@@ -137,10 +130,6 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
     whole = [(tensor, one) for tensor, _ in read for one in kinds_in(tensor)]
     alike = [(tensor, one) for tensor, one in whole if (one == "NaN") == (kind == "NaN")]
     return alike or whole, False
-
-
-def _at(there: Tensor, mask: Tensor | None) -> Tensor:
-    return there if mask is None else there & mask
 
 
 def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:
@@ -211,7 +200,6 @@ class Memory:
         ]
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget the sources for memory that an operation has written over."""
         if (entries := self.of(tensor).entries) and tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
@@ -229,14 +217,12 @@ class Memory:
             known.before = _bytes(known.storage).clone()
 
     def restore(self) -> None:
-        """Put back all memory that the replay has written over and has not made."""
         with torch.no_grad():
             for known in self._known.values():
                 if known.before is not None:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        """Note which results hold a zero instead of a constant."""
         told = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
         for output in outputs:
             lost = (told or _rounded(call, output)) if output.is_floating_point() else ""
@@ -262,7 +248,12 @@ def _rounded(call: Call, output: Tensor) -> str:
         return ""
     limits = torch.finfo(output.dtype)
     smallest = limits.smallest_normal * limits.eps
-    number = next((n for n in _numbers(call) if 0 < abs(n) <= smallest / 2), None)
+    leaves = tree_leaves((call.args, call.kwargs))
+    # The dispatcher passes some numbers as tensors.
+    tensors = [one for one in leaves if isinstance(one, Tensor) and not one.dim() and one.is_cpu]
+    numbers = [one for one in leaves if isinstance(one, float)]
+    numbers += [one.item() for one in tensors if one.is_floating_point()]
+    number = next((n for n in numbers if 0 < abs(n) <= smallest / 2), None)
     if number is None:
         return ""
     dtype, lines = str(output.dtype).removeprefix("torch."), lines_here()
@@ -272,17 +263,7 @@ def _rounded(call: Call, output: Tensor) -> str:
     )
 
 
-def _numbers(call: Call) -> Iterator[float]:
-    for value in tree_leaves((call.args, call.kwargs)):
-        if isinstance(value, float):
-            yield value
-        # The dispatcher passes some numbers as tensors.
-        elif isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
-            yield from (value.item(),) if value.is_floating_point() else ()
-
-
 def place_of(tensor: Tensor) -> tuple[Any, int, int]:
-    """Return the storage of a tensor, and its first byte and end in it."""
     part = _dist.local(tensor.detach())
     if part.layout == torch.sparse_coo:
         part = part._values()  # noqa: SLF001 # no copy

@@ -1,7 +1,5 @@
 """Random states, attributes of modules, parameters and gradients: set or copied for a replay, and restored after it."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import random
@@ -9,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ class RandomState:
     numpy: tuple[Any, ...] | None = None
 
     @classmethod
-    def now(cls, devices: Iterable[str] = ()) -> RandomState:
+    def now(cls, devices: Iterable[str] = ()) -> Self:
         states = {"cpu": torch.get_rng_state()}
         for device in {*devices} - {"cpu"}:
             states[device] = torch.get_device_module(device).get_rng_state(device)
@@ -87,7 +85,6 @@ def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of a random generator or an array, any other object as it is."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     numpy: Any = sys.modules.get("numpy")

@@ -1,8 +1,5 @@
 """Callbacks for trainers: rules act while the trainer trains, and its own log shows their measurements.
 
-* `LightningCallback` for Lightning's trainer,
-* `TransformersCallback` for Hugging Face's `Trainer`.
-
 The first access to a callback imports its trainer.
 """
 
@@ -22,7 +19,3 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'gradsurgeon.integrations' has no attribute {name!r}")
     return getattr(import_module(f"gradsurgeon.integrations.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -68,7 +68,6 @@ class TestedModels(Sequence[Session]):
                     stack.callback(model.session.discard)
 
     def diagnosis(self) -> str:
-        """Return the reports of all traps that have tripped."""
         edits = {rule.id for rule in self._models.rules.rules if rule.edits}
         events = (event for session in self._sessions() for event in session.events)
         return "\n\n".join(event.message for event in events if is_trip(event, edits))

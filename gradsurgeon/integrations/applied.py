@@ -12,7 +12,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks.delivery import Prefixes, prefix_of, summary
 from gradsurgeon.sinks.sink import patterns_of
 from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.memory import Measured, Series
+from gradsurgeon.store.memory import Measured
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,10 +38,8 @@ class AppliedRules:
         self._on_event = options.pop("on_event", None)
 
     def _begin(self, model: nn.Module, start_step: int) -> Session:
-        """Apply the rules, after removing the rules of an earlier training."""
         self._end(failed=True)
         self._counts: Counter[str] = Counter()  # events so far by kind
-        # The step that was logged last of each series.
         self._logged: dict[int, int] = {}
         self._prefixes: Prefixes = {}
         session = api.apply(
@@ -68,7 +66,6 @@ class AppliedRules:
             )
 
     def _warn_of_restart(self, step: int, why: str) -> None:
-        """Warn that a training is resumed without what the rules had learnt."""
         self._warn(
             f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
@@ -98,18 +95,12 @@ class AppliedRules:
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 
     def _new_rows(self) -> Iterator[Measured]:
-        """Yield the last row of each series that was not logged yet."""
         session: Any = self.session
         for series in list(session._attachment.records):  # noqa: SLF001 # all series at once
-            row = _last(series, session.step)
-            if row is not None and row.step > self._logged.get(id(row.key), -1):
-                self._logged[id(row.key)] = row.step
-                yield row
-
-
-def _last(series: Series, over: int) -> Measured | None:
-    """Return the last row of a finished step; with accumulation, a later row may be incomplete."""
-    for step, values, bits in reversed(series.rows):
-        if step < over:
-            return Measured(series.key, step, values, unpack_absent(bits))
-    return None
+            key = series.key
+            # With accumulation, the row of a step that is not finished may be incomplete.
+            finished = (row for row in reversed(series.rows) if row[0] < session.step)
+            step, values, bits = next(finished, (-1, b"", None))
+            if step > self._logged.get(id(key), -1):
+                self._logged[id(key)] = step
+                yield Measured(key, step, values, unpack_absent(bits))

@@ -1,7 +1,5 @@
 """Rules in Lightning's trainer."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +12,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 _CHECKPOINT = "gradsurgeon"
-
-
 # Lightning has two names: first the one by which the script imported it, then one that is installed.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _LOADED = [name for name in _NAMES if sys.modules.get(name)]
@@ -55,7 +51,6 @@ class LightningCallback(AppliedRules, Callback):
         super().__init__(rules, names=names, **options)
         # The trainer's step count, which adds up several optimizers, and the state of the rules at that step.
         self._kept: dict[str, Any] = {"trainer": 0, "session": None}
-        # True while an update of this batch runs.
         self._updating = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -149,7 +149,6 @@ class TransformersCallback(AppliedRules, TrainerCallback):
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:
-    """Yield the variables of the calling functions, the nearest first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
     while frame is not None:
         yield frame.f_locals

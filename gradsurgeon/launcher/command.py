@@ -13,8 +13,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.launcher import messages
 from gradsurgeon.launcher.settings import Settings, is_off
 from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
-from gradsurgeon.store import job
-from gradsurgeon.store.layout import state_name
+from gradsurgeon.store.layout import is_taken, state_name
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
@@ -58,7 +57,7 @@ def _problems(
         yield f"{printable(rules)}: there is no such rule file"
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         yield "the rules cannot get into the script: start Python without -I, -E and -S"
-    if record and job.is_taken(Path(record)):
+    if record and is_taken(Path(record)):
         yield f"{printable(record)} holds a run already: name another directory, or remove it"
     if resume and not any(Path(resume).glob(state_name("*"))):
         yield (

@@ -23,8 +23,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.sink import Sink, at_place
-from gradsurgeon.store import job
-from gradsurgeon.store.layout import database_name
+from gradsurgeon.store.layout import database_name, is_of_another_start
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +221,7 @@ class Models:
         base = folder = Path(self.settings.record)
         number = 1
         # Each rank looks for its own file, so all ranks find the same number without asking each other.
-        while job.is_of_another_start(folder) or (folder / database_name(_dist.rank())).exists():
+        while is_of_another_start(folder) or (folder / database_name(_dist.rank())).exists():
             number += 1
             folder = base / f"process-{number}"
         self._folder = folder

@@ -1,7 +1,5 @@
 """Copies of tensors that rules keep, the newest ones within a limit, and previews of them for the run directory."""
 
-from __future__ import annotations
-
 import math
 from base64 import b64encode
 from collections.abc import Mapping
@@ -21,7 +19,6 @@ from gradsurgeon.tensors.saliency import grad_cam
 
 CaptureKey = tuple[str, int, int]
 Kept = Mapping[CaptureKey, Tensor]
-
 _TENSORS, _BINS = 16, 60
 _CHANNELS, _SIDE = 16, 48
 _SAMPLES, _CAM_SIDE = 4, 64
@@ -36,7 +33,6 @@ class CapturedTensors:
     """Copies of tensors per rule, by name, step and call; new copies replace the oldest."""
 
     def __init__(self, event_log: EventLog) -> None:
-        # The rules that have kept a tensor.
         self.rules: dict[str, Rule] = {}
         self._event_log = event_log
         self._kept: dict[str, dict[CaptureKey, Tensor]] = {}

@@ -1,7 +1,5 @@
 """Numbers on their way from devices to the host, many at a time, while training goes on."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
@@ -20,7 +18,6 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import Kept
 
 Item = TypeVar("Item")
-
 # The bound for a model that never runs its modules twice in the same order.
 _MOST_ORDERS = 32
 # One observation: the rule, the name, the step, the device, and the kept data.

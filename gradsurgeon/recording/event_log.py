@@ -1,7 +1,5 @@
 """The event log: the events of a session, the status of each rule, and what the user hears of them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -41,7 +39,6 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
-
 _NOT_THE_SCRIPT = (
     *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
     weakref.__file__,  # calls us when a model is gone
@@ -59,8 +56,6 @@ def _level_of_the_script() -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of one rule."""
-
     matched: int
     fired: int = 0
     altered: int = 0
@@ -101,7 +96,6 @@ class EventLog:
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
-        # The rules that have not fired yet.
         self.silent = {rule.id for rule in rules}
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
@@ -116,7 +110,6 @@ class EventLog:
         self._lock = RLock()
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call a function with every event from now on."""
         self._listener = listener
 
     @property

@@ -61,7 +61,6 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
-        # The destinations of rows and events besides memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
         self._step, self._state, self._next = step, state, pending
@@ -72,7 +71,6 @@ class Recorder:
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[Row] = DeviceQueue(self._take)
-        # Rows of tensors that ranks share.
         self.shared = SharedRows(self._tell_of_shared)
         event_log.listen(self.event)
         if self._outlets:
@@ -93,15 +91,10 @@ class Recorder:
         replace: bool,
         grads: Sequence[Tensor] = (),
     ) -> None:
-        """Add one row, or replace the last row of the same step.
+        """Add one row, or replace the last row of the same step. ``columns`` are ascending.
 
-        Args:
-            key: the key of the series.
-            step: the step of the row.
-            columns: the columns that have values, ascending.
-            values: one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
-            replace: whether a later row of the same step replaces the row.
-            grads: the tensors of the columns, if this rank has measured only shards of some.
+        ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
+        ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
         """
         row = Row(key, step, columns, replace, (), shares(grads), self.shared.passes)
         # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
@@ -236,8 +229,14 @@ class Recorder:
     def _write_state(self) -> None:
         self._state_written = time.monotonic()
         if (state := self._state) is not None:
+
+            def saved() -> bytes:
+                file = io.BytesIO()
+                torch.save(state(), file)
+                return file.getvalue()
+
             what = "the state to resume from could not be written, and training goes on"
-            self._write(what, state_name, lambda: _saved(state()))
+            self._write(what, state_name, saved)
 
     def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
         """Write a file beside the records; a failure becomes a notice."""
@@ -269,12 +268,6 @@ class Recorder:
                 store.take(measured)
         if packed and self.records.dropped and self.writer is None:
             self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
-
-
-def _saved(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def cause_of_end(error: BaseException | None) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Rows of measurements on their way; of tensors that ranks share, the lowest rank merges the rows of all."""
 
-from __future__ import annotations
-
 import pickle
 import time
 import zlib
@@ -22,7 +20,6 @@ from gradsurgeon.tensors import measure
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
 _Series = tuple[str, str, str, int]
-
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
 _PAUSE = 0.005
@@ -30,7 +27,6 @@ _PAUSE = 0.005
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
-
 _GIVEN_UP = (
     "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
     "an update out): those steps have no record of them"
@@ -46,7 +42,6 @@ class Share(NamedTuple):
 
     @property
     def leader(self) -> int:
-        """The rank that merges the parts."""
         return self.ranks[0] if self.ranks else _dist.rank()
 
 
@@ -168,8 +163,7 @@ class SharedRows:
     def ask(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return the answer of the rank that merges the rows of a tensor. All ranks that share it must call this.
 
-        Raises:
-            RecordError: another rank did not ask in time, or the session is over and another rank has the records.
+        It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
         ranks, rank = self._ranks.get(name, ()), _dist.rank()
         leads = not ranks or ranks[0] == rank
@@ -177,9 +171,8 @@ class SharedRows:
             return answer()
         leader, named = ranks[0], _dist.named(ranks)
         if self._store is None:
-            raise RecordError(
-                f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
-            )
+            why = f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
+            raise RecordError(why)
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
         found: Answer | None = None
@@ -282,7 +275,6 @@ def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | N
 
 
 def _led(row: Row) -> Iterator[Share]:
-    """Yield the shares of a row whose parts this rank merges."""
     return (share for share in row.shares if share.leader == _dist.rank())
 
 

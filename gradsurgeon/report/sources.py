@@ -24,8 +24,7 @@ from gradsurgeon.report.rules_and_events import (
     edits_of,
 )
 from gradsurgeon.schema import VERSION
-from gradsurgeon.store import job
-from gradsurgeon.store.layout import database_name, section
+from gradsurgeon.store.layout import database_name, job, job_size, section
 
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
@@ -177,9 +176,9 @@ def describe(
         "torch": torch,
         "python": platform.python_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "job": job.current(),
+        "job": job(),
         # A process may begin before the process group does.
-        "ranks": max(ranks, job.world()),
+        "ranks": max(ranks, job_size()),
         # Whether `DistributedDataParallel` held the model, so gradients and weights are alike on all ranks.
         "replicas": replicas,
         "mode": mode,

@@ -1,7 +1,5 @@
 """Reading the captured tensors of a run directory: numbers and small maps. Needs no torch."""
 
-from __future__ import annotations
-
 from base64 import b64decode
 from math import prod
 from typing import Self

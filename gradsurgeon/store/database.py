@@ -81,12 +81,10 @@ def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def logs(path: Path) -> list[Path]:
-    """Return the files that SQLite may keep beside a file that it writes."""
     return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal")]
 
 
 def is_busy(error: BaseException) -> bool:
-    """Return whether another process holds the file for the moment."""
     primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 

@@ -46,7 +46,6 @@ def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) ->
 
 
 def begins(path: Path, *marks: bytes) -> bool:
-    """Return whether a file begins with one of some marks."""
     with path.open("rb") as file:
         return file.read(max(map(len, marks))).startswith(marks)
 
@@ -80,7 +79,6 @@ class Outlet(Destination):
         return is_time and (not self.closed or self._told < len(self._problems))
 
     def news(self) -> list[str]:
-        """Return the problems since the last call."""
         news = [] if self._inherited else self._problems[self._told :]
         self._told = len(self._problems)
         return news

@@ -1,4 +1,4 @@
-"""The format of a run directory: file names, tables, and the layout of values.
+"""The format of a run directory: file names, tables, and the layout of values; the job that a run is of.
 
 `run.json` describes the run. Each rank has one SQLite file, `state-RANK.pt` to resume from, and
 `captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
@@ -6,11 +6,12 @@ little-endian float32 over all tensors of its series. The id of a row is ``serie
 rows are clustered by series: reading one series does not touch the others, and needs no index.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import os
+import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 FORMAT = 2
@@ -54,7 +55,6 @@ def state_name(rank: int | str) -> str:
 
 
 def row_id(series: int, number: int) -> int:
-    """Return the id of a row in one series."""
     return series << SERIES_BITS | number
 
 
@@ -108,3 +108,44 @@ def nonfinite_name(value: float) -> str:
 def digits(value: float) -> str:
     """Return nine digits, enough to tell every float32 from the next."""
     return f"{value:.9g}"
+
+
+def job() -> dict[str, str]:
+    """Return what identifies this start of ranks, nothing if there are no ranks."""
+    if "RANK" not in os.environ:
+        return {}
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return {
+        "host": platform.node(),
+        "parent": str(os.getppid()),
+        "launch": "/".join(os.environ.get(name, "") for name in names),
+        "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    }
+
+
+def job_size() -> int:
+    """Return the number of ranks that were started together, 1 of a process that was started alone."""
+    number = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    return int(number) if number.isdecimal() else 1
+
+
+def is_taken(folder: Path) -> bool:
+    """Return whether a directory holds a run of another job."""
+    ours = job()
+    if not ours:
+        return (folder / RUN_FILE).exists()
+    # A later attempt is a restart of this job.
+    return ours["attempt"] == "0" and is_of_another_start(folder)
+
+
+def is_of_another_start(folder: Path) -> bool:
+    """Return whether a directory holds a run of an earlier start of ranks."""
+    file, ours = folder / RUN_FILE, job()
+    if not ours or not file.exists():
+        return False
+    try:
+        theirs = dict(json.loads(file.read_bytes())["job"])
+    except (OSError, ValueError, TypeError, KeyError):
+        theirs = {}  # a run of a single process, or one that is being removed
+    same = ("attempt", "parent") if theirs.get("host") == ours["host"] else ("attempt", "launch")
+    return any(theirs.get(key) != ours[key] for key in same)

@@ -1,10 +1,7 @@
 """Measurements in memory, and records by the name of a tensor.
 
-Measurements are rows of float32 values, one row per step and statistic.
-
-A *series* holds the values of one rule and one statistic over one set of tensors that share a counter. A
-row has one value per tensor. A tensor without a gradient in that step has no value in the row, which is
-not the same as a value of NaN.
+A *series* holds the values of one rule and one statistic over tensors that share a counter: a row per step,
+with one float32 per tensor. A tensor without a gradient in that step has no value in the row, not NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ _FLOAT = struct.Struct("f").unpack_from
 # Python needs so many bytes for a row besides its values.
 _ROW_BYTES = 160
 Answer = TypeVar("Answer")
-
 _NEAREST = 3
 NOTHING_RECORDED = 'nothing: a rule {id: norms, action: norm-log, params: "*"} records norms'
 
@@ -42,8 +38,6 @@ class Key(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One row as it is stored."""
-
     key: Key
     step: int
     values: bytes
@@ -72,8 +66,6 @@ class Destination:
 
 
 class WholeSeries:
-    """One series, in memory or in a file."""
-
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
@@ -104,7 +96,6 @@ class WholeSeries:
         return self.between(name, 0, len(self))
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last ``(step, value)`` of one tensor, ``None`` if there is none."""
         # The last row most often has a value, and callers ask again and again.
         end, size = len(self), 1
         while end:
@@ -119,7 +110,6 @@ AnySeries = TypeVar("AnySeries", bound=WholeSeries)
 
 
 def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
-    """Return the series that measure a statistic of one tensor, by a rule or by any rule."""
     return [
         series
         for series in every

@@ -1,7 +1,5 @@
 """Reading the SQLite file of one rank, finished, killed, or still being written. It trusts nothing in the file."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import weakref
@@ -20,10 +18,8 @@ from gradsurgeon.store.layout import Stored, row_id
 from gradsurgeon.store.memory import Key, WholeSeries
 
 _T = TypeVar("_T")
-
 # The columns of the records in long form, in the order of `gradsurgeon export`.
 COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
-
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
@@ -105,7 +101,7 @@ class RankFile:
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
-    def series(self) -> list[StoredSeries]:
+    def series(self) -> list["StoredSeries"]:
         """Return all series in order of creation. A running process adds further series."""
         for number, rule, stat, point, text in self.query(
             "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id",
@@ -160,7 +156,6 @@ class StoredSeries(WholeSeries):
         return 0 if top is None else int(top) - self._low + 1
 
     def damaged(self) -> RecordError:
-        """Return an error: what the file says of this series does not fit together."""
         return self._file.damaged("it lacks rows")
 
     def one_in(self, every: int) -> Iterator[Stored]:

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
-
 _MOST_RANKS = 10**6
-
 AnyRun = TypeVar("AnyRun", bound="Run")
 
 
@@ -200,7 +198,6 @@ def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Ch
 
 
 def nothing_fits(run: Run) -> RecordError:
-    """Return the error for a selection that fits no record of a run."""
     if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
         return RecordError(
             f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
@@ -209,7 +206,6 @@ def nothing_fits(run: Run) -> RecordError:
 
 
 def missing_ranks(run: Run) -> list[int]:
-    """Return the ranks of the job that have no file in the run."""
     known = set(run.ranks)
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
@@ -241,7 +237,6 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
-    """Return a run directory as an object of a class derived from `Run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]

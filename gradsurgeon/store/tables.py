@@ -74,7 +74,6 @@ def _arrow_schema() -> pa.Schema:
 
 
 def parquet_library() -> Any:
-    """Return `pyarrow.parquet`; raise `GradSurgeonError` if it is missing."""
     return library("pyarrow.parquet", "arrow", "the format parquet")
 
 

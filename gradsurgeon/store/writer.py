@@ -15,7 +15,7 @@ from typing import Any
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store import job, layout
+from gradsurgeon.store import layout
 from gradsurgeon.store.database import created, is_busy, is_live, lock_file, locked, logs
 from gradsurgeon.store.files import Outlet, replacing
 from gradsurgeon.store.memory import Key, Measured
@@ -71,7 +71,11 @@ class RunWriter(Outlet):
                         out.write(run_json.encode())
                     undo.callback(_remove, run_file.unlink)
             except (sqlite3.Error, OSError) as error:
-                raise _unwritable(self.path, error) from None
+                reason = getattr(error, "strerror", None) or str(error)
+                raise RecordError(
+                    f"{printable(str(self.path))}: cannot write records there: {printable(reason)}; pass a directory "
+                    "that can be made and written, if need be on another file system"
+                ) from None
             self._undo = undo.pop_all()
         self._identity = self._file_identity()
         self._series: dict[Key, _Written] = {}
@@ -99,7 +103,6 @@ class RunWriter(Outlet):
             self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
 
     def event(self, event: Event) -> None:
-        """Write an event, together with the waiting rows."""
         with self._lock:
             if not self.closed:
                 number, e = next(self._event_ids), event
@@ -116,7 +119,6 @@ class RunWriter(Outlet):
             self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
     def file(self, name: str, content: bytes) -> None:
-        """Write a file beside the records, in place of an earlier one. Raises `OSError`."""
         with self._lock:
             if not self.closed:
                 with replacing(self.path / name, binary=True) as file:
@@ -134,18 +136,15 @@ class RunWriter(Outlet):
                 # A removed file can be written for ever, and nobody will see it.
                 if self._file_identity() != self._identity:
                     raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
-                self._write()
+                self._connection.execute("BEGIN IMMEDIATE")
+                for table, rows in self._batch.items():
+                    marks = ", ".join("?" * len(next(iter(rows.values()))))
+                    insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
+                    self._connection.executemany(insert, rows.values())
+                self._connection.execute("COMMIT")
+                self._batch.clear()
             except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
                 self._failed(error)
-
-    def _write(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-        for table, rows in self._batch.items():
-            marks = ", ".join("?" * len(next(iter(rows.values()))))
-            insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
-            self._connection.executemany(insert, rows.values())
-        self._connection.execute("COMMIT")
-        self._batch.clear()
 
     def close(
         self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
@@ -213,14 +212,6 @@ def _remove(remove: Callable[[], None]) -> None:
         remove()
 
 
-def _unwritable(folder: Path, error: Exception) -> RecordError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return RecordError(
-        f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
-        "can be made and written, if need be on another file system"
-    )
-
-
 def _found(database: Path, rank: int) -> str:
     """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
     folder = database.parent
@@ -230,7 +221,7 @@ def _found(database: Path, rank: int) -> str:
     if not (folder / layout.RUN_FILE).exists():
         return ""
     # Rank 0 of this very job may have finished: ranks need not wait for each other.
-    ours = bool(job.current()) and not job.is_of_another_start(folder)
+    ours = bool(layout.job()) and not layout.is_of_another_start(folder)
     if rank and (ours or is_live(folder / layout.database_name(0))):
         return ""
     return f"{layout.RUN_FILE}, whose rank 0 is not recording"

@@ -6,7 +6,6 @@ import json
 import pathlib
 import random
 import re
-import shutil
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -151,13 +150,6 @@ def test_what_it_cannot_do(here: pathlib.Path, arguments: tuple[str, ...], probl
     done = call_here("suggest", *arguments, cwd=here)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
-
-
-def test_runs_of_other_models_inside_are_named(here: pathlib.Path) -> None:
-    shutil.copytree(here / "run", here / "run" / "Net-2")
-    done = call_here(*SUGGEST, cwd=here)
-    assert done.returncode == 0
-    assert "gradsurgeon: 1 run inside, of other models or processes: run/Net-2\n" in done.stderr
 
 
 def test_plan_and_diff_take_it_from_there(here: pathlib.Path) -> None:

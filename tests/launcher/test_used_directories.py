@@ -14,7 +14,7 @@ from ranks import torchrun
 from runs import JOB
 
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.store import job
+from gradsurgeon.store import layout
 
 pytestmark = pytest.mark.slow
 
@@ -92,10 +92,10 @@ def test_ranks_know_the_runs_of_their_own_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job, "current", lambda: {**JOB, "attempt": attempt})
+    monkeypatch.setattr(layout, "job", lambda: {**JOB, "attempt": attempt})
     about = {"format": 2} if theirs is None else {"format": 2, "job": {**JOB, **theirs}}
     (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
-    assert job.is_taken(tmp_path) is taken
-    assert job.is_of_another_start(tmp_path) is another
-    assert not job.is_taken(tmp_path / "nothing")
-    assert not job.is_of_another_start(tmp_path / "nothing")
+    assert layout.is_taken(tmp_path) is taken
+    assert layout.is_of_another_start(tmp_path) is another
+    assert not layout.is_taken(tmp_path / "nothing")
+    assert not layout.is_of_another_start(tmp_path / "nothing")
