@@ -150,14 +150,11 @@ def screen(report: Report, columns: int) -> list[Line]:
 
 
 def _head(report: Report) -> Iterator[Line]:
-    yield f"{_step(report)} of {printable(report.title)}", "head"
+    step = "no step yet" if report.steps is None else f"step {report.steps[1]}"
+    yield f"{step} of {printable(report.title)}", "head"
     if report.ended is not None:
         level = report.ended.level(report.events)
         yield from ((line, level) for line in report.ended.lines(report.events))
-
-
-def _step(report: Report) -> str:
-    return "no step yet" if report.steps is None else f"step {report.steps[1]}"
 
 
 def _events(report: Report) -> Iterator[Line]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
@@ -26,32 +25,32 @@ _SIBLING = 1e3
 # Successive norms of a noisy tensor differ by a factor of 4, and by a power of 4 of that of others.
 _NOISY, _NOISIER = math.log(4.0), 4.0
 _LEAST_STEPS = 20
-_MOST_FOR_LEVELS = 200_000
-
-
-class _Judged(NamedTuple):
-    """The tensors of one kind that stand out."""
-
-    exploded: list[Track]
-    vanished: list[Track]
-    noisy: list[Track]
-    usual: float  # norm beside those that exploded
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
     """Yield what stands out in the norms of a model with so many parameters."""
     for kind in history.kinds:
         tracks = history.of_kind(kind)
-        judged = _judged(tracks)
+        compared = len(tracks) >= _LEAST_COMPARED
+        far = _FAR * max(_usual(tracks), 1.0)
+        exploded = [one for one in tracks if one.has_grown or (compared and one.median >= far)]
+        names = {track.name for track in exploded}
+        # Beside an explosion all else is small.
+        others = [track for track in tracks if track.name not in names]
+        noisy = _noisy_ones(tracks)
+        # A noisy tensor has peaks all the time, and an explosion ends in one.
+        loud = names | {track.name for track in noisy}
         wholes = history.gradients if kind == GRADIENT else []
         said = [
             ("non-finite", _nonfinite(tracks, kind)),
-            ("exploding", _exploding(tracks, judged.exploded, kind)),
-            ("largest spike", _spike(tracks, judged, wholes, params)),
+            ("exploding", _exploding(tracks, exploded, kind)),
+            ("largest spike", _spike(tracks, loud, wholes, params)),
             *_dead(tracks),
-            ("vanishing", _vanishing(judged, kind) if GRADIENT in kind else ""),
-            ("noisy", _noisy(tracks, judged.noisy)),
-            *(("level changed", _level(whole, params)) for whole in wholes),
+            (
+                "vanishing",
+                _vanishing(tracks, others, kind) if compared and GRADIENT in kind else "",
+            ),
+            ("noisy", _noisy(tracks, noisy)),
         ]
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
         for word, text in said[:1] if kind in OF_WEIGHTS else said:
@@ -70,18 +69,6 @@ def whole_name(whole: Whole, params: int) -> str:
 
 def nouns(kind: str) -> str:
     return "parameter" if kind == GRADIENT else "tensor"
-
-
-def _judged(tracks: Sequence[Track]) -> _Judged:
-    compared = len(tracks) >= _LEAST_COMPARED
-    far = _FAR * max(_usual(tracks), 1.0)
-    exploded = [one for one in tracks if one.has_grown or (compared and one.median >= far)]
-    # Beside an explosion all else is small.
-    names = {track.name for track in exploded}
-    others = [track for track in tracks if track.name not in names]
-    usual = _usual(others)
-    vanished = _vanished(tracks, others, usual) if compared else []
-    return _Judged(exploded, vanished, _noisy_ones(tracks), usual)
 
 
 def _usual(tracks: Sequence[Track]) -> float:
@@ -165,12 +152,12 @@ def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> str:
     return f"{_names(far)}; {text}"
 
 
-def _spike(tracks: Sequence[Track], judged: _Judged, wholes: Sequence[Whole], params: int) -> str:
-    # A noisy tensor has peaks all the time, and an explosion ends in one.
-    loud = {track.name for track in (*judged.noisy, *judged.exploded)}
+def _spike(
+    tracks: Sequence[Track], loud: Collection[str], wholes: Sequence[Whole], params: int
+) -> str:
     quiet = [track for track in tracks if track.name not in loud]
     for whole in wholes:
-        if len(whole.names) == 1 or not loud.isdisjoint(whole.names):
+        if len(whole.names) == 1 or any(name in loud for name in whole.names):
             continue
         finite = np.isfinite(whole.values)
         spike = largest_spike(whole.steps[finite], whole.values[finite])
@@ -221,14 +208,15 @@ def _shrank_before(track: Track, step: int) -> bool:
     return bool(len(before)) and bool(np.nanmax(before, initial=0.0) * _FAR < track.first)
 
 
-def _vanishing(judged: _Judged, kind: str) -> str:
-    far = sorted(judged.vanished, key=lambda track: track.median)
+def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> str:
+    usual = _usual(others)
+    far = sorted(_vanished(tracks, others, usual), key=lambda track: track.median)
     if not far:
         return ""
-    if far[0].median * _FAR < judged.usual:
+    if far[0].median * _FAR < usual:
         text = (
             f"the median norm of {printable(far[0].name)} is {far[0].median:.3g}, and one of ten {nouns(kind)}s has "
-            f"more than {judged.usual:.3g}"
+            f"more than {usual:.3g}"
         )
     else:
         most = min(far, key=lambda track: track.growth)
@@ -244,16 +232,4 @@ def _noisy(tracks: Sequence[Track], noisy: Sequence[Track]) -> str:
     return (
         f"{_names(noisy)}; from step to step the norm of {printable(most.name)} changes {math.exp(most.jitter):.3g} "
         f"times, that of others {math.exp(usual):.3g} times"
-    )
-
-
-def _level(whole: Whole, params: int) -> str:
-    known = np.isfinite(whole.values) & (whole.values > 0)
-    steps, values = whole.steps[known][-_MOST_FOR_LEVELS:], whole.values[known][-_MOST_FOR_LEVELS:]
-    if (change := change_of_level(steps, values)) is None:
-        return ""
-    word = "fell" if change.after < change.before else "rose"
-    return (
-        f"the {whole_name(whole, params)} {word} from {change.before:.3g} to {change.after:.3g} at step {change.step}, "
-        "and stayed there"
     )

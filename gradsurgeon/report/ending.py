@@ -31,9 +31,7 @@ class Ending(NamedTuple):
     state: State  # "unknown" where no end was written
     words: str  # the same in words, with the ranks if they differ
     ranks: Mapping[int, str]
-    edits: Collection[str] = (
-        frozenset()
-    )  # ids of rules that edit gradients, whose events are no trips
+    edits: Collection[str] = frozenset()  # ids of rules that edit, whose events are no trips
 
     def lines(self, events: Sequence[Event]) -> Iterator[str]:
         """Yield one or two lines: how the run ended, and the first diagnosis."""

@@ -15,14 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import (
-    Flags,
-    Sheet,
-    has_grown,
-    joined,
-    numbers_of,
-    read_sheet,
-)
+from gradsurgeon.report.sheets import Flags, Sheet, has_grown, joined, numbers_of, read_sheet
 from gradsurgeon.report.spikes import Floats, Ints, Spike
 from gradsurgeon.store import Key, WholeSeries
 
@@ -111,14 +104,7 @@ class Whole(NamedTuple):
 
 
 class History:
-    """The l2 norms of one run.
-
-    Args:
-        series: every series to read, with columns that another one has recorded as well.
-        kinds: what each rule measures, such as "gradient" or "output".
-        order: names in the order of the model, as far as known.
-        pending: returns the number of the update that a series waits for at its end, if it never came.
-    """
+    """The l2 norms of one run, read from series, each with columns that another one has recorded as well."""
 
     def __init__(
         self,
@@ -126,6 +112,7 @@ class History:
         kinds: Mapping[str, str],
         order: Sequence[str] = (),
         *,
+        # Returns the number of the update that a series waits for at its end, if it never came.
         pending: Callable[[WholeSeries], int | None] = lambda _: None,
         rule: str | None = None,
         newest: int | None = None,

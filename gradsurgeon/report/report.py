@@ -43,47 +43,29 @@ _DUE = "was due in"
 
 @dataclass(frozen=True)
 class Report:
-    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends.
+    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends."""
 
-    Attributes:
-        title: what was run, for the first line.
-        params: canonical names in the order of the model.
-        rules: every rule by id, in file order.
-        statuses: what each rule did.
-        records: everything measured by a session.
-        stored: the series of a run directory, each with columns that a lower rank has recorded too.
-        of_all_ranks: all series of a run directory.
-        events: what happened, oldest first.
-        notes: what else there is to know of the run as a whole.
-        start: number of the first update, be it one in which no rule acted.
-        end: number of the one after the last, where it is known.
-        captures: a line on each rule that kept tensors, of a run directory.
-        observed: whether rules only said what they would have changed.
-        ended: how the run ended, `None` for a session.
-        frozen: parameters with `requires_grad` off and their numbers of elements.
-        ranks: a sentence on ranks that differ, if any do.
-        pending: by name of a parameter, the number of its optimizer's next update.
-        newest: only so many of the newest rows of each series are read.
-    """
-
-    title: str
-    params: tuple[str, ...]
-    rules: Mapping[str, RuleInfo]
-    statuses: Mapping[str, RuleStatus]
-    records: Records = field(default_factory=Records)
+    title: str  # what was run, for the first line
+    params: tuple[str, ...]  # canonical names in the order of the model
+    rules: Mapping[str, RuleInfo]  # every rule by id, in file order
+    statuses: Mapping[str, RuleStatus]  # what each rule did
+    records: Records = field(default_factory=Records)  # everything measured by a session
+    # The series of a run directory, each with columns that a lower rank has recorded too.
     stored: Sequence[tuple[StoredSeries, frozenset[int]]] = ()
-    of_all_ranks: Iterable[StoredSeries] = ()
-    events: Sequence[Event] = ()
-    notes: Sequence[str] = ()
-    start: int | None = None
-    end: int | None = None
-    captures: Sequence[str] = ()
-    observed: bool = False
-    ended: Ending | None = None
+    of_all_ranks: Iterable[StoredSeries] = ()  # all series of a run directory
+    events: Sequence[Event] = ()  # what happened, oldest first
+    notes: Sequence[str] = ()  # what else there is to know of the run as a whole
+    start: int | None = None  # number of the first update, be it one in which no rule acted
+    end: int | None = None  # number of the one after the last, where it is known
+    captures: Sequence[str] = ()  # a line on each rule that kept tensors, of a run directory
+    observed: bool = False  # whether rules only said what they would have changed
+    ended: Ending | None = None  # how the run ended, `None` for a session
+    # Parameters with `requires_grad` off and their numbers of elements.
     frozen: Mapping[str, int] = field(default_factory=dict)
-    ranks: str = ""
+    ranks: str = ""  # a sentence on ranks that differ, if any do
+    # By name of a parameter, the number of its optimizer's next update.
     pending: Mapping[str, int] = field(default_factory=dict)
-    newest: int | None = None
+    newest: int | None = None  # only so many of the newest rows of each series are read
 
     def __str__(self) -> str:
         return self.text()
@@ -106,16 +88,13 @@ class Report:
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
         norms = [found.table for found in self.norms]
-        from gradsurgeon.report.losses import (  # noqa: PLC0415 # needs numpy
-            loss_tables,
-            tagged_table,
-        )
+        from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
 
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
         if tagged := self.tagged:
-            norms.append(tagged_table(tagged))
-        norms += (table for table, _ in loss_tables(self.losses, observed=self.observed))
+            norms.append(losses.tagged_table(tagged))
+        norms += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
         if self.statuses:
             norms.append(rule_table(self.rules, self.statuses, self.events))
         return norms
@@ -253,7 +232,11 @@ def _lines(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    rules = dict.fromkeys((*report.rules, *report.statuses))
+    rules = []
+    for rule in dict.fromkeys((*report.rules, *report.statuses)):
+        info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
+        values = None if status is None else asdict(status)
+        rules.append({"id": rule, "action": info.action, "role": info.role, "status": values})
     return {
         "version": 1,
         "title": report.title,
@@ -263,7 +246,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         # A sentence like the others, though nothing may be wrong.
         "remarks": [*report.remarks, *filter(None, [report.frozen_note])],
         "params": list(report.params),
-        "rules": [_rule(report, rule) for rule in rules],
+        "rules": rules,
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
@@ -275,12 +258,6 @@ def _ended(ended: Ending, report: Report) -> dict[str, Any]:
     words = ended.words + ended.outcome(report.events)
     ranks = {str(rank): words for rank, words in ended.ranks.items()}
     return {"state": ended.state, "words": words, "ranks": ranks}
-
-
-def _rule(report: Report, rule: str) -> dict[str, Any]:
-    info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
-    values = None if status is None else asdict(status)
-    return {"id": rule, "action": info.action, "role": info.role, "status": values}
 
 
 def _losses(one: Measured) -> dict[str, Any]:

@@ -61,7 +61,11 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     """Return the report of an open run, finished or still being written, or of its `newest` rows. Reads all it needs."""
     report = unread(run, newest)
     if is_installed("numpy"):
-        report = replace(report, ranks=_ranks(run, report.rules, newest))
+        if len(run.ranks) > 1:
+            from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
+
+            kinds = {rule: info.kind for rule, info in report.rules.items()}
+            report = replace(report, ranks=ranks_that_differ(run, kinds, newest))
         # The files may be closed before somebody looks at the report.
         _ = report.steps, report.history.tracks, report.losses
     return report
@@ -113,14 +117,6 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
         more = " ..." * (len(missing) > _RANKS)
         ranks = ", ".join(map(str, missing[:_RANKS])) + more
         yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
-
-
-def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
-    if len(run.ranks) == 1:
-        return ""
-    from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
-
-    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()}, newest)
 
 
 def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
