@@ -108,7 +108,6 @@ def _look(folder: Path) -> Report:
 
 
 def look(path: Path) -> Report:
-    """Return the report of a run as it is now, of its newest rows."""
     # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
     with open_run(path) as run:
         width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))

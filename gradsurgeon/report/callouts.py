@@ -28,7 +28,6 @@ _LEAST_STEPS = 20
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
-    """Yield what stands out in the norms of a model with so many parameters."""
     for kind in history.kinds:
         tracks = history.of_kind(kind)
         compared = len(tracks) >= _LEAST_COMPARED
@@ -60,7 +59,6 @@ def callouts(history: History, params: int) -> Iterator[str]:
 
 
 def whole_name(whole: Whole, params: int) -> str:
-    """Return what to call the norm of several tensors together."""
     number = len(whole.names)
     if number == 1:
         return f"norm of {printable(whole.names[0])}"

@@ -68,7 +68,6 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
 def ending_of(run: Run, edits: Collection[str] = frozenset()) -> Ending:
-    """Return how an open run ended, by what its ranks have written."""
     states, words = [], {}
     for rank, state in run.states.items():
         of_rank, words[rank] = _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))

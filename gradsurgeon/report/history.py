@@ -190,7 +190,6 @@ class History:
 
     @cached_property
     def tracks(self) -> list[Track]:
-        """Every tensor that is shown."""
         # Tensors that lie in the same series are read and judged together.
         groups: dict[tuple[object, ...], list[list[tuple[int, int]]]] = {}
         for (_, name), source in self.shown.items():
@@ -208,7 +207,6 @@ class History:
 
     @cached_property
     def gradients(self) -> list[Whole]:
-        """The norms of all gradients together."""
         return self.wholes()
 
     def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[Whole]:
@@ -321,7 +319,6 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
-    """Return some tensors over the same columns, at most so many."""
     every = np.unique(np.concatenate([np.empty(0, np.int64), *(track.steps for track in tracks)]))
     if not len(every):
         none = np.empty((len(tracks), 0))

@@ -27,7 +27,6 @@ class NormTable(NamedTuple):
 
 
 def norm_tables(history: History) -> list[NormTable]:
-    """Return one table for each kind of tensors that has norms."""
     tables = []
     for kind in history.kinds:
         tracks = history.of_kind(kind)
@@ -88,15 +87,11 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
 
     def urgency(track: Track) -> tuple[object, ...]:
         first_bad = track.nonfinite_steps[0]
-        is_finite = first_bad < 0
+        times = track.spike.times if track.spike else 0.0
         size = -track.median if track.median > 0 else 0.0
-        return is_finite, 0 if is_finite else first_bad, _by_spike(track), size
+        return first_bad < 0, first_bad, -times, size
 
     return sorted(tracks, key=urgency)
-
-
-def _by_spike(track: Track) -> float:
-    return -track.spike.times if track.spike is not None else 0.0
 
 
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:

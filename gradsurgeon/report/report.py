@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
-# How the status of a rule tells that the rule was due and has not fired.
+# In the status of a rule that was due and has not fired.
 _DUE = "was due in"
 
 
@@ -110,14 +110,8 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        return History(
-            self.series,
-            kinds,
-            self.params,
-            pending=self._pending_step,
-            rule=rule,
-            newest=self.newest,
-        )
+        every, pending = self.series, self._pending_step
+        return History(every, kinds, self.params, pending=pending, rule=rule, newest=self.newest)
 
     def _pending_step(self, series: WholeSeries) -> int | None:
         key = series.key
@@ -125,12 +119,10 @@ class Report:
 
     @cached_property
     def history(self) -> History:
-        """The norms, read once."""
         return self.history_of()
 
     @cached_property
     def norms(self) -> list[NormTable]:
-        """The tables of norms, one for each kind of tensors."""
         history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
 
@@ -147,7 +139,6 @@ class Report:
 
     @cached_property
     def losses(self) -> list[Measured]:
-        """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
         every = *self.records, *self.of_all_ranks
@@ -155,12 +146,10 @@ class Report:
 
     @property
     def tagged(self) -> list[Measured]:
-        """The values of losses that the script has tagged."""
         return [one for one in self.losses if one.stat not in LOSS_STATS]
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
-        """What stands out, a sentence each."""
         history = self.history
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
@@ -232,7 +221,7 @@ def _lines(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    rules = []
+    rules, ended = [], report.ended
     for rule in dict.fromkeys((*report.rules, *report.statuses)):
         info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
         values = None if status is None else asdict(status)
@@ -240,7 +229,12 @@ def to_dict(report: Report) -> dict[str, Any]:
     return {
         "version": 1,
         "title": report.title,
-        "ended": None if report.ended is None else _ended(report.ended, report),
+        "ended": ended
+        and {
+            "state": ended.state,
+            "words": ended.words + ended.outcome(report.events),
+            "ranks": {str(rank): words for rank, words in ended.ranks.items()},
+        },
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),
         # A sentence like the others, though nothing may be wrong.
@@ -252,12 +246,6 @@ def to_dict(report: Report) -> dict[str, Any]:
         "losses": list(map(_losses, report.losses)),
         "median_of_one_step_in": report.history.sampled,
     }
-
-
-def _ended(ended: Ending, report: Report) -> dict[str, Any]:
-    words = ended.words + ended.outcome(report.events)
-    ranks = {str(rank): words for rank, words in ended.ranks.items()}
-    return {"state": ended.state, "words": words, "ranks": ranks}
 
 
 def _losses(one: Measured) -> dict[str, Any]:

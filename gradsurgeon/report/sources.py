@@ -15,14 +15,7 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import (
-    GRADIENT,
-    STAT,
-    UPDATES,
-    WEIGHTS,
-    RuleInfo,
-    edits_of,
-)
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name, section
@@ -129,7 +122,6 @@ def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def _rule_infos(
     planned: Iterable[Mapping[str, Any]], roles: Mapping[str, Any]
 ) -> dict[str, RuleInfo]:
-    """Return what a report has to know of each rule of a plan."""
     found = {}
     for rule in planned:
         role = section(roles, rule["id"])
@@ -185,7 +177,6 @@ def describe(
 
 
 def _about(plan: Plan) -> dict[str, Any]:
-    """Return what there is to know of rules and model."""
     rules = plan.rules
     params = []
     for param in plan.manifest.params:

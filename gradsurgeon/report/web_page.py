@@ -100,7 +100,6 @@ def _assets(*names: str) -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Return what the page shows of an open run, in values that JSON has."""
     report = from_run(run)
     rules = section(run.meta, "rules")
     files = rules.get("files")
