@@ -76,7 +76,13 @@ def losses_of(
     joint: dict[tuple[str, str, str], list[Measured]] = {}
     for curve in found:
         joint.setdefault((curve.rule, curve.stat, curve.name), []).append(curve)
-    return list(map(_joined, joint.values()))
+    every_curve = []
+    for parts in joint.values():
+        steps = np.concatenate([part.steps for part in parts])
+        order = np.argsort(steps, kind="stable")
+        values = np.concatenate([part.values for part in parts])[order]
+        every_curve.append(parts[0]._replace(steps=steps[order], values=values))
+    return every_curve
 
 
 def _tagged(
@@ -108,13 +114,6 @@ def _curves(series: WholeSeries, names: Sequence[str], newest: int | None) -> It
         if there.any():
             values = numbers[there, column].astype(float)
             yield Measured(series.key.rule, series.key.stat, name, steps[there], values, every)
-
-
-def _joined(parts: Sequence[Measured]) -> Measured:
-    steps = np.concatenate([part.steps for part in parts])
-    order = np.argsort(steps, kind="stable")
-    values = np.concatenate([part.values for part in parts])[order]
-    return parts[0]._replace(steps=steps[order], values=values)
 
 
 def tagged_table(found: Sequence[Measured]) -> Table:

@@ -43,29 +43,47 @@ _DUE = "was due in"
 
 @dataclass(frozen=True)
 class Report:
-    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends."""
+    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends.
 
-    title: str  # what was run, for the first line
-    params: tuple[str, ...]  # canonical names in the order of the model
-    rules: Mapping[str, RuleInfo]  # every rule by id, in file order
-    statuses: Mapping[str, RuleStatus]  # what each rule did
-    records: Records = field(default_factory=Records)  # everything measured by a session
-    # The series of a run directory, each with columns that a lower rank has recorded too.
+    Attributes:
+        title: what was run, for the first line.
+        params: canonical names in the order of the model.
+        rules: every rule by id, in file order.
+        statuses: what each rule did.
+        records: everything measured by a session.
+        stored: the series of a run directory, each with columns that a lower rank has recorded too.
+        of_all_ranks: all series of a run directory.
+        events: what happened, oldest first.
+        notes: what else there is to know of the run as a whole.
+        start: number of the first update, be it one in which no rule acted.
+        end: number of the one after the last, where it is known.
+        captures: a line on each rule that kept tensors, of a run directory.
+        observed: whether rules only said what they would have changed.
+        ended: how the run ended, `None` for a session.
+        frozen: parameters with `requires_grad` off and their numbers of elements.
+        ranks: a sentence on ranks that differ, if any do.
+        pending: by name of a parameter, the number of its optimizer's next update.
+        newest: only so many of the newest rows of each series are read.
+    """
+
+    title: str
+    params: tuple[str, ...]
+    rules: Mapping[str, RuleInfo]
+    statuses: Mapping[str, RuleStatus]
+    records: Records = field(default_factory=Records)
     stored: Sequence[tuple[StoredSeries, frozenset[int]]] = ()
-    of_all_ranks: Iterable[StoredSeries] = ()  # all series of a run directory
-    events: Sequence[Event] = ()  # what happened, oldest first
-    notes: Sequence[str] = ()  # what else there is to know of the run as a whole
-    start: int | None = None  # number of the first update, be it one in which no rule acted
-    end: int | None = None  # number of the one after the last, where it is known
-    captures: Sequence[str] = ()  # a line on each rule that kept tensors, of a run directory
-    observed: bool = False  # whether rules only said what they would have changed
-    ended: Ending | None = None  # how the run ended, `None` for a session
-    # Parameters with `requires_grad` off and their numbers of elements.
+    of_all_ranks: Iterable[StoredSeries] = ()
+    events: Sequence[Event] = ()
+    notes: Sequence[str] = ()
+    start: int | None = None
+    end: int | None = None
+    captures: Sequence[str] = ()
+    observed: bool = False
+    ended: Ending | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
-    ranks: str = ""  # a sentence on ranks that differ, if any do
-    # By name of a parameter, the number of its optimizer's next update.
+    ranks: str = ""
     pending: Mapping[str, int] = field(default_factory=dict)
-    newest: int | None = None  # only so many of the newest rows of each series are read
+    newest: int | None = None
 
     def __str__(self) -> str:
         return self.text()

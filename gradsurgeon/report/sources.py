@@ -55,7 +55,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     report = unread(run, newest)
     if is_installed("numpy"):
         if len(run.ranks) > 1:
-            from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
+            from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
             kinds = {rule: info.kind for rule, info in report.rules.items()}
             report = replace(report, ranks=ranks_that_differ(run, kinds, newest))
