@@ -12,7 +12,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
@@ -25,6 +25,7 @@ _SIBLING = 1e3
 # Successive norms of a noisy tensor differ by a factor of 4, and by a power of 4 of that of others.
 _NOISY, _NOISIER = math.log(4.0), 4.0
 _LEAST_STEPS = 20
+_MOST_FOR_LEVELS = 200_000
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
@@ -50,6 +51,7 @@ def callouts(history: History, params: int) -> Iterator[str]:
                 _vanishing(tracks, others, kind) if compared and GRADIENT in kind else "",
             ),
             ("noisy", _noisy(tracks, noisy)),
+            *(("level changed", _level(whole, params)) for whole in wholes),
         ]
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
         for word, text in said[:1] if kind in OF_WEIGHTS else said:
@@ -230,4 +232,16 @@ def _noisy(tracks: Sequence[Track], noisy: Sequence[Track]) -> str:
     return (
         f"{_names(noisy)}; from step to step the norm of {printable(most.name)} changes {math.exp(most.jitter):.3g} "
         f"times, that of others {math.exp(usual):.3g} times"
+    )
+
+
+def _level(whole: Whole, params: int) -> str:
+    known = np.isfinite(whole.values) & (whole.values > 0)
+    steps, values = whole.steps[known][-_MOST_FOR_LEVELS:], whole.values[known][-_MOST_FOR_LEVELS:]
+    if (change := change_of_level(steps, values)) is None:
+        return ""
+    word = "fell" if change.after < change.before else "rose"
+    return (
+        f"the {whole_name(whole, params)} {word} from {change.before:.3g} to {change.after:.3g} at step {change.step}, "
+        "and stayed there"
     )

@@ -137,10 +137,12 @@ class Report:
 
     @cached_property
     def history(self) -> History:
+        """The norms, read once."""
         return self.history_of()
 
     @cached_property
     def norms(self) -> list[NormTable]:
+        """The tables of norms, one for each kind of tensors."""
         history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
 
@@ -157,6 +159,7 @@ class Report:
 
     @cached_property
     def losses(self) -> list[Measured]:
+        """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
         every = *self.records, *self.of_all_ranks
@@ -164,10 +167,12 @@ class Report:
 
     @property
     def tagged(self) -> list[Measured]:
+        """The values of losses that the script has tagged."""
         return [one for one in self.losses if one.stat not in LOSS_STATS]
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
+        """What stands out, a sentence each."""
         history = self.history
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 

@@ -1,10 +1,11 @@
-"""Norms that stand out from the steps before them. Needs numpy."""
+"""Norms that stand out from the steps before them, and norms that change their level. Needs numpy."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
@@ -23,6 +24,10 @@ _FAR_FROM_ALL = 100.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
 _NORMAL = 1.4826
 _AT_ONCE = 64
+
+# A level is the median of so many steps; a new one is at least so many times another, and comes at once.
+_LEVEL, _SIDE = 32, 8
+_LEAST_CHANGE, _LEVEL_SPREADS, _AT_ONCE_SHARE = 2.0, 6.0, 0.7
 
 
 class Spike(NamedTuple):
@@ -150,3 +155,35 @@ def _row_median(rows: Floats) -> Floats:
         + ordered[row, np.minimum(number // 2, rows.shape[1] - 1)]
     ) / 2
     return np.where(number > 0, middle, 0.0)
+
+
+class Change(NamedTuple):
+    """A step from which on norms have another level, and the levels before and after it."""
+
+    step: int
+    before: float
+    after: float
+
+
+def change_of_level(steps: Ints, norms: Floats) -> Change | None:
+    """Return where positive norms change their level most, at once and to stay; None where they drift or only vary."""
+    logs = np.log(np.asarray(norms, float))
+    # The beginning of a training falls fast, and is no change of a level.
+    if len(logs) < 3 * _LEVEL:
+        return None
+    windows = sliding_window_view(logs, _LEVEL)
+    levels = np.median(windows, axis=1)
+    spreads = np.median(np.abs(windows - levels[:, None]), axis=1)
+    near = np.median(sliding_window_view(logs, _SIDE), axis=1)
+    places = np.arange(2 * _LEVEL, len(logs) - _LEVEL + 1)
+    far = levels[places] - levels[places - _LEVEL]
+    close = near[places] - near[places - _SIDE]
+    noise = _NORMAL * np.maximum(spreads[places], spreads[places - _LEVEL]) + 0.01
+    is_new = (np.abs(far) > np.log(_LEAST_CHANGE)) & (np.abs(far) > _LEVEL_SPREADS * noise)
+    is_new &= close * np.sign(far) > _AT_ONCE_SHARE * np.abs(far)
+    if not is_new.any():
+        return None
+    at = int(np.argmax(np.where(is_new, np.abs(far) / noise, 0.0)))
+    place = int(places[at])
+    before, after = np.exp(levels[place - _LEVEL]), np.exp(levels[place])
+    return Change(int(steps[place]), float(before), float(after))

@@ -186,6 +186,14 @@ def test_a_nan_that_goes_away_is_told_with_its_first_and_last_step(tmp_path: Pat
     assert "again" in remark
 
 
+def test_a_new_level_of_the_whole_norm_is_told_with_its_step(tmp_path: Path) -> None:
+    training = trainings.learning_rate_drops()
+    (remark,) = only(remarks(training, tmp_path), "level")
+    whole = training.whole()
+    assert any(abs(number - 150) <= 10 for number in numbers(remark))
+    assert tells(remark, median(whole[118:150]), median(whole[150:182]), within=0.1)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Return where two ranks have written their runs, and the norms that each of them saw."""
