@@ -108,7 +108,6 @@ def _look(folder: Path) -> Report:
 
 
 def look(path: Path) -> Report:
-    """Return the report of a run as it is now, of its newest rows."""
     # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
     with open_run(path) as run:
         width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
@@ -150,14 +149,11 @@ def screen(report: Report, columns: int) -> list[Line]:
 
 
 def _head(report: Report) -> Iterator[Line]:
-    yield f"{_step(report)} of {printable(report.title)}", "head"
+    step = "no step yet" if report.steps is None else f"step {report.steps[1]}"
+    yield f"{step} of {printable(report.title)}", "head"
     if report.ended is not None:
         level = report.ended.level(report.events)
         yield from ((line, level) for line in report.ended.lines(report.events))
-
-
-def _step(report: Report) -> str:
-    return "no step yet" if report.steps is None else f"step {report.steps[1]}"
 
 
 def _events(report: Report) -> Iterator[Line]:

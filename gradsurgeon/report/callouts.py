@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -29,28 +28,29 @@ _LEAST_STEPS = 20
 _MOST_FOR_LEVELS = 200_000
 
 
-class _Judged(NamedTuple):
-    """The tensors of one kind that stand out."""
-
-    exploded: list[Track]
-    vanished: list[Track]
-    noisy: list[Track]
-    usual: float  # norm beside those that exploded
-
-
 def callouts(history: History, params: int) -> Iterator[str]:
-    """Yield what stands out in the norms of a model with so many parameters."""
     for kind in history.kinds:
         tracks = history.of_kind(kind)
-        judged = _judged(tracks)
+        compared = len(tracks) >= _LEAST_COMPARED
+        far = _FAR * max(_usual(tracks), 1.0)
+        exploded = [one for one in tracks if one.has_grown or (compared and one.median >= far)]
+        names = {track.name for track in exploded}
+        # Beside an explosion all else is small.
+        others = [track for track in tracks if track.name not in names]
+        noisy = _noisy_ones(tracks)
+        # A noisy tensor has peaks all the time, and an explosion ends in one.
+        loud = names | {track.name for track in noisy}
         wholes = history.gradients if kind == GRADIENT else []
         said = [
             ("non-finite", _nonfinite(tracks, kind)),
-            ("exploding", _exploding(tracks, judged.exploded, kind)),
-            ("largest spike", _spike(tracks, judged, wholes, params)),
+            ("exploding", _exploding(tracks, exploded, kind)),
+            ("largest spike", _spike(tracks, loud, wholes, params)),
             *_dead(tracks),
-            ("vanishing", _vanishing(judged, kind) if GRADIENT in kind else ""),
-            ("noisy", _noisy(tracks, judged.noisy)),
+            (
+                "vanishing",
+                _vanishing(tracks, others, kind) if compared and GRADIENT in kind else "",
+            ),
+            ("noisy", _noisy(tracks, noisy)),
             *(("level changed", _level(whole, params)) for whole in wholes),
         ]
         # Weights grow in healthy trainings, and how much an update moves says little by itself.
@@ -61,7 +61,6 @@ def callouts(history: History, params: int) -> Iterator[str]:
 
 
 def whole_name(whole: Whole, params: int) -> str:
-    """Return what to call the norm of several tensors together."""
     number = len(whole.names)
     if number == 1:
         return f"norm of {printable(whole.names[0])}"
@@ -70,18 +69,6 @@ def whole_name(whole: Whole, params: int) -> str:
 
 def nouns(kind: str) -> str:
     return "parameter" if kind == GRADIENT else "tensor"
-
-
-def _judged(tracks: Sequence[Track]) -> _Judged:
-    compared = len(tracks) >= _LEAST_COMPARED
-    far = _FAR * max(_usual(tracks), 1.0)
-    exploded = [one for one in tracks if one.has_grown or (compared and one.median >= far)]
-    # Beside an explosion all else is small.
-    names = {track.name for track in exploded}
-    others = [track for track in tracks if track.name not in names]
-    usual = _usual(others)
-    vanished = _vanished(tracks, others, usual) if compared else []
-    return _Judged(exploded, vanished, _noisy_ones(tracks), usual)
 
 
 def _usual(tracks: Sequence[Track]) -> float:
@@ -165,12 +152,12 @@ def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> str:
     return f"{_names(far)}; {text}"
 
 
-def _spike(tracks: Sequence[Track], judged: _Judged, wholes: Sequence[Whole], params: int) -> str:
-    # A noisy tensor has peaks all the time, and an explosion ends in one.
-    loud = {track.name for track in (*judged.noisy, *judged.exploded)}
+def _spike(
+    tracks: Sequence[Track], loud: Collection[str], wholes: Sequence[Whole], params: int
+) -> str:
     quiet = [track for track in tracks if track.name not in loud]
     for whole in wholes:
-        if len(whole.names) == 1 or not loud.isdisjoint(whole.names):
+        if len(whole.names) == 1 or any(name in loud for name in whole.names):
             continue
         finite = np.isfinite(whole.values)
         spike = largest_spike(whole.steps[finite], whole.values[finite])
@@ -221,14 +208,15 @@ def _shrank_before(track: Track, step: int) -> bool:
     return bool(len(before)) and bool(np.nanmax(before, initial=0.0) * _FAR < track.first)
 
 
-def _vanishing(judged: _Judged, kind: str) -> str:
-    far = sorted(judged.vanished, key=lambda track: track.median)
+def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> str:
+    usual = _usual(others)
+    far = sorted(_vanished(tracks, others, usual), key=lambda track: track.median)
     if not far:
         return ""
-    if far[0].median * _FAR < judged.usual:
+    if far[0].median * _FAR < usual:
         text = (
             f"the median norm of {printable(far[0].name)} is {far[0].median:.3g}, and one of ten {nouns(kind)}s has "
-            f"more than {judged.usual:.3g}"
+            f"more than {usual:.3g}"
         )
     else:
         most = min(far, key=lambda track: track.growth)

@@ -31,9 +31,7 @@ class Ending(NamedTuple):
     state: State  # "unknown" where no end was written
     words: str  # the same in words, with the ranks if they differ
     ranks: Mapping[int, str]
-    edits: Collection[str] = (
-        frozenset()
-    )  # ids of rules that edit gradients, whose events are no trips
+    edits: Collection[str] = frozenset()  # ids of rules that edit, whose events are no trips
 
     def lines(self, events: Sequence[Event]) -> Iterator[str]:
         """Yield one or two lines: how the run ended, and the first diagnosis."""
@@ -70,7 +68,6 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
 def ending_of(run: Run, edits: Collection[str] = frozenset()) -> Ending:
-    """Return how an open run ended, by what its ranks have written."""
     states, words = [], {}
     for rank, state in run.states.items():
         of_rank, words[rank] = _of_rank(state, run.endings.get(rank, {}), run.last_write(rank))

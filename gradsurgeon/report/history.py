@@ -15,14 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import (
-    Flags,
-    Sheet,
-    has_grown,
-    joined,
-    numbers_of,
-    read_sheet,
-)
+from gradsurgeon.report.sheets import Flags, Sheet, has_grown, joined, numbers_of, read_sheet
 from gradsurgeon.report.spikes import Floats, Ints, Spike
 from gradsurgeon.store import Key, WholeSeries
 
@@ -111,14 +104,7 @@ class Whole(NamedTuple):
 
 
 class History:
-    """The l2 norms of one run.
-
-    Args:
-        series: every series to read, with columns that another one has recorded as well.
-        kinds: what each rule measures, such as "gradient" or "output".
-        order: names in the order of the model, as far as known.
-        pending: returns the number of the update that a series waits for at its end, if it never came.
-    """
+    """The l2 norms of one run, read from series, each with columns that another one has recorded as well."""
 
     def __init__(
         self,
@@ -126,6 +112,7 @@ class History:
         kinds: Mapping[str, str],
         order: Sequence[str] = (),
         *,
+        # Returns the number of the update that a series waits for at its end, if it never came.
         pending: Callable[[WholeSeries], int | None] = lambda _: None,
         rule: str | None = None,
         newest: int | None = None,
@@ -203,7 +190,6 @@ class History:
 
     @cached_property
     def tracks(self) -> list[Track]:
-        """Every tensor that is shown."""
         # Tensors that lie in the same series are read and judged together.
         groups: dict[tuple[object, ...], list[list[tuple[int, int]]]] = {}
         for (_, name), source in self.shown.items():
@@ -221,7 +207,6 @@ class History:
 
     @cached_property
     def gradients(self) -> list[Whole]:
-        """The norms of all gradients together."""
         return self.wholes()
 
     def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[Whole]:
@@ -334,7 +319,6 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
-    """Return some tensors over the same columns, at most so many."""
     every = np.unique(np.concatenate([np.empty(0, np.int64), *(track.steps for track in tracks)]))
     if not len(every):
         none = np.empty((len(tracks), 0))

@@ -10,13 +10,7 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.rules_and_events import (
-    COSINE,
-    DISTANCE,
-    LOSS_STATS,
-    RATIO,
-    WEIGHT,
-)
+from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
 from gradsurgeon.report.sheets import blocks
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.tables import Table
@@ -30,10 +24,6 @@ _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _TAGGED_HEAD = ("loss", "history", "first", "least", "max", "last", "non-finite")
 _PAIR_HEAD = ("losses", "mean cosine", "least", "< 0", "ratio", "calls")
 _WEIGHT_HEAD = ("loss", "mean weight", "least", "largest", "calls")
-_PAIR_HINTS = (
-    "cosine < 0: a small step down one loss is a step up the other",
-    "ratio: median norm of the first over the second",
-)
 
 
 class Measured(NamedTuple):
@@ -86,7 +76,13 @@ def losses_of(
     joint: dict[tuple[str, str, str], list[Measured]] = {}
     for curve in found:
         joint.setdefault((curve.rule, curve.stat, curve.name), []).append(curve)
-    return list(map(_joined, joint.values()))
+    every_curve = []
+    for parts in joint.values():
+        steps = np.concatenate([part.steps for part in parts])
+        order = np.argsort(steps, kind="stable")
+        values = np.concatenate([part.values for part in parts])[order]
+        every_curve.append(parts[0]._replace(steps=steps[order], values=values))
+    return every_curve
 
 
 def _tagged(
@@ -118,13 +114,6 @@ def _curves(series: WholeSeries, names: Sequence[str], newest: int | None) -> It
         if there.any():
             values = numbers[there, column].astype(float)
             yield Measured(series.key.rule, series.key.stat, name, steps[there], values, every)
-
-
-def _joined(parts: Sequence[Measured]) -> Measured:
-    steps = np.concatenate([part.steps for part in parts])
-    order = np.argsort(steps, kind="stable")
-    values = np.concatenate([part.values for part in parts])[order]
-    return parts[0]._replace(steps=steps[order], values=values)
 
 
 def tagged_table(found: Sequence[Measured]) -> Table:
@@ -176,10 +165,8 @@ def _pairs(worst: Sequence[Measured], by_stat: dict[str, list[Measured]]) -> Tab
         ]
         for one in worst[:_ROWS]
     ]
-    low = [one for one in worst if one.numbers["mean"] < 0]
-    text = "no losses conflict on average"
-    if low:
-        text = f"{count(len(low), 'pair')} of {len(worst):,} conflict on average"
+    low = sum(one.numbers["mean"] < 0 for one in worst)
+    text = f"{count(low, 'pair')} of {len(worst):,} conflict on average"
     missing = sum(len(one.values) - len(one.finite) for one in worst)
     left_out = (
         f"left out: {missing:,} times a loss of a pair gave no gradient, or none that is finite"
@@ -190,7 +177,7 @@ def _pairs(worst: Sequence[Measured], by_stat: dict[str, list[Measured]]) -> Tab
         rows,
         right=frozenset(range(1, len(_PAIR_HEAD))),
         levels=["warning" if one.numbers["mean"] < 0 else "" for one in worst[:_ROWS]],
-        notes=[*_more(worst), *_PAIR_HINTS, text, *[left_out] * bool(missing)],
+        notes=[*_more(worst), text, *[left_out] * bool(missing)],
     )
 
 

@@ -1,21 +1,33 @@
-"""The tables of norms: a row for each tensor, one table for each kind."""
+"""The tables of norms, one for each kind of tensors, and where the norms of replicas differ. Needs numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import nouns, whole_name
-from gradsurgeon.report.history import History, Source, Track, Whole
-from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES
+from gradsurgeon.report.history import POINTS, History, Source, Track, Whole
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
+from gradsurgeon.report.sheets import blocks
 from gradsurgeon.report.tables import Table
+
+if TYPE_CHECKING:
+    from gradsurgeon.store.rank_file import StoredSeries
+    from gradsurgeon.store.run import Run
 
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _HEAD = ("history", "first", "median", "max", "last", "non-finite")
 _CELLS = 80  # of a history, as wide as the widest view
+# What DDP has reduced is the same to the last bit; other set-ups reduce in another order on each rank.
+_TOLERANCE = 1e-3
+# Ranks whose norms were alike in so many rows are replicas.
+_ALIKE = 3
+_REDUCED = POINTS[:2]
 
 
 class NormTable(NamedTuple):
@@ -27,7 +39,6 @@ class NormTable(NamedTuple):
 
 
 def norm_tables(history: History) -> list[NormTable]:
-    """Return one table for each kind of tensors that has norms."""
     tables = []
     for kind in history.kinds:
         tracks = history.of_kind(kind)
@@ -88,15 +99,11 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
 
     def urgency(track: Track) -> tuple[object, ...]:
         first_bad = track.nonfinite_steps[0]
-        is_finite = first_bad < 0
+        times = track.spike.times if track.spike else 0.0
         size = -track.median if track.median > 0 else 0.0
-        return is_finite, 0 if is_finite else first_bad, _by_spike(track), size
+        return first_bad < 0, first_bad, -times, size
 
     return sorted(tracks, key=urgency)
-
-
-def _by_spike(track: Track) -> float:
-    return -track.spike.times if track.spike is not None else 0.0
 
 
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:
@@ -107,3 +114,48 @@ def labels(wholes: Sequence[Whole], params: int) -> list[str]:
         f"{text}: {one.names[0]} ..." if several and len(one.names) > 1 else text
         for text, one in zip(texts, wholes, strict=True)
     ]
+
+
+def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
+    """Return a sentence on the first step and parameter at which replicas differ, empty if none do.
+
+    Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
+    apart, or a script averages their gradients after the norms were taken.
+    """
+    lowest: dict[tuple[object, ...], StoredSeries] = {}
+    found = []
+    for series in run:
+        key = series.key
+        if key.stat == STAT and key.point in _REDUCED and kinds.get(key.rule) == GRADIENT:
+            other = lowest.setdefault(tuple(key), series)
+            difference = None if other is series else _first_difference(other, series, newest)
+            found += [difference] if difference else []
+    if run.meta.get("replicas") is not True:
+        found = [one for one in found if one[1] >= _ALIKE]
+    return min(found)[2] if found else ""
+
+
+def _first_difference(
+    one: StoredSeries, other: StoredSeries, newest: int | None
+) -> tuple[int, int, str] | None:
+    """Return the first step at which two ranks differ, how many rows before were alike, and the sentence on it."""
+    # Of two ranks that are read while they write, one may have more rows.
+    start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
+    both = zip(blocks(one, start), blocks(other, start), strict=False)
+    alike = start
+    for (steps, values, present), (steps_2, values_2, present_2) in both:
+        length = min(len(steps), len(steps_2))
+        if not np.array_equal(steps[:length], steps_2[:length]):
+            return None  # the ranks have recorded other steps
+        a, b = values[:length], values_2[:length]
+        with np.errstate(all="ignore"):
+            apart = ~np.isclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        apart &= present[:length] & present_2[:length]
+        if apart.any():
+            row, column = (int(place) for place in np.argwhere(apart)[0])
+            step, name = int(steps[row]), printable(one.key.names[column])
+            norms = f"{a[row, column]:.3g} on rank {one.rank} and {b[row, column]:.3g} on rank {other.rank}"
+            told = f"ranks differ from step {step} on: the norm of {name} is {norms}"
+            return step, alike + row, told
+        alike += length
+    return None

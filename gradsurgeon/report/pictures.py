@@ -73,7 +73,6 @@ def _features(
 
 
 def _rule(session: Any) -> str:
-    """Return the only `capture` rule."""
     ids = [one.id for one in session.plan.rules.rules if one.role == "capture"]
     if not ids:
         raise RecordError(
@@ -87,7 +86,6 @@ def _rule(session: Any) -> str:
 def _kept(
     session: Any, rule: str, name: str | Sequence[str] | None, step: int | None, call: int | None
 ) -> tuple[tuple[str, int, int], Tensor]:
-    """Return the newest tensor that a rule has kept of a name, step and call, and its own."""
     from gradsurgeon.report.plots import matching  # noqa: PLC0415 # needs matplotlib
 
     kept = session.captured(rule)

@@ -227,11 +227,7 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
 
 
 def _dress(axes: Axes, grid: Grid, report: Report) -> None:
-    """Write the title, and what a column stands for that is no single step."""
     each = f"step (the largest of each {grid.each:,} records)"
     axes.set_xlabel(each if grid.each > 1 else "step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    title = f"l2 norms: {plain(report.title)}"
-    if report.records.dropped:
-        title += " (the oldest records have made room)"
-    axes.set_title(title, loc="left", fontsize=10, pad=10)
+    axes.set_title(f"l2 norms: {plain(report.title)}", loc="left", fontsize=10, pad=10)

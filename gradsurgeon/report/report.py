@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
-# How the status of a rule tells that the rule was due and has not fired.
+# In the status of a rule that was due and has not fired.
 _DUE = "was due in"
 
 
@@ -106,16 +106,13 @@ class Report:
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and last the rules."""
         norms = [found.table for found in self.norms]
-        from gradsurgeon.report.losses import (  # noqa: PLC0415 # needs numpy
-            loss_tables,
-            tagged_table,
-        )
+        from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
 
         if self.norms_title:
             norms.append(Table(self.norms_title, (), ()))
         if tagged := self.tagged:
-            norms.append(tagged_table(tagged))
-        norms += (table for table, _ in loss_tables(self.losses, observed=self.observed))
+            norms.append(losses.tagged_table(tagged))
+        norms += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
         if self.statuses:
             norms.append(rule_table(self.rules, self.statuses, self.events))
         return norms
@@ -131,14 +128,8 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        return History(
-            self.series,
-            kinds,
-            self.params,
-            pending=self._pending_step,
-            rule=rule,
-            newest=self.newest,
-        )
+        every, pending = self.series, self._pending_step
+        return History(every, kinds, self.params, pending=pending, rule=rule, newest=self.newest)
 
     def _pending_step(self, series: WholeSeries) -> int | None:
         key = series.key
@@ -253,34 +244,31 @@ def _lines(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    rules = dict.fromkeys((*report.rules, *report.statuses))
+    rules, ended = [], report.ended
+    for rule in dict.fromkeys((*report.rules, *report.statuses)):
+        info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
+        values = None if status is None else asdict(status)
+        rules.append({"id": rule, "action": info.action, "role": info.role, "status": values})
     return {
         "version": 1,
         "title": report.title,
-        "ended": None if report.ended is None else _ended(report.ended, report),
+        "ended": ended
+        and {
+            "state": ended.state,
+            "words": ended.words + ended.outcome(report.events),
+            "ranks": {str(rank): words for rank, words in ended.ranks.items()},
+        },
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),
         # A sentence like the others, though nothing may be wrong.
         "remarks": [*report.remarks, *filter(None, [report.frozen_note])],
         "params": list(report.params),
-        "rules": [_rule(report, rule) for rule in rules],
+        "rules": rules,
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
         "median_of_one_step_in": report.history.sampled,
     }
-
-
-def _ended(ended: Ending, report: Report) -> dict[str, Any]:
-    words = ended.words + ended.outcome(report.events)
-    ranks = {str(rank): words for rank, words in ended.ranks.items()}
-    return {"state": ended.state, "words": words, "ranks": ranks}
-
-
-def _rule(report: Report, rule: str) -> dict[str, Any]:
-    info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
-    values = None if status is None else asdict(status)
-    return {"id": rule, "action": info.action, "role": info.role, "status": values}
 
 
 def _losses(one: Measured) -> dict[str, Any]:

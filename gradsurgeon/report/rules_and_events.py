@@ -41,7 +41,6 @@ _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
 def rule_table(
     infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
 ) -> Table:
-    """Return what each rule did."""
     rows = []
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
@@ -67,7 +66,6 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
-    """Return how often a trap has looked and tripped, and when last."""
     ranks = sorted({event.rank for event in trips}) or [0]
     # Each rank counts its own; and events are bounded, which the count is not.
     counted = math.ceil(round(status.changed * status.fired) / len(ranks))
@@ -81,13 +79,11 @@ def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return a few names, and how many more there are."""
     shown = ", ".join(printable(name) for name in names[:_NAMES])
     return shown + (f", and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
 
 
 def never_reached(names: Sequence[str]) -> str:
-    """Return the sentence on parameters that should learn and got no gradient."""
     return f"never got a gradient: {listed(names)}"
 
 
@@ -129,17 +125,15 @@ def event_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[E
         # numbers in it; the second line of a trap says what was done, so "giving up" stands alone.
         wording = re.sub(r"\d[\d,.]*", "#", "".join(event.message.split("\n", 2)[:2]))
         groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
-    folded = list(map(_group, groups.values()))
+    folded = []
+    for same in groups.values():
+        steps, ranks = [one.step for one in same], sorted({one.rank for one in same})
+        ends = min(steps), max(steps)
+        folded.append(EventGroup(same[0], by_kind(same).total(), ends, ranks))
     # The beginning tells what went wrong first, the end what stopped the run.
     half = _EVENTS // 2
     left_out = folded[half:-half]
     return folded[:half], sum(group.times for group in left_out), folded[half:][-half:]
-
-
-def _group(events: Sequence[Event]) -> EventGroup:
-    steps = [event.step for event in events]
-    ranks = sorted({event.rank for event in events})
-    return EventGroup(events[0], by_kind(events).total(), (min(steps), max(steps)), ranks)
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:

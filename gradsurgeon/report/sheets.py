@@ -131,7 +131,6 @@ def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Itera
 
 
 def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet:
-    """Return the columns of several sheets as one sheet, in an order of all their columns."""
     owners = np.repeat(np.arange(len(parts)), [len(sheet.steps) for sheet, _ in parts])[order]
     places = np.concatenate([np.arange(len(sheet.steps)) for sheet, _ in parts])[order]
 
@@ -149,7 +148,6 @@ def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet
 
 
 def has_grown(rise: float, largest: float) -> bool:
-    """Return whether norms have grown so far and so high that the tensor explodes."""
     return rise >= GROWTH and largest >= LARGE
 
 

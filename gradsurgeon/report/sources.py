@@ -15,14 +15,7 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import (
-    GRADIENT,
-    STAT,
-    UPDATES,
-    WEIGHTS,
-    RuleInfo,
-    edits_of,
-)
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
 from gradsurgeon.schema import VERSION
 from gradsurgeon.store.layout import database_name, job, job_size, section
 
@@ -60,7 +53,11 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
     """Return the report of an open run, finished or still being written, or of its `newest` rows. Reads all it needs."""
     report = unread(run, newest)
     if is_installed("numpy"):
-        report = replace(report, ranks=_ranks(run, report.rules, newest))
+        if len(run.ranks) > 1:
+            from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
+
+            kinds = {rule: info.kind for rule, info in report.rules.items()}
+            report = replace(report, ranks=ranks_that_differ(run, kinds, newest))
         # The files may be closed before somebody looks at the report.
         _ = report.steps, report.history.tracks, report.losses
     return report
@@ -114,14 +111,6 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
         yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
 
 
-def _ranks(run: Run, rules: Mapping[str, RuleInfo], newest: int | None) -> str:
-    if len(run.ranks) == 1:
-        return ""
-    from gradsurgeon.report.ranks import ranks_that_differ  # noqa: PLC0415 # needs numpy
-
-    return ranks_that_differ(run, {rule: info.kind for rule, info in rules.items()}, newest)
-
-
 def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for param in _list(section(about, "model").get("params")):
         if isinstance(param, dict) and param.get("requires_grad") is False:
@@ -132,7 +121,6 @@ def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def _rule_infos(
     planned: Iterable[Mapping[str, Any]], roles: Mapping[str, Any]
 ) -> dict[str, RuleInfo]:
-    """Return what a report has to know of each rule of a plan."""
     found = {}
     for rule in planned:
         role = section(roles, rule["id"])
@@ -188,7 +176,6 @@ def describe(
 
 
 def _about(plan: Plan) -> dict[str, Any]:
-    """Return what there is to know of rules and model."""
     rules = plan.rules
     params = []
     for param in plan.manifest.params:

@@ -100,7 +100,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis for decimal logarithms."""
     low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
     low = max(low, high - _DECADES_MOST)
     room = max(0.0, _DECADES_LEAST - (high - low)) / 2

@@ -100,7 +100,6 @@ def _assets(*names: str) -> str:
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """Return what the page shows of an open run, in values that JSON has."""
     report = from_run(run)
     rules = section(run.meta, "rules")
     files = rules.get("files")
@@ -242,7 +241,9 @@ def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str,
     return {
         "label": label,
         "steps": steps[worst].tolist(),
-        "values": [_number(floats[place]) if there[place] else None for place in worst],
+        "values": [
+            json_number(float(f"{floats[place]:.6g}")) if there[place] else None for place in worst
+        ],
         "every": every,
     }
 
@@ -255,8 +256,3 @@ def _means(one: Measured) -> dict[str, Any]:
     starts = np.unique(np.arange(min(_POINTS, len(steps))) * len(steps) // min(_POINTS, len(steps)))
     means = np.add.reduceat(each, starts) / np.diff(np.append(starts, len(steps)))
     return line(one.name, steps[starts], means, -(-len(steps) // _POINTS))
-
-
-def _number(value: float) -> float | str:
-    # Six digits are more than anybody reads off a curve.
-    return json_number(float(f"{value:.6g}"))

@@ -221,7 +221,7 @@ def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> Non
 def test_no_conflict_on_average_is_said() -> None:
     records = recorded({"cosine": [[0.5], [0.25]]}, ["a/b"])
     text = str(Report("t", (), rules_of("tasks"), {}, records))
-    assert "  no losses conflict on average\n" in text + "\n"
+    assert "  0 pairs of 1 conflict on average\n" in text + "\n"
 
 
 EIGHT = ["segmentation", "depth", "normals", "edges", "keypoints", "boxes", "train/flow", "albedo"]
