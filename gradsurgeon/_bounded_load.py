@@ -112,7 +112,6 @@ class _Sparing:
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]]:
-    """Return the pickle, and the bytes of each storage by its key."""
     members = archive.infolist()
     if (number := len(members)) > MOST_MEMBERS:
         raise RefusedError(f"it has {number:,} members, and at most {MOST_MEMBERS:,} are read")
@@ -209,7 +208,6 @@ class _DryRun(pickle.Unpickler):
 
 
 def _measure(content: Any) -> None:
-    """Refuse a structure that is nested too deeply, contains itself, or repeats its parts too often."""
     pending, met = [(content, 0)], 0
     while pending:
         value, depth = pending.pop()

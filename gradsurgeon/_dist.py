@@ -31,12 +31,10 @@ def rank() -> int:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as a message names them: ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def having(ranks: Sequence[int]) -> str:
-    """Return ranks as the subject of a sentence: ``rank 1 has`` or ``ranks 0, 2 have``."""
     return f"{named(ranks)} {'have' if len(ranks) > 1 else 'has'}"
 
 
@@ -184,7 +182,6 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
 
 
 def gather(values: Tensor, groups: Groups) -> Tensor:
-    """Return ``values`` of all ranks of some groups. Shape ``[ranks, *values.shape]``. One collective per group."""
     gathered = values[None]
     for group in groups:
         own = gathered.to(_reducible_on(group, gathered.device)).contiguous()
@@ -255,7 +252,6 @@ def attempt() -> str:
 
 
 def own_store(prefix: str) -> Any:
-    """Return the job's store with a separate connection and prefix: a waiting request blocks no other code."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(f"{prefix}/", store().clone())
 

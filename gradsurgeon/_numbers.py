@@ -153,7 +153,6 @@ def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor,
 
 
 def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
-    """Return the ``count`` elements of tensors on the host in their widest dtype; ``None`` for other tensors."""
     if not grads[0].is_cpu:
         return None
     try:
@@ -229,7 +228,6 @@ def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 
 def differs(old: Tensor, new: Tensor) -> Tensor:
-    """Return which elements differ; NaN equals NaN, because an element that stays NaN has not changed."""
     return old.ne(new) & ~(old.isnan() & new.isnan())
 
 
@@ -242,7 +240,6 @@ def ends(grad: Tensor) -> tuple[float, float]:
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """Multiply strided tensors in place by one number, or each by its own, in float32 at least."""
     dtypes, is_cpu = {grad.dtype for grad in grads}, [grad.is_cpu for grad in grads]
     if not HALF.isdisjoint(dtypes) and any(is_cpu):
         for number, grad in enumerate(grads):
@@ -258,7 +255,6 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         kinds.setdefault((part.device, part.dtype), []).append(part)
@@ -273,7 +269,6 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def nonfinite(grad: Tensor) -> Tensor | int:
-    """Return the number of non-finite elements: a number on the host, else an unread 0-dim tensor."""
     elements = values(grad)
     if _torch.is_host(elements):
         # Nearly always all elements are finite, and one pass for their sum proves it.

@@ -31,7 +31,6 @@ def _column_signs(device: torch.device) -> Tensor:
 
 
 def _signs(pattern: int, length: int, device: torch.device) -> Tensor:
-    """Return the first signs of a pattern, float32 of shape ``[length]``."""
     state = torch.arange(1, length + 1, dtype=torch.int64)
     state = state * -7046029254386353131 + (PATTERN * 1000 + pattern)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -53,7 +52,6 @@ def _row_signs(length: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _all(device: torch.device) -> Tensor:
-    """Return the signs of all elements of a small tensor. Shape ``[PROJECTIONS, n]``, float64."""
     return torch.stack([_signs(_ALL + k, _FULL, device).double() for k in range(PROJECTIONS)])
 
 
@@ -98,7 +96,6 @@ def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
 
 
 def _of_block(part: Tensor, places: list[Tensor], sizes: list[int], whole: int) -> Tensor:
-    """Return the projections of a part, given its indices in the whole by dimension, and the shape of the whole."""
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=part.device)
     most = max(1, _INDICES // max(1, part.numel() // len(part)))
     for piece, first in zip(torch.split(part, most), torch.split(places[0], most), strict=True):

@@ -30,7 +30,6 @@ _HAS_CUDA = bool(_cuda._is_compiled())  # noqa: SLF001
 
 
 def keeps_graph() -> bool:
-    """Return, inside a hook, whether another backward pass may run through this graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
 
 
@@ -40,7 +39,6 @@ def current_node() -> Any:
 
 
 def node_of(root: Node | Tensor) -> Node:
-    """Return ``root`` if it is a node, else the node that accumulates the gradient of the leaf ``root``."""
     return get_gradient_edge(root).node if isinstance(root, Tensor) else root
 
 
@@ -102,7 +100,6 @@ def lacks_operations(tensor: Tensor) -> bool:
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Return whether the host can read a value of ``tensor`` without waiting for a device."""
     return tensor.is_cpu
 
 
@@ -124,8 +121,6 @@ class Stream:
 
 
 class Arrival:
-    """Copies of 1-dim tensors of one device, on their way to the host."""
-
     def __init__(self, parts: Sequence[Tensor], host: Tensor, event: Any = None) -> None:
         # Kept until the copies are done: torch must not reuse the memory of another stream before it is read.
         self._parts = parts
@@ -168,7 +163,6 @@ def send(parts: Sequence[Tensor]) -> Arrival:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype and device; a single tensor may share memory with the result."""
     # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
     if set(map(Tensor.dim, tensors)) == {1}:
         return torch.cat(list(tensors))
@@ -207,7 +201,6 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
 
 @contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
-    """Disable all tensor hooks of parameters, which `torch.autograd.grad` would otherwise run and apply."""
     # The tables are emptied and refilled, not exchanged: a hook that is registered or removed meanwhile
     # must reach the table of the parameter.
     kept = []
@@ -302,7 +295,6 @@ def _skip_frames(function: Any, *, callees: str) -> None:
 
 
 def forget_compiled_code() -> bool:
-    """Drop all compiled code, without importing the compiler; return whether there was any."""
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
         return False

@@ -18,8 +18,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class ModuleProgram:
-    """The rules on the tensors of one module, in file order."""
-
     name: str
     on_input: tuple[Rule, ...]
     on_output: tuple[Rule, ...]
@@ -52,7 +50,6 @@ class Program:
 
     @property
     def watched(self) -> Sequence[int]:
-        """The parameters whose gradients reveal a backward pass: all, if rules are on modules alone."""
         return self.armed or range(len(self.names))
 
     @cached_property
@@ -61,7 +58,6 @@ class Program:
 
     @cached_property
     def site_rules(self) -> list[tuple[Rule, str]]:
-        """The rules on module tensors and tags, each with the module that counts its steps."""
         found: dict[str, tuple[Rule, str]] = {}
         for module in self.modules:
             for rule in (*module.on_input, *module.on_output, *module.on_shared):

@@ -254,7 +254,6 @@ def _range(body: str) -> str:
 
 
 def _range_regexes(low: int, high: int) -> Iterator[str]:
-    """Yield expressions that together match the numbers from ``low`` to ``high``."""
     while low <= high:
         # The largest block of numbers that differ in their last digits only: 130 to 199 is 1[3-9]\d.
         digits = 0
@@ -268,7 +267,6 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 
 
 def _join(pieces: Iterable[str | None]) -> str:
-    """Join pieces: between two stars the first fit is as good as any."""
     chunks = [""]
     for piece in pieces:
         if piece is not None:

@@ -56,7 +56,6 @@ def published() -> dict[str, Included]:
 
 
 def rule_file(spec: str) -> Included:
-    """Return the file of a pack, named as in `include`, or raise `IncludeError`."""
     known, name = published(), spec[len(PREFIX) :]
     if name in known:
         return known[name]

@@ -125,7 +125,6 @@ class Document:
         return self.missing_place(path)
 
     def key_place(self, path: Path) -> Place:
-        """Return the place of the key at the end of ``path``, or of the value if it has no key."""
         parent = self._find(path[:-1])
         if path and isinstance(parent, _Collection) and (key := parent.keys.get(str(path[-1]))):
             return self._source.place(key.start, key.end)
@@ -168,7 +167,6 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
 
 
 def parse(text: str, file: str = "<text>") -> Document:
-    """Read YAML text. Never raises for its content: see ``problems`` of the document."""
     reader, root = _Reader(source := _Text(file, text)), None
     try:
         reader.check_text()
@@ -198,7 +196,6 @@ class _Reader:
         self.problems.append(Problem(place, check, message, hint))
 
     def check_text(self) -> None:
-        """Refuse text that must not reach the scanner."""
         text = self.source.text
         limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else MAX_BYTES
         if len(text.encode("utf-8", "surrogatepass")) > limit:
@@ -259,7 +256,6 @@ class _Reader:
             self.attach(self.close(event))
 
     def register(self, event: Any, node: _Node) -> None:
-        """Record the anchor of a node, and its tag, which is always an error."""
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         if event.tag is not None:
@@ -316,7 +312,6 @@ class _Reader:
             self.pair(parent, key, node)
 
     def pair(self, parent: _Collection, key: _Node, value: _Node) -> None:
-        """Put a key and its value into a mapping; of two equal keys only the first."""
         name = key.data
         if key.plain and name == "<<":
             self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)

@@ -79,7 +79,6 @@ def of_column(column: str) -> Statistic:
 
 
 def _late(room: str) -> Any:
-    """Return a room that needs torch: linting must not need it."""
     return import_module(f"gradsurgeon.{room}")
 
 

@@ -168,7 +168,6 @@ def spelled(path: tuple[int | str, ...]) -> str:
 
 
 def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
-    """Return the pairs of rules on a value and on its gradient. ``rules`` has the tensor of each rule by id."""
     return [
         (value, gradient)
         for value, of_value in rules.items()

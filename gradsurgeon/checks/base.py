@@ -55,19 +55,16 @@ class Model:
         self.kinds = {tensor: type(holder).__name__ for tensor, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:
-        """Return whether it is in evaluation mode; ``None`` if that makes no difference."""
         root = self._root()
         if root is None or not self._modal:
             return None
         return not root.training and not any(module.training for module in self._modal)
 
     def is_resting(self, tensor: int) -> bool:
-        """Return whether the holder of a parameter is in evaluation mode in a model that trains."""
         root, holder = self._root(), self._holders.get(tensor)
         return root is not None and holder is not None and root.training and not holder.training
 
     def is_configured_untied(self) -> bool:
-        """Return whether a configuration in it says that embedding and head are not tied."""
         root = self._root()
         configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
         # Models of Hugging Face have one.
@@ -108,7 +105,6 @@ class Mail:
         return _dist.own_store(self._prefix)
 
     def post(self, key: str, rows: Rows) -> None:
-        """Send rows to the first of the ranks."""
         if self.rank:
             with suppress(RuntimeError):
                 self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
@@ -227,13 +223,11 @@ class Update(Moment):
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
-        """By parameter, its group of the optimizer; parameters that no optimizer owns are missing."""
         found = self.optimizer.param_groups if self.optimizer is not None else ()
         return self._by_tensor({id(param): group for group in found for param in group["params"]})
 
     @cached_property
     def state(self) -> Mapping[int, Mapping[str, Any]]:
-        """By parameter, its state in the optimizer."""
         found = self.optimizer.state if self.optimizer is not None else {}
         return self._by_tensor({id(param): state for param, state in found.items()})
 

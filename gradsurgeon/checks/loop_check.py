@@ -199,13 +199,11 @@ def _maker(done: Pass) -> str:
 
 
 def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
-    """Return whether any element of some gradients is not 0; ``None`` if there are no gradients."""
     flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
 def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
-    """Return whether a gradient still has the values that it had at the last update, if they are not all 0."""
     return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
 
 
@@ -220,7 +218,6 @@ def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
 
 
 def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:
-    """Return the norm and the largest element of all gradients together, nothing without gradients."""
     found = [grads[t] for t in tensors if t in grads and grads[t].layout == torch.strided]
     if not found:
         return ()

@@ -59,8 +59,6 @@ class _Owner:
 
 
 class RanksCheck(Check):
-    """Compares norms of final gradients and a few weights with those of the other ranks, waiting for nobody."""
-
     def __init__(self) -> None:
         self._owners: dict[Hashable, _Owner] = {}
         self._passes = 0
@@ -96,7 +94,6 @@ class RanksCheck(Check):
 
 
 def _exchanged(owner: _Owner, tensors: Sequence[int], mail: Mail) -> Iterator[Finding]:
-    """Send a full batch, and compare the batches that all ranks have sent by now."""
     if len(owner.rows) < min(BATCH, 1 + owner.sent):
         return
     rows, owner.rows = owner.rows, []
@@ -136,7 +133,6 @@ def _norms(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def _compared(
     owner: _Owner, tensors: Sequence[int], ours: Sequence[_Row], theirs: Mapping[int, Rows]
 ) -> Iterator[Finding]:
-    """Compare rows with those of the other ranks, which are by rank and number of passes."""
     count = len(tensors)
     for row in ours:
         others = {rank: rows.get(row.passes, ()) for rank, rows in theirs.items()}

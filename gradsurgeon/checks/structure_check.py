@@ -86,7 +86,6 @@ def _rows_equal(param: Tensor) -> bool:
 
 
 def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
-    """Return whether the rows of a weight are equal and have equal gradients other than 0."""
     if grad is None or grad.layout != torch.strided or not _rows_equal(param):
         return False
     same = torch.allclose(grad, grad[:1].expand_as(grad), rtol=_ROUNDING, atol=0.0)

@@ -185,7 +185,6 @@ class UpdateCheck(Check):
 
 
 def _is_homeless(leaf: Tensor) -> bool:
-    """Return whether a leaf belongs to no module and no optimizer. Searches all objects."""
     held = [module.parameters(recurse=False) for module in _live.instances(nn.Module)]
     held += [
         g["params"] for o in _live.instances(Optimizer) for g in getattr(o, "param_groups", ())
@@ -198,7 +197,6 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
 
 
 def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
-    """Return why a parameter does not move, if that is a fault, and how many updates to wait."""
     param, group = update.params[tensor], update.groups.get(tensor)
     if tensor in update.frozen:
         return "frozen", WINDOW
@@ -240,7 +238,6 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
 
 
 def _should_move(update: Update, tensor: int, lr: float) -> bool:
-    """Return whether an update is surely larger than the rounding of the weight, for at least one element."""
     param, state, grad = update.params[tensor], update.state.get(tensor, {}), update.grads[tensor]
     size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
     # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
@@ -251,7 +248,6 @@ def _should_move(update: Update, tensor: int, lr: float) -> bool:
 
 
 def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
-    """Yield a finding for weights that an update made non-finite from finite gradients."""
     having = [t for t in spoilt if t in update.grads]
     finite = [t for t in having if bool(_numbers.values(update.grads[t]).isfinite().all())]
     if finite:
@@ -264,7 +260,6 @@ def _rms(grad: Tensor) -> float:
 
 
 def _usual_gradient(update: Update) -> float:
-    """Return the median over all parameters of the root mean square of the gradient."""
     sizes = [_rms(update.grads[t]) for t in update.tensors if t in update.grads]
     return float(torch.tensor(sizes).median()) if sizes else 0.0
 

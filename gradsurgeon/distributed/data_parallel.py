@@ -52,12 +52,10 @@ _torch.compile_within_caller(_prepared)
 
 
 def averages_plainly(wrapper: Any) -> bool:
-    """Return whether a wrapper averages by itself: no communication hook does something else."""
     return not wrapper._comm_hooks  # noqa: SLF001 # there is no public name
 
 
 def ran_alone(wrapper: Any) -> bool:
-    """Return whether the last forward pass of a wrapper was under `no_sync`, or without gradients."""
     return not wrapper.require_forward_param_sync
 
 
@@ -116,7 +114,6 @@ def _is_reduced(wrapper: Any) -> bool:
 
 
 def averaged_by(wrapper: Any) -> list[Tensor]:
-    """Return the parameters whose gradients a wrapper averages; a script can exclude some."""
     # There are no public names. The reducer averages the second list in one go, early or late.
     return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
 

@@ -38,7 +38,6 @@ class Cast(NamedTuple):
 
 
 def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return a structure with floating point tensors of a dtype, and all tensors on a device."""
     new = {
         path: tensor.to(device, dtype if tensor.is_floating_point() else None)
         for path, tensor in tensors_in(value)

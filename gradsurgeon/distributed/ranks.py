@@ -71,11 +71,9 @@ class Ranks:
         return [wrapper for wrapper, _ in self._live()]
 
     def look_again(self) -> None:
-        """Search again for parameters, some of which may be sharded by now."""
         self._known = not self.are_several
 
     def _live(self) -> list[tuple[Any, frozenset[int]]]:
-        """Return the wrappers that contain some of the parameters, in the same order on all ranks."""
         if not self.are_several:
             return []
         self._search_once()
@@ -101,7 +99,6 @@ class Ranks:
         self._meshes = list(meshes.values())
 
     def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups of the meshes that have some of the parameters."""
         self._search_once()
         wanted = set(tensors) if self._meshes else set()
         groups: list[Any] = []
@@ -124,7 +121,6 @@ class Ranks:
     def averaging(
         self, tensors: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
-        """Return the group, if any, over which a pass that begins now averages, and the ids of its parameters."""
         groups: dict[Any, set[int]] = {}
         for wrapper in self.wrappers_of(tensors):
             held = self._params()
@@ -154,7 +150,6 @@ class Ranks:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the running backward pass ends with an average over ranks, which overwrites contributions."""
         return bool(self._reducing())
 
     def averaged(self) -> frozenset[int]:
@@ -163,7 +158,6 @@ class Ranks:
         return frozenset(map(id, params))
 
     def own(self, tensors: Collection[int]) -> list[int]:
-        """Return the tensors, among some, that are neither averaged nor sharded."""
         averaged, params = self.averaged(), self._params()
         return [
             tensor
@@ -176,7 +170,6 @@ class Ranks:
 
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
-    """Return the groups that no other group contains, as a group of experts may be."""
     if len(groups) < 2:  # noqa: PLR2004 # nearly always
         return groups
     found: dict[Any, frozenset[int]] = {}

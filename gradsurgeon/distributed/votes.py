@@ -182,7 +182,6 @@ class Voter:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Ask the store. If it fails, the votes are over."""
         try:
             yield
         except RuntimeError as error:
@@ -194,7 +193,6 @@ class Voter:
             )
 
     def cast(self, objections: Sequence[Objection]) -> int:
-        """Vote on the update after a pass that has just ended, without waiting; return the number of the pass."""
         self._passes += 1
         self._met = 0
         if not self.is_over:
@@ -270,7 +268,6 @@ class Voter:
         return Decision(tuple(found), objecting == len(self.ranks))
 
     def _awaited(self, key: str, value: int) -> int:
-        """Return the votes on a pass, once all ranks have voted or this rank has waited long enough."""
         began, is_complete = time.monotonic(), self._counter.is_complete
         while not is_complete(value) and not is_complete(value := self._counter.look(key)):
             waited = time.monotonic() - began
@@ -312,7 +309,6 @@ class Voter:
 
 
 def _is_over(store: Any, number: int) -> bool:
-    """Tell whether all ranks have closed. The store may be gone."""
     try:
         return int(store.add("gone", 0)) >= number
     except RuntimeError:
@@ -321,7 +317,6 @@ def _is_over(store: Any, number: int) -> bool:
 
 @atexit.register
 def _leave() -> None:
-    """Report that this rank is gone, and wait for other ranks if they read from a server in this process."""
     for voter in list(_open):
         voter.close()
     end = time.monotonic() + LINGER

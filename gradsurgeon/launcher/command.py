@@ -80,7 +80,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def script_command(target: Sequence[str]) -> list[str]:
-    """Return the command that runs a script as plain Python would, with the flags of this interpreter."""
     # `subprocess` and `multiprocessing` hand on the same flags: -O, -W, some -X and the like.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
     # They omit -u, with which `torchrun` starts its workers so that no output waits in a buffer.

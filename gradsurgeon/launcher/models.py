@@ -120,7 +120,6 @@ class Models:
         return [*header(model.session.plan, [*dict.fromkeys(owners)], model.start), *more]
 
     def _replace_parts(self, root: nn.Module) -> int:
-        """Take the rules off models that are parts of this one; return the step of the furthest."""
         inside = {id(module) for module in root.modules()}
         step = self.settings.start_step or 0
         for model in self._alive():
@@ -171,7 +170,6 @@ class Models:
                 return session, record
 
     def _resume(self, session: Attachment, title: str) -> None:
-        """Load what the rules on a model learnt in the run that is resumed."""
         settings = self.settings
         if not settings.resume or session.step > (settings.start_step or 0):
             return  # A larger model replaces a part that was trained since.
@@ -241,7 +239,6 @@ class Models:
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the outermost modules that own parameters, except losses and modules that keep copies of a model (EMA)."""
     wanted = {id(param) for param in params}
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()

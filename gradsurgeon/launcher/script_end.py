@@ -37,7 +37,6 @@ class ScriptEnd:
             debugger.install(self._models.attached)
 
     def first_step(self) -> None:
-        """Check that the rules fit; end a dry run with the plans and the manifests."""
         self._models.check()
         if not self._settings.dry_run or not self._models.attached:
             return

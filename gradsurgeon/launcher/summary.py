@@ -84,7 +84,6 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
 
 
 def _without_gradient(session: Attachment) -> list[str]:
-    """Return the parameters that should learn and have no norm after any pass; none if old records are gone."""
     records, model = session.records, session.model()
     # A script may freeze more after the plan was made.
     now = session.plan.manifest if model is None else from_model(model)

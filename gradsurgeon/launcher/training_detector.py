@@ -41,7 +41,6 @@ def activate(settings: Settings) -> None:
 
 
 def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
-    """Return rules behind those that make the noise of `--perturb`."""
     if not settings.perturb:
         return rules
     noise = {
@@ -96,7 +95,6 @@ class TrainingDetector:
         self._undo.close()
 
     def search_built(self) -> None:
-        """Find the models of the existing optimizers, whether they will step or not."""
         gc.collect()  # An unreachable optimizer will never step.
         for optimizer in _live.instances(Optimizer):
             try:

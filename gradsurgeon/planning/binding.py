@@ -105,7 +105,6 @@ def _cost(plan: Plan) -> Iterator[str]:
 
 
 def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
-    """Return a warning about patterns of curves that match nothing, or no text."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
     if any(rule.target != "params" for rule in rules):
         return ""

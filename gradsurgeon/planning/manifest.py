@@ -151,7 +151,6 @@ def _transparent(kind: type) -> frozenset[str]:
 
 
 def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield canonical name and module of a tree, shared modules under each of their names."""
     yield prefix, module
     transparent = _transparent(type(module))  # type: ignore[arg-type] # a class has the hash of a class
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
@@ -162,7 +161,6 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def slots(model: Any) -> Iterator[ParameterSlot]:
-    """Yield every place that holds a parameter; a tied parameter has several."""
     for path, module in walk(model):
         # `named_parameters` shows a tied parameter once, under its first name.
         for key, param in module._parameters.items():  # noqa: SLF001
@@ -188,7 +186,6 @@ def from_model(model: Any) -> Manifest:
 
 
 def named_modules(model: Any) -> dict[str, Any]:
-    """Return every module under each of its canonical names; a wrapped module replaces its wrapper."""
     return {path or ROOT: module for path, module in walk(model)}
 
 

@@ -93,7 +93,6 @@ def dumps(manifest: Manifest) -> str:
 
 
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
-    """Write a manifest, but never over a file of another kind."""
     place = Path(path)
     check_replaceable(place, lambda there: begins(there, b'{\n "version"'), "params.json")
     with replacing(place) as file:
@@ -101,7 +100,6 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Return the names in a ``params.json`` or a ``*.safetensors``."""
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return _from_weights(file)
@@ -151,7 +149,6 @@ def _from_weights(file: str) -> Manifest:
 
 
 def _read_json(file: str, *, header: bool = False) -> object:
-    """Return the data of a JSON file, or of the header of a safetensors file."""
     path, length = Path(file), MAX_BYTES
     try:
         with path.open("rb") as stream:
@@ -177,7 +174,6 @@ def _read_json(file: str, *, header: bool = False) -> object:
 
 
 def _checked(kind: type[_Value], value: object, file: str) -> _Value:
-    """Return a value of a type. A program writes these files: their first problem says enough."""
     try:
         valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:

@@ -70,7 +70,6 @@ class NameIndex:
         return suggest(text, self._names)
 
     def select(self, rule: Rule) -> list[Thing]:
-        """Return the things that a rule selects, in model order."""
         chosen = self._under(rule.patterns).keys() - self._under(rule.exclude).keys()
         # Each of many rules may match few of many names, so only the matches are looked at.
         things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
@@ -133,7 +132,6 @@ class NameIndex:
 
 
 def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
-    """Return the index of each target that has names before training: parameters and modules."""
     names = (name for param in manifest.params for name in param.names)
     owners = frozenset(name.rpartition(".")[0] or ROOT for name in names)
     return {
@@ -158,8 +156,6 @@ def _failed_param(where: Where, param: Param) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The matches of one rule in a model."""
-
     things: tuple[Thing, ...] = ()  # none for tags, which the script names
     names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
     members: frozenset[str] = frozenset()  # the names as a set

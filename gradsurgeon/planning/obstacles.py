@@ -59,7 +59,6 @@ class MatchedRules:
 
     @cached_property
     def _clashes(self) -> Mapping[str, list[str]]:
-        """Per rule, why it cannot combine gradients that a rule above it combines already."""
         found: dict[str, list[str]] = {rule: [] for rule in self.rules}
         combining = [one for one in self.rules.values() if isinstance(one, LossRule) and one.edits]
         for number, rule in enumerate(combining):
@@ -76,7 +75,6 @@ class MatchedRules:
 
 
 def _meet(first: Rule, second: Rule) -> bool:
-    """Tell whether two rules on the same thing act on one tensor of it, in one step."""
     # `input` is every tensor among the arguments of a module, so it includes `input[0]`.
     paths = zip(first.ref.path, second.ref.path, strict=False)
     same = first.target == second.target and all(one == other for one, other in paths)
@@ -159,7 +157,6 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
 
 
 def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
-    """Yield why the gradients of parameters that are spread over ranks are out of reach."""
     of_losses = isinstance(rule, LossRule)
     if flat := manifest.flat_params:
         how = f"this one acts on {_ON_MODULES}" if of_losses else "rules act at `step`"

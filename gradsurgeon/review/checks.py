@@ -53,7 +53,6 @@ class LintContext:
         return self._place[first.id] < self._place[second.id]
 
     def overlap(self, first: Rule, second: Rule) -> bool:
-        """Tell whether two rules certainly act on one tensor in one step."""
         if (first.target, first.ref) != (second.target, second.ref):
             return False
         shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(

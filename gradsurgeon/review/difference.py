@@ -29,8 +29,6 @@ class RuleChange:
 
 
 class ChainChange(NamedTuple):
-    """A tensor whose chain of rules differs: ids in order of effect."""
-
     name: str
     before: Ids
     after: Ids
@@ -55,7 +53,6 @@ class Difference:
 
     @property
     def in_effect(self) -> bool:
-        """Whether a training run could show a difference; an order without effect does not count."""
         rules = self.added or self.removed or self.changed
         return bool(rules or self.params or self.tensors)
 
@@ -105,7 +102,6 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
 
 
 def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
-    """Return the effect of a change of rules on a model; a rule that matches nothing is a warning."""
     matcher = Matcher(manifest)
     before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
     order = {param.name: position for position, param in enumerate(manifest.params)}
@@ -201,7 +197,6 @@ def _default(rule: Rule, name: str) -> object:
 
 
 def _given(rule: Rule) -> dict[str, Any]:
-    """Return the options of a rule without defaults, but with its ``at`` or ``tensor``."""
     plain = rule.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     options = {
         key: list(dict.fromkeys(value)) if isinstance(value, list) else value

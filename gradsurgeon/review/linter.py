@@ -13,7 +13,6 @@ _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
 
 def lint(path: str) -> list[Problem]:
-    """Return all problems of a file and its includes; an unreadable file is one of the problems."""
     try:
         document = source.read(path)
     except RuleFileError as error:

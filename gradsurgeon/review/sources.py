@@ -67,7 +67,6 @@ def split(spec: str) -> tuple[str | None, str]:
 
 
 def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
-    """Return the file of a relative entry: below ``folder``, in the same commit."""
     packs.check_portable(entry)
     inside = posixpath.normpath(entry)
     if inside == ".." or inside.startswith("../"):
@@ -90,7 +89,6 @@ def _unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
 
 
 def _ask(spec: str, *arguments: str) -> bytes:
-    """Return the output of git, or raise `RuleFileError` about the file of a commit."""
     # Relative folders on the path are skipped, because a repository could bring its own git.
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
