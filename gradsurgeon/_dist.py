@@ -94,7 +94,6 @@ def places(tensor: Tensor) -> list[Tensor]:
 
 
 def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `local` of each tensor."""
     return list(map(local, tensors)) if any_sharded(tensors) else list(tensors)
 
 
@@ -240,7 +239,6 @@ def patience(groups: Groups) -> float:
 
 
 def store() -> Any:
-    """Return the key-value store of the job, which its default group uses."""
     # There is no public name.
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # see above
 

@@ -31,7 +31,6 @@ def instances(kind: type[_T]) -> list[_T]:
 
 
 def derived(kind: type[Any]) -> list[type[Any]]:
-    """Return a class and all its subclasses, direct and indirect."""
     return [kind, *(each for subclass in kind.__subclasses__() for each in derived(subclass))]
 
 

@@ -27,7 +27,6 @@ def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
 
 
 def values(grad: Tensor) -> Tensor:
-    """Return the stored elements of a gradient of any layout; a sparse gradient leaves out zeros."""
     grad = grad.detach()
     return grad if grad.layout == torch.strided else grad.coalesce().values()
 
@@ -119,7 +118,6 @@ def _scaled_norm(grad: Tensor, order: float) -> Tensor:
 
 
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
-    """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
     if grad.layout == torch.strided and grad.numel():
         # One call without lists. `detach` takes a third of the time of `torch.no_grad`.
         dense = grad.detach()

@@ -40,7 +40,6 @@ def _signs(pattern: int, length: int, device: torch.device) -> Tensor:
 
 
 def _rows(length: int, device: torch.device) -> Tensor:
-    """Return the signs of at least so many rows. Shape ``[PROJECTIONS, n]``, float64."""
     # Powers of two: few tables serve tensors of all sizes.
     return _row_signs(1 << max(10, (length - 1).bit_length()), device)
 

@@ -34,7 +34,6 @@ def keeps_graph() -> bool:
 
 
 def current_node() -> Any:
-    """Return the autograd node that this thread is running, ``None`` outside of a backward pass."""
     return torch._C._current_autograd_node()  # noqa: SLF001
 
 
@@ -67,7 +66,6 @@ class Accumulation:
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph captures the operations of this stream, instead of running them."""
     # Builds without CUDA have the function, but it raises.
     return _HAS_CUDA and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 

@@ -10,8 +10,6 @@ from gradsurgeon.planning import ROOT, Plan
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One rule on the parameters it bound, by their index in `Program.names`."""
-
     rule: Rule
     tensors: tuple[int, ...]
 
@@ -106,7 +104,6 @@ def compile_plan(plan: Plan) -> Program:
 
 
 def _by_tensor(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
-    """Return the rules of each parameter, in the order of the stages."""
     rules: dict[int, list[Rule]] = {}
     for stage in stages:
         for tensor in stage.tensors:

@@ -63,7 +63,6 @@ class TensorFacts:
 
     @property
     def finite(self) -> bool:
-        """Whether all elements are finite."""
         return not (self.nan or self.inf)
 
     @property
@@ -220,6 +219,5 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """The module with its class."""
         name = "the root" if self.module == "." else printable(self.module)
         return f"{name} ({self.module_type})" if self.module_type else name

@@ -111,7 +111,6 @@ class Problem:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, str | int]:
-        """Return the documented JSON form of a problem."""
         return {
             "file": self.place.file,
             "line": self.place.line,

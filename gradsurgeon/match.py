@@ -53,7 +53,6 @@ class Pattern:
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        """The compiled expression, made when the first name is compared."""
         with _quiet():
             return re.compile(self.expression)
 
@@ -66,7 +65,6 @@ class Pattern:
 
 
 def _quiet() -> "warnings.catch_warnings[None]":
-    """Return a context without the warnings of `re` about its own changes."""
     return warnings.catch_warnings(action="ignore")
 
 
@@ -136,7 +134,6 @@ def _check_expression(text: str) -> None:
 
 
 def _ways(tree: Any, repeated: int = 0) -> int:
-    """Return a bound on the number of ways in which `re` may try an expression on a short name."""
     total = 1
     for op, value in tree:
         name = str(op)

@@ -31,7 +31,6 @@ class Included:
 
 
 def content_hash(text: str) -> str:
-    """Return the hash of a text for the lock. Ends of lines do not count: git may rewrite them."""
     return hashlib.sha256(text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -45,7 +45,6 @@ def _indicator_hint(char: str) -> str:
 
 
 def _hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
-    """Return the most likely remedy of a mistake; scanners describe it in terms of tokens."""
     context, problem = error.context or "", error.problem or ""
     value = _VALUE.match(line[:500])
     first = "*" if "alias" in context else value[1] if value else ""
@@ -70,8 +69,6 @@ class _HaltError(Exception):
 
 @dataclass(slots=True)
 class _Node:
-    """A value, its place, and the number of values after its aliases are expanded."""
-
     data: Any
     start: Any  # marks, whose type depends on the loader
     end: Any
@@ -96,7 +93,6 @@ class _Text:
         self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
-        """Return the place between two marks, within the first line."""
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
             start = end = _mark_at(last, len(self.lines[last]))
@@ -118,7 +114,6 @@ class Document:
     folder: pathlib.Path | None = None
 
     def place(self, path: Path) -> Place:
-        """Return the place of a value. Unknown steps are skipped: pydantic's ``loc`` names branches of unions."""
         node = self._find(path)
         if isinstance(node, _Collection) and node.flow:
             return self._source.place(node.start, node.end)
@@ -131,7 +126,6 @@ class Document:
         return self.place(path)
 
     def missing_place(self, path: Path) -> Place:
-        """Return the place for a key that the mapping at ``path`` lacks: its first key."""
         node = self._find(path)
         first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
         if first is not None:
@@ -263,7 +257,6 @@ class _Reader:
             self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
-        """Return the value of a scalar. Quoted and tagged scalars are text."""
         text, plain = event.value, not event.style and event.tag is None
         size = 1 + len(text) // 64  # an alias may repeat a long text
         # `!bias` is a tag without a value. Its text as the value avoids a second problem.

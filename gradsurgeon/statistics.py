@@ -67,7 +67,6 @@ def add_statistic(name: str, statistic: Statistic) -> None:
 
 
 def columns_of(stat: str) -> tuple[str, ...]:
-    """Return the names of the numbers of a statistic in records."""
     how = STATISTICS.get(stat)
     return (how and how.columns) or (stat,)
 

@@ -25,7 +25,6 @@ _awaiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch() -> Callable[[], object]:
-    """Watch wrappers as the script uses them; return the function that ends the watch."""
     forget()
     distributed: Any = torch.distributed
     if not distributed.is_available():
@@ -76,7 +75,6 @@ def _note(wrappers: Iterable[Any]) -> None:
 
 
 def known() -> list[Any]:
-    """Return the wrappers found so far, in no order that ranks share."""
     return list(_averages)
 
 

@@ -96,7 +96,6 @@ def _quieten(module: Any, cast: Cast, stack: ExitStack) -> None:
 
 
 def _own(hooks: dict[Any, Any]) -> list[Any]:
-    """Return the keys of the hooks of `fully_shard`."""
     modules = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
     return [key for key, module in modules.items() if module.startswith(_OF_TORCH)]
 
@@ -106,7 +105,6 @@ def _does_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def casts(module: nn.Module) -> dict[str, Cast]:
-    """Return the casts that an unsharded model needs to compute the same, by canonical module name."""
     names = {id(inner): name for name, inner in reversed(named_modules(module).items())}
     found: dict[str, Cast] = {}
     for managed, cast in _casts(module):
@@ -126,7 +124,6 @@ def _casts(model: nn.Module) -> Iterator[tuple[Any, Cast]]:
 
 
 def _managed(model: nn.Module) -> list[Any]:
-    """Return the modules on which the script called `fully_shard`, outer modules first."""
     return [module for module in model.modules() if "FSDPModule" in class_names(module)]
 
 

@@ -20,8 +20,6 @@ FINE, OVERFLOWED, SKIP, RAISE = range(4)
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """The message of one rank to the others about a step."""
-
     rank: int
     rule: str
     name: str
@@ -57,7 +55,6 @@ class Ranks:
         self._meshes: list[list[int]] = []
 
     def refuse_uneven(self) -> None:
-        """Refuse ranks that take different numbers of steps."""
         for wrapper, _ in self._live():
             if wrapper._join_config.enable:  # noqa: SLF001 # there is no public name
                 raise GradSurgeonError(
@@ -67,7 +64,6 @@ class Ranks:
                 )
 
     def wrappers(self) -> list[Any]:
-        """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
         return [wrapper for wrapper, _ in self._live()]
 
     def look_again(self) -> None:
@@ -109,13 +105,11 @@ class Ranks:
         return tuple(dict.fromkeys(groups))
 
     def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups of those wrappers that contain some of the parameters."""
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
         having = self.wrappers_of(tensors) if wrappers else ()
         return tuple(dict.fromkeys(one.process_group for one in having if one in wrappers))
 
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
-        """Return the `DistributedDataParallel` wrappers that contain some of the parameters."""
         return [wrapper for wrapper, indices in self._live() if not indices.isdisjoint(tensors)]
 
     def averaging(
@@ -132,7 +126,6 @@ class Ranks:
         return (), frozenset()
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
-        """Return the shapes of the parameters that the ranks of some groups average or shard."""
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
         params = self._params()
         shared: list[Tensor] = []
@@ -153,7 +146,6 @@ class Ranks:
         return bool(self._reducing())
 
     def averaged(self) -> frozenset[int]:
-        """Return the ids of the parameters that the running backward pass averages over ranks."""
         params = (param for one in self._reducing() for param in data_parallel.averaged_by(one))
         return frozenset(map(id, params))
 

@@ -43,7 +43,6 @@ _ABSENT = "{lacking} of {number} ranks did not vote on this update within {waite
 
 
 def voted(value: int) -> int:
-    """Return how many ranks have voted on a pass."""
     return value % OBJECTS
 
 
@@ -67,11 +66,9 @@ class Counter:
                 store.set(key, str(self._host.port))
 
     def is_complete(self, value: int) -> bool:
-        """Return whether all ranks have voted."""
         return voted(value) == self._number
 
     def add(self, key: str, vote: int) -> int:
-        """Add the vote of this rank; return the known sum."""
         if self._host is not None:
             vote = int(self._host.add(key, vote))
             # The last rank of a host reports for the host.
@@ -80,7 +77,6 @@ class Counter:
         return int(self._store.add(key, vote))
 
     def look(self, key: str) -> int:
-        """Return the known sum."""
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
             if self._host is not None and (known := self._known(key)) is not None:
@@ -233,7 +229,6 @@ class Voter:
         return told
 
     def close(self) -> None:
-        """Stop voting, and let the other ranks know."""
         if not self.is_over:
             self.is_over = True
             # If the store has gone first, no rank needs to know.
@@ -285,7 +280,6 @@ class Voter:
         return value
 
     def _gone(self) -> list[int]:
-        """Return the ranks that have stopped voting."""
         if not self._store.add("gone", 0):
             return []
         return [rank for rank in self.ranks if self._store.check([f"gone/{rank}"])]

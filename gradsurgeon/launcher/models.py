@@ -191,7 +191,6 @@ class Models:
 
     @cached_property
     def _sinks(self) -> dict[str, Sink]:
-        """The requested sinks by the text of the option; all models share them, and only the first rank has any."""
         sinks: dict[str, Sink] = {}
         if self.settings.dry_run or os.environ.get("RANK", "0") != "0":
             return sinks

@@ -82,7 +82,6 @@ def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _graph_breaks(plan: Plan) -> Iterator[str]:
-    """Yield what `torch.compile` leaves out of its graphs because of rules on modules and tags."""
     if any(rule.target != "params" and plan.of(rule.id) for rule in plan.rules.rules):
         yield (
             "under torch.compile no call of gradsurgeon.tag(), of a module with rules, or around one, is part "
@@ -91,7 +90,6 @@ def _graph_breaks(plan: Plan) -> Iterator[str]:
 
 
 def _cost(plan: Plan) -> Iterator[str]:
-    """Yield the cost of a call of `gradsurgeon.backward` beside a backward pass; rules share it."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, LossRule) and rule.losses]
     matched = {binding.name for rule in rules for binding in plan.of(rule.id)}
     params = [param for param in plan.manifest.params if param.name in matched]

@@ -50,7 +50,6 @@ class Param:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 0 while the shape is unknown."""
         return 0 if self.shape is None else prod(self.shape)
 
     @property
@@ -63,8 +62,6 @@ ROOT = "."
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module: canonical name, ``"."`` for the root, and class names, most derived first."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: Name
@@ -107,14 +104,12 @@ class Manifest:
 
     @property
     def elements(self) -> int:
-        """Number of elements over all parameters."""
         return sum(param.numel for param in self.params)
 
     # Each rule asks for these facts about all names, and there may be thousands of both.
 
     @cached_property
     def flat_params(self) -> tuple[Param, ...]:
-        """The parameters that FullyShardedDataParallel keeps flat."""
         return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
 
     @cached_property
@@ -130,7 +125,6 @@ def is_scripted(kind: Collection[str]) -> bool:
 
 
 def class_names(module: object) -> tuple[str, ...]:
-    """Return the class names of a module, most derived first, without `object`."""
     return _names_of(type(module))  # type: ignore[arg-type] # a class has the hash of a class
 
 

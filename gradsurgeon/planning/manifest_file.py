@@ -82,7 +82,6 @@ def digest(content: dict[str, Any]) -> str:
 
 
 def dumps(manifest: Manifest) -> str:
-    """Return the text of a ``params.json``, with one line per parameter and module for reviews."""
     entries = []
     for key, value in to_dict(manifest).items():
         text = json.dumps(value)

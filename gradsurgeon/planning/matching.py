@@ -16,8 +16,6 @@ _FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all
 
 
 class NameIndex:
-    """The names of all parameters, or of all modules, with aliases, and the thing behind each name."""
-
     def __init__(
         self,
         noun: str,
@@ -53,7 +51,6 @@ class NameIndex:
 
     @cached_property
     def _having(self) -> dict[str, list[int]]:
-        """The places of names by segment."""
         found: dict[str, list[int]] = {}
         for place, name in enumerate(self._names):
             for segment in name.split("."):
@@ -78,7 +75,6 @@ class NameIndex:
         return [thing for thing in things if not self._failed(rule.where, thing)]
 
     def doubts(self, rule: Rule) -> list[str]:
-        """Return what a rule's author may not know of its patterns: those without effect, and those with more."""
         several = rule.patterns if len(rule.patterns) > 1 else ()
         doubts = [
             f"pattern {quoted(text)} matches nothing; {self._hint(text)}"
@@ -102,7 +98,6 @@ class NameIndex:
         return doubts
 
     def no_match(self, rule: Rule) -> str:
-        """Return why a rule selects nothing."""
         matched = list(self._under(rule.patterns).values())
         if not matched:
             texts = shorten_names([f'"{text}"' for text in rule.patterns])
@@ -120,7 +115,6 @@ class NameIndex:
         return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
 
     def _failed(self, where: Where, thing: Thing) -> str:
-        """Return the first condition that a thing fails; empty if it meets all."""
         if where.module_type is not None:
             pattern = compile_pattern(where.module_type)
             if not any(pattern.matches(name) for name in thing.module_type):

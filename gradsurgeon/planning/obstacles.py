@@ -43,7 +43,6 @@ class MatchedRules:
 
     @cached_property
     def chains(self) -> dict[str, tuple[str, ...]]:
-        """Per tensor, the ids of its rules in order of effect, as in `Plan.chains`."""
         names = {rule: match.names for rule, match in self.matches.items()}
         return chains_of(list(self.rules.values()), names)
 
@@ -82,14 +81,12 @@ def _meet(first: Rule, second: Rule) -> bool:
 
 
 def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
-    """Return an obstacle as `BindError` shows it, with its place in the file."""
     # The text of `no-match` ends with the names that may be meant.
     hint = "; correct the pattern or the `expect`" if found.kind == "expect" else ""
     return f"{rules.place_to_correct(rule.id, *found.at)}: rule {rule.id}: {found.text}{hint}"
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return the complaints about rules that match too little over all models."""
     complaints: list[str] = []
     matchers = {title: Matcher(one) for title, one in models.items()}
     together: dict[tuple[str, ...], dict[str, NameIndex]] = {}

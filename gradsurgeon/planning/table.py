@@ -19,7 +19,6 @@ def count(number: int, noun: str) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
-    """Yield lines with the cells of each column aligned, those in ``right`` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

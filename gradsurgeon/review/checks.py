@@ -91,8 +91,6 @@ _Find = Callable[[LintContext], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about valid rules."""
-
     find: _Find  # its name is the name of the check, its docstring the page
     # `warning`: probably a mistake. `note`: a fact worth knowing.
     severity: Severity
@@ -111,8 +109,6 @@ _checks: list[Check] = []
 
 
 def _check(*bad: str, severity: Severity = "warning") -> Callable[[_Find], _Find]:
-    """Return a decorator that makes a function a check."""
-
     def add(find: _Find) -> _Find:
         _checks.append(Check(find, severity, bad))
         return find

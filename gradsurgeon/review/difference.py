@@ -130,7 +130,6 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
 
 
 def _params_under(side: MatchedRules, *, protecting: bool = False) -> frozenset[str]:
-    """Return the parameters under rules, or under rules that protect."""
     rules = [rule for rule in side.rules.values() if rule.target == "params"]
     members = (side.matches[rule.id].members for rule in rules if not protecting or protects(rule))
     return frozenset().union(*members)
@@ -158,7 +157,6 @@ def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleCh
 
 
 def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[str, Obstacle]]:
-    """Yield the obstacles that were none before the change."""
     for rule in after.rules:
         known = set(map(_key, before.obstacles(rule))) if rule in before.rules else set()
         yield from ((rule, found) for found in after.obstacles(rule) if _key(found) not in known)
@@ -170,12 +168,10 @@ def _key(found: Obstacle) -> tuple[str, str]:
 
 
 def protects(rule: Rule) -> bool:
-    """Tell whether a rule edits, traps or freezes; other rules only observe."""
     return rule.edits or isinstance(rule, TrapRule | FreezeRule)
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    """Return the options whose meaning differs."""
     before, after = _given(old), _given(new)
     changes = (
         OptionChange(

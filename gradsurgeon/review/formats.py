@@ -141,7 +141,6 @@ def _rule(check: str, about: CheckInfo) -> dict[str, object]:
 
 
 def _message(text: str) -> str:
-    """Escape a text for SARIF: double the braces, and break links."""
     return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
 
 

@@ -21,7 +21,6 @@ def lint(path: str) -> list[Problem]:
 
 
 def lint_rules(inspected: Inspection) -> list[Problem]:
-    """Return the problems of rules that were read, in the order of files and lines."""
     order = {one.file: index for index, one in enumerate(inspected.sources)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
@@ -60,7 +59,6 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
 
 
 def _suppressed(sources: Iterable[Located]) -> set[tuple[str, int, str]]:
-    """Return the checks that comments name, each with its file and line."""
     return {
         (one.file, number, check)
         for one in sources

@@ -12,7 +12,6 @@ from gradsurgeon.errors import ModelError, printable
 
 
 def load_model(spec: str, *, with_values: bool = False) -> Any:
-    """Return the model that ``MODULE:NAME`` names or builds."""
     with redirect_stdout(sys.stderr):  # stdout has our answer
         needed = (
             "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
@@ -40,7 +39,6 @@ def import_module(name: str) -> Any:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Turn whatever user code raises into a `ModelError` that begins with ``what``."""
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything

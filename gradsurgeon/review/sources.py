@@ -38,7 +38,6 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
-    """Return the names in a file, or the names of the model ``MODULE:NAME``, whose code runs."""
     if params is not None:
         return manifest_file.read(params)
     return planning.from_model(model_loading.load_model(model or ""))
@@ -76,7 +75,6 @@ def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
 
 
 def _read(name: str, path: pathlib.Path) -> source.Document:
-    """Read a file of a commit. The text of a symbolic link is the path that it names."""
     if int(_ask(name, "cat-file", "-s", "--end-of-options", name)) > source.MAX_BYTES:
         raise _unreadable(name, f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
     raw = _ask(name, "cat-file", "blob", "--end-of-options", name)

@@ -13,7 +13,6 @@ _ENDS = "training with these rules ends with an error before its first step"
 
 
 def render(difference: Difference) -> str:
-    """Return a difference for the terminal."""
     return "\n".join(_lines(difference))
 
 
