@@ -219,5 +219,6 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
+        """The module with its class."""
         name = "the root" if self.module == "." else printable(self.module)
         return f"{name} ({self.module_type})" if self.module_type else name

@@ -104,12 +104,14 @@ class Manifest:
 
     @property
     def elements(self) -> int:
+        """Number of elements over all parameters."""
         return sum(param.numel for param in self.params)
 
     # Each rule asks for these facts about all names, and there may be thousands of both.
 
     @cached_property
     def flat_params(self) -> tuple[Param, ...]:
+        """The parameters that FullyShardedDataParallel keeps flat."""
         return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
 
     @cached_property

@@ -76,6 +76,7 @@ class Plan:
 
     @property
     def subject(self) -> str:
+        """The name of the model."""
         return self.title or self.manifest.origin
 
     @cached_property
@@ -90,6 +91,7 @@ class Plan:
         }
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
+        """Return the bindings of one rule."""
         return self._by_rule.get(rule_id, ())
 
     @cached_property

@@ -30,6 +30,7 @@ _RECOMPILED = (
     "the rules on modules ({rules}) came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "
     "torch.compile compiles again; to compile only once, apply the rules before the first call"
 )
+_COMPILED_AGAIN = "the rules on modules are gone: gradsurgeon dropped all compiled code, which torch.compile compiles again"
 
 
 class Attachment:
@@ -112,6 +113,9 @@ class Attachment:
             warn = self.controller.is_idle and not (error or sys.exc_info()[1])
             for name, text in never:
                 context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
+            # Torch gave up on compiling loops around a graph break, and does not retry without this.
+            if context.program.modules and _torch.forget_compiled_code():
+                context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
         finally:  # also if the script turns a warning into an error
             self._close(error)
 

@@ -136,3 +136,8 @@ def write(folder: Path, controller: Controller) -> None:
     torch.save(state_dict(controller), file)
     with replacing(folder / state_name(_dist.rank()), binary=True) as target:
         target.write(file.getvalue())
+    # An earlier training with more ranks has left files that must not pass for files of this training.
+    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
+        of = path.stem.rpartition("-")[2]
+        if of.isdecimal() and int(of) >= _dist.world():
+            path.unlink()

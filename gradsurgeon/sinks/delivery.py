@@ -76,7 +76,8 @@ def close_all() -> None:
             del _open[id(one.sink)]
     for one in ended:
         try:
-            one.sink.close()
+            if not getattr(one.sink, "knows_exit", False):
+                one.sink.close()
         except Exception as error:  # noqa: BLE001 # whatever a client raises
             text = "the sink %s could not be closed: %s"
             _LOGGER.error(text, type(one.sink).__name__, error)  # noqa: TRY400 # of the client

@@ -27,6 +27,8 @@ class WandB(Client):
         GradSurgeonError: the package wandb is missing.
     """
 
+    knows_exit = True  # the client itself ends the run, with the status of the process
+
     def __init__(
         self,
         project: str | None = None,
@@ -64,6 +66,5 @@ class WandB(Client):
         """Do nothing: the client writes and sends by itself."""
 
     def close(self) -> None:
-        # At the end of the process the client has ended the run already, with the status of the process.
         if self._given is None and self._opened is not None:
             self._opened.finish()

@@ -230,7 +230,6 @@ def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) 
     assert "+ no-bias  zero on 0 -> 1 parameters (0 -> 2 elements)" in lines
     assert "! bound  clip-norm on 1 -> 2 parameters (6 -> 8 elements)" in lines
     assert "      max_norm: 1.0 -> 2.0" in lines
-    assert "= norms" in lines
     assert "      now:    no-bias -> norms -> bound" in lines
     (comment,) = job.github.comments
     assert comment["body"].partition("\n")[2] == job.summary

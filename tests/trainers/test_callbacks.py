@@ -193,6 +193,8 @@ class TestLightning:
         assert {name for _, row in kept.rows for name in row} - {"loss", "epoch"} == {
             TOTAL,
             MEDIAN,
+            "gradsurgeon/norms/largest",
+            "gradsurgeon/norms/least",
             NOT_FINITE,
             CHOSEN,
         }

@@ -74,7 +74,7 @@ def test_what_carries_a_rule_to_a_tensor(tensor: str, point: str, hook: str) -> 
 
 def test_no_module_matches() -> None:
     with pytest.raises(
-        BindError, match=r'rule it: no module of the model matches "haed"; closest names: head'
+        BindError, match=r'rule it: no module of the model matches "haed"; did you mean "head"'
     ):
         bind(rule(modules="haed"))
 

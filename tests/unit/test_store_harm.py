@@ -21,7 +21,7 @@ from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
 from gradsurgeon.report.report import to_dict
-from gradsurgeon.store import Key, job, layout
+from gradsurgeon.store import Key, layout
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
@@ -125,7 +125,7 @@ def test_a_rank_may_be_done_before_another_of_its_job_begins(
     parent: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RunWriter(tmp_path, meta={**meta(), "job": JOB}).close()
-    monkeypatch.setattr(job, "current", lambda: {**JOB, "parent": parent})
+    monkeypatch.setattr(layout, "job", lambda: {**JOB, "parent": parent})
     if parent == "7":
         RunWriter(tmp_path, rank=1).close()
         assert listing(tmp_path) == ["rank-0.db", "rank-1.db", "run.json"]
@@ -180,7 +180,7 @@ from runs import meta, values
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
-from gradsurgeon.store import Key, job, layout
+from gradsurgeon.store import Key, layout
 from gradsurgeon.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 said = []
