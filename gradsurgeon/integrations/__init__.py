@@ -19,3 +19,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'gradsurgeon.integrations' has no attribute {name!r}")
     return getattr(import_module(f"gradsurgeon.integrations.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
