@@ -46,11 +46,12 @@ class Measured(NamedTuple):
     replace: bool = False
 
 
-class Destination:
+class Destination(ABC):
     """Where rows go: memory, a file, or a tracker."""
 
+    @abstractmethod
     def take(self, row: Measured) -> None:
-        raise NotImplementedError
+        """Take a row."""
 
     def add(
         self,
@@ -65,17 +66,18 @@ class Destination:
         self.take(Measured(key, step, values, absent, replace))
 
 
-class WholeSeries:
+class WholeSeries(ABC):
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Return the number of rows."""
 
+    @abstractmethod
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         """Yield of each row: step, values as bytes of float32, and bits of the absent columns."""
-        raise NotImplementedError
 
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
