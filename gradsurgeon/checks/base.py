@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 # The sessions of this process so far, by their parameters: ranks apply theirs in one order.
@@ -210,6 +210,7 @@ class Update(Moment):
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
         took_place: whether the optimizer was allowed to update; known after the update.
         frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
+        known_norms: returns the norms that a trap has just measured, if one has.
     """
 
     tensors: Sequence[int]
@@ -220,6 +221,7 @@ class Update(Moment):
     scale: float | None = None
     took_place: bool = True
     frozen: Mapping[int, str] = field(default_factory=dict)
+    known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
@@ -230,6 +232,11 @@ class Update(Moment):
     def state(self) -> Mapping[int, Mapping[str, Any]]:
         found = self.optimizer.state if self.optimizer is not None else {}
         return self._by_tensor({id(param): state for param, state in found.items()})
+
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        """Return the norms of gradients on one device."""
+        known = self.known_norms(tensors)
+        return _numbers.norms([self.grads[t] for t in tensors]) if known is None else known
 
     def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
         ids = ((tensor, id(self.find(tensor))) for tensor in self.tensors)
@@ -253,6 +260,10 @@ class Check:
 
     def before_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right before an update, before rules at `step` act."""
+        return ()
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients once the traps have judged them, before rules at `step` act."""
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks

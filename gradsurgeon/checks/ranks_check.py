@@ -68,7 +68,7 @@ class RanksCheck(Check):
         self._passes += 1
         return ()
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_edits(self, update: Update) -> Iterable[Finding]:
         mail = update.mail
         if mail is None:
             return ()
@@ -115,19 +115,18 @@ def _exchanged(owner: _Owner, tensors: Sequence[int], mail: Mail) -> Iterator[Fi
 def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
     """Return the norm of each gradient, -1 without one, and perhaps of a sample of each weight."""
     device = update.params[tensors[0]].device
-    norms = _norms({t: update.grads[t] for t in tensors if t in update.grads})
+    norms: dict[int, Tensor] = {}
+    for some in by_device([t for t in tensors if t in update.grads], update.grads):
+        norms |= zip(some, update.norms(some).unbind(), strict=True)
     absent = torch.tensor(-1.0, device="cpu")
     numbers = [norms.get(t, absent) for t in tensors]
     if has_weights:
-        numbers += _norms({t: sample(update.params[t]) for t in tensors}).values()
+        weights: dict[int, Tensor] = {}
+        for some in by_device(tensors, update.params):
+            samples = _numbers.norms([sample(update.params[t]) for t in some])
+            weights |= zip(some, samples.unbind(), strict=True)
+        numbers += [weights[t] for t in tensors]
     return torch.stack([number.to(device) for number in numbers])
-
-
-def _norms(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = {}
-    for some in by_device(of, of):
-        found |= zip(some, _numbers.norms([of[t] for t in some]).unbind(), strict=True)
-    return {tensor: found[tensor] for tensor in of}
 
 
 def _compared(

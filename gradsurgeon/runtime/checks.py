@@ -21,6 +21,7 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import BackwardPass, Step
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -32,6 +33,7 @@ class _Running:
     stage: Stage
     check: Check
     raises: bool
+    members: frozenset[int]
 
 
 class Checks:
@@ -41,7 +43,7 @@ class Checks:
         self._context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         self._running = [
-            _Running(stage, effect.check, effect.then == "raise")
+            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
@@ -75,7 +77,7 @@ class Checks:
             return [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in known]
 
         for running, counter in self._due(method):
-            if method == "before_pass" or not set(reached).isdisjoint(running.stage.tensors):
+            if method == "before_pass" or not running.members.isdisjoint(reached):
                 facts = self._facts(running, counter)
                 moment = Pass(**facts, reached=reached, graph=graph, strangers=strangers)
                 self._tell(running, moment.step, getattr(running.check, method)(moment))
@@ -92,6 +94,10 @@ class Checks:
         for running, counter in self._due("", step.counter):
             self._context.event_log.count_fired(running.stage.rule.id, counter.step)
         self._look("before_update", step.counter, step.optimizer())
+
+    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
+        facts = {} if gradients is None else {"known_norms": gradients.known_norms}
+        self._look("before_edits", step.counter, step.optimizer(), **facts)
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context

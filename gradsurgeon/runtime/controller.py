@@ -175,6 +175,7 @@ class Controller:
         alone = not (step.inside or has_flags or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if alone and not due.bound_rules and heard.severity <= FINE:
+            self.checks.before_edits(step, None)
             return GOES_ON
         if context.paused and not step.inside:
             return self.traps.rest(counter, heard)
@@ -184,7 +185,7 @@ class Controller:
         if step.inside or not (counter.passes or self.manual.active):
             self._catch_up(step)
         gradients = Gradients(context, due.final, step.scale)
-        return self._judge(StepContext(counter, due, gradients, heard, step.overflow))
+        return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
 
     def _catch_up(self, step: Step) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
@@ -196,10 +197,12 @@ class Controller:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
 
-    def _judge(self, update: StepContext) -> StepDecision:
+    def _judge(self, step: Step, update: StepContext) -> StepDecision:
         context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
+        if context.program.checks:
+            self.checks.before_edits(step, update.gradients)
         suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not decision.stops:

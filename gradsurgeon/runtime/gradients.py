@@ -29,6 +29,8 @@ class Gradients:
 
     def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
+        # Whether no parameter of the session is left out.
+        self._is_whole = len(tensors) == len(context.program.names)
         self._tensors, grads = context.parameters.grads(tensors)
         self._now = dict(zip(self._tensors, grads, strict=True))
         self.scale = scale
@@ -67,6 +69,11 @@ class Gradients:
         if not _dist.any_sharded(grads):
             self._norms, self._measured = norms, tensors
         return norms
+
+    def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
+        """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
+        is_known = len(self._norms) == 1 and self._knows(tensors)
+        return self.norms(tensors, 2.0) if is_known else None
 
     def _knows(self, tensors: Sequence[int]) -> bool:
         """Return whether the measured norms of some gradients still hold."""
@@ -155,9 +162,10 @@ class Gradients:
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            tensors, grads = self._context.parameters.grads()
-            holders = Counter(map(id, grads))
-            several = zip(tensors, grads, strict=True) if len(holders) < len(grads) else ()
+            own = self._tensors, self.of(self._tensors)
+            everything, grads = own if self._is_whole else self._context.parameters.grads()
+            holders = Counter(map(id, grads)) if len(set(map(id, grads))) < len(grads) else {}
+            several = zip(everything, grads, strict=True) if holders else ()
             self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
 

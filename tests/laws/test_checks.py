@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from torch.optim import SGD
 
 import gradsurgeon
 from gradsurgeon import CheckError, Event, actions
-from gradsurgeon.checks.base import Pass
+from gradsurgeon.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
 CHECKS: dict[str, Any] = {
@@ -247,6 +248,53 @@ class Flat(gradsurgeon.Check):
             self._seen.append(float(done.loss))
             if len(self._seen) == 5 and len(set(self._seen)) == 1:
                 yield gradsurgeon.Finding("flat", f"the loss has been {self._seen[0]:g} five times")
+
+
+class Measured(gradsurgeon.Check):
+    """Asks for the norms of all gradients, and counts the calls that measure them."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def before_edits(self, update: Update) -> Iterable[gradsurgeon.Finding]:
+        seen: list[str] = []
+        sys.setprofile(lambda frame, _event, _arg: seen.append(frame.f_code.co_name))
+        try:
+            norms = update.norms([*update.grads])
+        finally:
+            sys.setprofile(None)
+        self.calls.append(seen.count("by_segments"))
+        assert norms.tolist() == pytest.approx([float(g.norm()) for g in update.grads.values()])
+        return ()
+
+
+@pytest.mark.parametrize("trapped", [True, False])
+def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None:
+    check, known = Measured(), dict(actions.known_actions)
+
+    class MeasuredRule(gradsurgeon.CheckRule):
+        """Ask for norms."""
+
+        action: Literal["check-measured"] = "check-measured"
+
+        def compile(self) -> gradsurgeon.Examination:
+            return gradsurgeon.Examination(check, self.then)
+
+    try:
+        rule = {"id": "own", "action": f"{MeasuredRule.__module__}:check-measured", "params": "*"}
+        model = nn.Linear(4, 1)
+        rules = [*(CHECKS["rules"][:1] if trapped else ()), rule]
+        training = fitted(
+            model,
+            SGD(model.parameters(), lr=0.1),
+            lambda _step: model(torch.ones(2, 4)).sum(),
+            3,
+        )
+        assert told(training, {"version": 1, "rules": rules}) == []
+    finally:
+        actions.known_actions.clear()
+        actions.known_actions.update(known)
+    assert [bool(calls) for calls in check.calls] == [not trapped] * 3
 
 
 @pytest.fixture
