@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from gradsurgeon import _live, packs, planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
-from gradsurgeon.planning import Manifest, Plan
-from gradsurgeon.report import describe
+from gradsurgeon.planning import Manifest, Plan, describe
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:

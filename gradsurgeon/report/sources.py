@@ -1,23 +1,20 @@
-"""Reports of a session and of a run directory, and what `run.json` says of a run."""
+"""Reports of a session and of a run directory."""
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import about
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
-from gradsurgeon.schema import VERSION
-from gradsurgeon.store.layout import database_name, job, job_size, section
+from gradsurgeon.store.layout import database_name, section
 
 if TYPE_CHECKING:
     from gradsurgeon.store.run import Run
@@ -33,18 +30,18 @@ def summary(session: Any) -> Report:
         return from_run(session)
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
-    about = _about(plan)
+    described = about(plan)
     return Report(
-        title=_title(about),
+        title=_title(described),
         params=tuple(param.name for param in plan.manifest.params),
-        rules=_rule_infos(about["plan"]["rules"], about["roles"]),
+        rules=_rule_infos(described["plan"]["rules"], described["roles"]),
         statuses=session.status(),
         records=attachment.records,
         events=tuple(session.events),
         start=attachment.options.start_step,
         end=session.step,
         observed=attachment.options.mode == "observe",
-        frozen=dict(_frozen(about)),
+        frozen=dict(_frozen(described)),
         pending=attachment.pending_steps(),
     )
 
@@ -95,8 +92,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
     )
 
 
-def _title(about: Mapping[str, Any]) -> str:
-    rules, model = section(about, "rules"), section(about, "model")
+def _title(meta: Mapping[str, Any]) -> str:
+    rules, model = section(meta, "rules"), section(meta, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
@@ -111,8 +108,8 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
         yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
 
 
-def _frozen(about: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for param in _list(section(about, "model").get("params")):
+def _frozen(meta: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for param in _list(section(meta, "model").get("params")):
         if isinstance(param, dict) and param.get("requires_grad") is False:
             numel = param.get("numel")
             yield str(param.get("name")), numel if isinstance(numel, int) else 0
@@ -147,63 +144,3 @@ def _kind(tensor: str, *, is_tag: bool) -> str:
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def describe(
-    plan: Plan,
-    *,
-    mode: str,
-    start_step: int,
-    torch: str,
-    ranks: int = 1,
-    replicas: bool = False,
-) -> dict[str, Any]:
-    """Return what `run.json` says of a run, as plain values; `from_run` reads it."""
-    return {
-        "gradsurgeon": VERSION,
-        "torch": torch,
-        "python": platform.python_version(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "job": job(),
-        # A process may begin before the process group does.
-        "ranks": max(ranks, job_size()),
-        # Whether `DistributedDataParallel` held the model, so gradients and weights are alike on all ranks.
-        "replicas": replicas,
-        "mode": mode,
-        "start_step": start_step,
-        **_about(plan),
-    }
-
-
-def _about(plan: Plan) -> dict[str, Any]:
-    rules = plan.rules
-    params = []
-    for param in plan.manifest.params:
-        frozen = {} if param.requires_grad else {"requires_grad": False, "numel": param.numel}
-        dtype = {} if param.dtype == "float32" else {"dtype": param.dtype}
-        params.append({"name": param.name, "aliases": list(param.aliases), **dtype, **frozen})
-    roles = {}
-    for rule in rules.rules:
-        roles[rule.id] = {
-            # A trap that cuts gradients edits them.
-            "role": "edit" if rule.edits else rule.role,
-            "stats": list(getattr(rule, "stats", ())),
-        }
-    return {
-        "rules": {
-            "file": rules.file,
-            "text": rules.text,
-            "sha256": rules.sha256,
-            "files": [{"file": file, "text": text} for file, text in rules.files],
-        },
-        "model": {
-            "origin": plan.manifest.origin,
-            "title": plan.subject,
-            "params": params,
-            "aliases": {
-                alias: module.name for module in plan.manifest.modules for alias in module.aliases
-            },
-        },
-        "plan": plan.to_dict(),
-        "roles": roles,
-    }

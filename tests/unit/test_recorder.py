@@ -15,9 +15,10 @@ from runs import KEY, meta
 from torch import Tensor
 
 from gradsurgeon import Event, GradSurgeonWarning, load
+from gradsurgeon.planning import describe
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
-from gradsurgeon.report import describe, from_run
+from gradsurgeon.report import from_run
 from gradsurgeon.store import Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
