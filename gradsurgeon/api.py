@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from gradsurgeon import _live, packs, planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
-from gradsurgeon.planning import Manifest, Plan, describe
+from gradsurgeon.planning import Manifest, Plan
+from gradsurgeon.planning.run_json import describe
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:

@@ -21,5 +21,3 @@ from gradsurgeon.planning.obstacles import Obstacle as Obstacle
 from gradsurgeon.planning.obstacles import shortfalls as shortfalls
 from gradsurgeon.planning.plan import Binding as Binding
 from gradsurgeon.planning.plan import Plan as Plan
-from gradsurgeon.planning.run_json import about as about
-from gradsurgeon.planning.run_json import describe as describe

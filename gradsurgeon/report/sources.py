@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import about
+from gradsurgeon.planning.run_json import about
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report

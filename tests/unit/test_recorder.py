@@ -15,7 +15,7 @@ from runs import KEY, meta
 from torch import Tensor
 
 from gradsurgeon import Event, GradSurgeonWarning, load
-from gradsurgeon.planning import describe
+from gradsurgeon.planning.run_json import describe
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.report import from_run
