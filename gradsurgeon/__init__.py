@@ -5,8 +5,6 @@
 Importing this package does not import torch: `gradsurgeon lint` must start fast and run without it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

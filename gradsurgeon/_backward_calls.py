@@ -1,7 +1,5 @@
 """Calls functions before and around each backward pass that Python starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 A file of a few kilobytes can hold a compressed member of gigabytes, a tensor of 10^11 elements, or an endless structure.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import pickletools

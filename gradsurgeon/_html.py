@@ -1,7 +1,5 @@
 """HTML for notebooks: text as it is, in the colours of the page, be it light or dark."""
 
-from __future__ import annotations
-
 from html import escape
 
 from gradsurgeon.errors import printable

@@ -1,7 +1,5 @@
 """Finds the live objects of a class, and disables the cycle collector while many objects are built."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

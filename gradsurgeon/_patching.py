@@ -1,7 +1,5 @@
 """Temporary replacements of functions. If a script has wrapped ours, it stays and only forwards calls."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The signs are bits of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorand
 each `PATTERN`. The squared difference of two projections is in the mean the squared norm of the difference.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -3,8 +3,6 @@
 Only this module and `_backward_calls` use private names of torch.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import OrderedDict

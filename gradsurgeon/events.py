@@ -1,7 +1,5 @@
 """The events of a session, as plain values."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The actions: one file each. This folder is searched for them, and no list names them."""
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 

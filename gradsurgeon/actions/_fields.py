@@ -1,7 +1,5 @@
 """The values of options, and their descriptions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

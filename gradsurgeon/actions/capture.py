@@ -1,7 +1,5 @@
 """The action `capture`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gradsurgeon.actions._kinds import CaptureRule

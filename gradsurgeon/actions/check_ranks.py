@@ -1,7 +1,5 @@
 """The action `check-ranks`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gradsurgeon.actions._effects import Examination

@@ -1,7 +1,5 @@
 """The action `combine`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal

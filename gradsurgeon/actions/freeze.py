@@ -1,7 +1,5 @@
 """The action `freeze`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gradsurgeon.actions._kinds import FreezeRule

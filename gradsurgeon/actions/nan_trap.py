@@ -1,7 +1,5 @@
 """The action `nan-trap`."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

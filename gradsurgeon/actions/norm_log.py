@@ -1,7 +1,5 @@
 """The action `norm-log`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

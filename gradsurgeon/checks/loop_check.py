@@ -1,7 +1,5 @@
 """Finds faults of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

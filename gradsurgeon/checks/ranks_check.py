@@ -1,7 +1,5 @@
 """Finds ranks whose gradients or weights differ although they should be replicas of one another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

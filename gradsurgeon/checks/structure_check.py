@@ -1,7 +1,5 @@
 """Finds faults in the structure of a model, once, at the first update."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator
 

@@ -1,7 +1,5 @@
 """Finds parameters that do not move or should not have moved, and updates that spoil a weight."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ A wrapper averages in the backward pass after its own forward pass outside of `n
 no other pass. Only the reducer knows the pass that it awaits: trainers set it up themselves.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Models that `torch.distributed.fsdp.fully_shard` has sharded, temporarily with whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The ranks that train one model together, and what they tell each other."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

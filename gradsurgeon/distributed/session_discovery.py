@@ -4,8 +4,6 @@ A collective would wait for ever for a rank without a session (`if rank == 0: ap
 meet in the key-value store of the job. The first rank that closes the roll closes it for all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

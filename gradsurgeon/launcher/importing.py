@@ -1,7 +1,5 @@
 """Wait for a script to import torch. Until then the launcher imports next to nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

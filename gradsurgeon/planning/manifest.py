@@ -1,7 +1,5 @@
 """The names a rule can match: the parameters of a model, read without touching it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

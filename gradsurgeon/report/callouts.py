@@ -1,7 +1,5 @@
 """What stands out in the norms of a run, a sentence each, with the numbers that say so."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence

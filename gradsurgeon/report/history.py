@@ -4,8 +4,6 @@ Of a run with more than `MOST_VALUES` values a few successive rows count as one,
 and non-finite norms are then looked up in the rows, so that their steps are exact; the median is that of one row in a few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What was recorded of losses: their values, how far they conflict, and their weights in a combination. Needs numpy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple

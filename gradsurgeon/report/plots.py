@@ -1,7 +1,5 @@
 """Pictures of norms over the steps, of a session or of a run directory. Torch is not needed."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

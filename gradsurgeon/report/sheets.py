@@ -1,7 +1,5 @@
 """The norms of series as arrays, and medians, growth, noise and spikes of many tensors at once. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

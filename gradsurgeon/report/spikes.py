@@ -1,7 +1,5 @@
 """Norms that stand out from the steps before them, and norms that change their level. Needs numpy."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

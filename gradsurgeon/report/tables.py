@@ -1,7 +1,5 @@
 """A table of a report, as plain cells, and as text with a history per row. The page reads the same cells."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run, or several, as one page of HTML that needs no other file. Its scripts write what is in it as text, not markup."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Runs rules on activations, which are module tensors and tagged tensors: on their values and on their gradients."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial

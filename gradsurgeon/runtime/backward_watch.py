@@ -1,7 +1,5 @@
 """Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs the checks of a session: hands them facts, and makes events of their findings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The outcome of an update after traps judged it: trips and rows of trips, reports, and the decision of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The state of a session that its rules use while they act."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The controller of a session: runs its parts in order when a pass ends or a step begins."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

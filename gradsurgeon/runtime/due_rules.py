@@ -1,7 +1,5 @@
 """Step counters, one per optimizer, and the rules that are due for one counter in one step, sorted once and cached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Runs the rules on gradients, of one or of all after a pass and before an update, and records weights around updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain

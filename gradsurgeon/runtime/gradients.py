@@ -1,7 +1,5 @@
 """The gradients at one moment, in true units, for all rules that read or edit them, and the edits."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """One backward pass of several named losses, with rules on the gradient of each."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

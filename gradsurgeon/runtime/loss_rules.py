@@ -1,7 +1,5 @@
 """Rules on the gradients of named losses: which act in a pass, on all ranks alike, and how parameters get what they made."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

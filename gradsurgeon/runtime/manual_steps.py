@@ -1,7 +1,5 @@
 """The step point of scripts that have no torch optimizer and update their weights by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

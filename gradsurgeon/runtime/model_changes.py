@@ -1,7 +1,5 @@
 """Detects how a model changed since the rules were bound. Rules stay bound to the names that a reviewed plan shows."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 

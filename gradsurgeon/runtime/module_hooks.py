@@ -3,8 +3,6 @@
 Full backward hooks break if a module works in place, and miss mappings.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Notices on gradients that rules do not see, or see only in part, and on rules that never fire."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

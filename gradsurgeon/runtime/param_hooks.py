@@ -1,7 +1,5 @@
 """The hooks on parameters: all are installed or none. A post-accumulate hook must reach no parameter, even by the session."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 

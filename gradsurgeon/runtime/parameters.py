@@ -1,7 +1,5 @@
 """The tensors that a session acts on, looked up by name each time, so no hook holds a parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from threading import RLock

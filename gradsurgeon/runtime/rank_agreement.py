@@ -1,7 +1,5 @@
 """All ranks make one decision on an update, by the votes that they cast at the end of a backward pass."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Sequence

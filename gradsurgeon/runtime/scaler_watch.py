@@ -1,7 +1,5 @@
 """Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass, and arithmetic with it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The learnt state of `spike-trap` rules: it judges an update beforehand, and learns from it afterwards."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace

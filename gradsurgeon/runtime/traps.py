@@ -1,7 +1,5 @@
 """The decision of traps on an update: made right before it, with reports on gradients seen since backward."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

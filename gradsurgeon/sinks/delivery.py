@@ -1,7 +1,5 @@
 """One sink of one session: the thread on which it works, and the queue in front of that thread."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import math

@@ -1,7 +1,5 @@
 """MLflow, by its own client."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a sink has to do, what the sinks of this package share, and sinks by name, as ``tensorboard:runs/today``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

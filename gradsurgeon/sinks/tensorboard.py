@@ -1,7 +1,5 @@
 """TensorBoard, by the writer in PyTorch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

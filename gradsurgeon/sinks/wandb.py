@@ -1,7 +1,5 @@
 """Weights & Biases, by its own client."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the parameters of a run behave, and the norms of groups of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """From the norms of a group to a threshold that would have bitten in a share of the steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import lt

@@ -1,7 +1,5 @@
 """The order in which a backward pass produced its gradients, read on demand from its graph instead of by hooks."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

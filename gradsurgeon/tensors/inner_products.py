@@ -1,7 +1,5 @@
 """The gradients of several losses and their inner products: the norm of each, and the agreement of each pair."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

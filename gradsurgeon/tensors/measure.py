@@ -4,8 +4,6 @@ Those of sharded gradients take one collective: all ranks must call them with th
 `norms_here`, `parts` and `counts` measure what this rank holds, without a collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

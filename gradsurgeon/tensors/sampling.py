@@ -1,7 +1,5 @@
 """Fixed samples of the elements of tensors, compared bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Tensors in inputs and outputs of modules: found by path, and replaced without touching the rest."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
