@@ -70,9 +70,7 @@ class Track:
     def cells(self, most: int) -> list[float | None]:
         """Return the history in at most so many cells: the largest norm, NaN for non-finite, `None` for no gradient."""
         number = len(self.steps)
-        starts = np.arange(min(most, number)) * number // max(1, min(most, number))
-        if not number:
-            return []
+        starts = np.arange(min(most, number)) * number // min(most, number)
         tops = np.fmax.reduceat(self.tops, starts)
         bad, there = np.add.reduceat(self.bad, starts), np.logical_or.reduceat(self.there, starts)
         values = np.where(bad > 0, np.nan, tops).tolist()
@@ -243,7 +241,7 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
     most = max(1, _AT_ONCE // max(1, len(sheet.steps)))
     for start in range(0, len(sheet.names), most):
         lines = slice(start, start + most)
-        numbers = numbers_of(sheet, lines)
+        numbers, spikes = numbers_of(sheet, lines)
         bad, there = sheet.bad[lines], sheet.there[lines]
         ends = there.argmax(axis=1), there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
         has_bad = np.asarray(bad.any(axis=1))
@@ -251,10 +249,8 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
         ends_in_zero = np.asarray(sheet.tops[lines][np.arange(len(bad)), ends[1]] == 0)
         for row, name in enumerate(sheet.names[lines]):
             line = start + row
-            growth, rise, largest = (
-                float(numbers[field][row]) for field in ("growth", "rise", "largest")
-            )
-            spike = None if has_grown(rise, largest) else numbers["spike"][row]
+            own = {field: float(column[row]) for field, column in numbers.items()}
+            spike = None if has_grown(own["rise"], own["largest"]) else spikes[row]
             yield Track(
                 name,
                 source,
@@ -264,14 +260,10 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
                 sheet.there[line],
                 nonfinite_steps=_nonfinite_steps(sheet, line) if has_bad[row] else (-1, -1),
                 first=float(sheet.read(line, int(ends[0][row]))[1][0]),
-                median=float(numbers["median"][row]),
-                largest=largest,
                 last=float(sheet.read(line, int(ends[1][row]))[1][-1]),
                 spike=None if spike is None else _spike(sheet, line, *spike),
                 zero_since=_zero_since(sheet, line) if ends_in_zero[row] else None,
-                growth=growth,
-                rise=rise,
-                jitter=float(numbers["jitter"][row]),
+                **own,
             )
 
 
@@ -317,11 +309,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
-    every = np.unique(np.concatenate([np.empty(0, np.int64), *(track.steps for track in tracks)]))
-    if not len(every):
-        none = np.empty((len(tracks), 0))
-        flags = none.astype(bool)
-        return Grid(every, every, none, none.astype(np.int64), flags, flags, 1)
+    every = np.unique(np.concatenate([track.steps for track in tracks]))
     width = -(-(int(every[-1]) - int(every[0]) + 1) // most)
     column = (every - every[0]) // width
     used, starts = np.unique(column, return_index=True)

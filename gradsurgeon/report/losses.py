@@ -152,63 +152,50 @@ def loss_tables(
 
 def _pairs(worst: Sequence[Measured], by_stat: dict[str, list[Measured]]) -> Table:
     ratios = {one.name: one.numbers["median"] for one in by_stat.get(RATIO, ())}
-    rows = [
-        [
-            printable(one.name),
-            _number(one.numbers["mean"]),
-            _number(one.numbers["least"]),
-            _share(one.numbers["negative"]),
-            _number(ratios.get(one.name, math.nan)),
-            f"{len(one.finite):,}",
-        ]
-        for one in worst[:_ROWS]
-    ]
+    rows = []
+    for one in worst[:_ROWS]:
+        numbers, ratio = one.numbers, ratios.get(one.name, math.nan)
+        cells = _number(numbers["mean"]), _number(numbers["least"]), _share(numbers["negative"])
+        rows.append([printable(one.name), *cells, _number(ratio), f"{len(one.finite):,}"])
     low = sum(one.numbers["mean"] < 0 for one in worst)
     text = f"{count(low, 'pair')} of {len(worst):,} conflict on average"
     missing = sum(len(one.values) - len(one.finite) for one in worst)
     left_out = (
         f"left out: {missing:,} times a loss of a pair gave no gradient, or none that is finite"
     )
-    return Table(
-        f"conflicts of {count(len(worst), 'pair')} of losses, recorded by {printable(worst[0].rule)} in {_steps(worst)}",
-        _PAIR_HEAD,
-        rows,
-        right=frozenset(range(1, len(_PAIR_HEAD))),
-        levels=["warning" if one.numbers["mean"] < 0 else "" for one in worst[:_ROWS]],
-        notes=[*_more(worst), text, *[left_out] * bool(missing)],
-    )
+    title = f"conflicts of {count(len(worst), 'pair')} of losses"
+    table = _table(title, worst, _PAIR_HEAD, rows, [text, *[left_out] * bool(missing)])
+    conflicts = (one.numbers["mean"] < 0 for one in worst[:_ROWS])
+    return table._replace(levels=["warning" if one else "" for one in conflicts])
 
 
 def _weights(
     weights: Sequence[Measured], distances: Sequence[Measured], *, observed: bool
 ) -> Table:
-    rows = [
-        [
-            printable(one.name),
-            *(_number(one.numbers[field]) for field in ("mean", "least", "largest")),
-            f"{len(one.values):,}",
-        ]
-        for one in weights[:_ROWS]
-    ]
+    rows = []
+    for one in weights[:_ROWS]:
+        cells = (_number(one.numbers[field]) for field in ("mean", "least", "largest"))
+        rows.append([printable(one.name), *cells, f"{len(one.values):,}"])
     notes = [
         f"{'would have ' * observed}changed the sum in {_share(float((one.values > 0).mean()))} of calls; distance from it, over its "
         f"norm: mean {_number(one.numbers['mean'])}, largest {one.values.max():.3g} at step {one.steps[one.values.argmax()]}"
         for one in distances
     ]
-    return Table(
-        f"combined gradients of losses, recorded by {printable(weights[0].rule)} in {_steps(weights)}",
-        _WEIGHT_HEAD,
-        rows,
-        right=frozenset(range(1, len(_WEIGHT_HEAD))),
-        notes=[*_more(weights), *notes],
-    )
+    return _table("combined gradients of losses", weights, _WEIGHT_HEAD, rows, notes)
 
 
-def _more(found: Sequence[Measured]) -> Iterator[str]:
-    if len(found) > _ROWS:
-        yield f"and {len(found) - _ROWS:,} more"
+def _table(
+    title: str,
+    found: Sequence[Measured],
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> Table:
+    more = [f"and {len(found) - _ROWS:,} more"] if len(found) > _ROWS else []
     if found[0].every > 1:
-        yield f"the run is long: one call in {found[0].every:,} was read"
+        more.append(f"the run is long: one call in {found[0].every:,} was read")
+    title += f", recorded by {printable(found[0].rule)} in {_steps(found)}"
+    return Table(title, head, rows, frozenset(range(1, len(head))), notes=[*more, *notes])
 
 
 def _steps(found: Sequence[Measured]) -> str:

@@ -149,25 +149,27 @@ def has_grown(rise: float, largest: float) -> bool:
     return rise >= GROWTH and largest >= LARGE
 
 
-def numbers_of(sheet: Sheet, lines: slice) -> dict[str, Any]:
-    """Return what is computed of many tensors at once: a number for each, NaN where there is nothing to compute."""
+def numbers_of(
+    sheet: Sheet, lines: slice
+) -> tuple[dict[str, Floats], list[tuple[int, float] | None]]:
+    """Return numbers by tensor, NaN where there is nothing to compute, and the column of each spike with its size."""
     tops, sample = sheet.tops[lines], sheet.sample[lines]
-    found: dict[str, Any] = {field: np.full(len(tops), np.nan) for field in _FIELDS}
-    found["spike"] = [None] * len(tops)
+    found: dict[str, Floats] = {field: np.full(len(tops), np.nan) for field in _FIELDS}
+    spikes: list[tuple[int, float] | None] = [None] * len(tops)
     # The last norms before a non-finite one may have grown within a step or two.
     ends = np.where(sheet.there[lines], np.arange(tops.shape[1]), -1).argmax(axis=1)
     broken: Flags = np.asarray(sheet.bad[lines][np.arange(len(tops)), ends] > 0)
     for rows, columns, norms in _alike(tops, ~np.isnan(tops)):
         found["largest"][rows] = norms.max(axis=1)
         for row, spike in zip(rows, largest_spikes(norms), strict=True):
-            found["spike"][row] = spike and (int(columns[spike[0]]), spike[1])
+            spikes[row] = spike and (int(columns[spike[0]]), spike[1])
     for rows, _, norms in _alike(tops, tops > 0):
         found["growth"][rows], found["rise"][rows] = _growth(norms, broken[rows])
     for rows, _, norms in _alike(sample, ~np.isnan(sample)):
         found["median"][rows] = np.median(norms, axis=1)
     for rows, _, norms in _alike(sample, sample > 0):
         found["jitter"][rows] = _jitter(np.log(norms[:, -_MOST_FOR_JITTER:]))
-    return found
+    return found, spikes
 
 
 def _alike(norms: Floats, kept: Flags) -> Iterator[tuple[list[int], Ints, Floats]]:
