@@ -39,15 +39,13 @@ def callouts(history: History, params: int) -> Iterator[str]:
         # A noisy tensor has peaks all the time, and an explosion ends in one.
         loud = names | {track.name for track in noisy}
         wholes = history.gradients if kind == GRADIENT else []
+        vanishing = _vanishing(tracks, others, kind) if compared and GRADIENT in kind else ""
         said = [
             ("non-finite", _nonfinite(tracks, kind)),
             ("exploding", _exploding(tracks, exploded, kind)),
             ("largest spike", _spike(tracks, loud, wholes, params)),
             *_dead(tracks),
-            (
-                "vanishing",
-                _vanishing(tracks, others, kind) if compared and GRADIENT in kind else "",
-            ),
+            ("vanishing", vanishing),
             ("noisy", _noisy(tracks, noisy)),
             *(("level changed", _level(whole, params)) for whole in wholes),
         ]

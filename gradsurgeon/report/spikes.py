@@ -50,9 +50,9 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
     spread), and if the next few are lower again. A norm with too short a past is a spike if it is a hundred times
     all others. `norms` has the shape ``[tensors, n]`` and is finite.
     """
-    if norms.shape[1] <= _AFTER:
+    if norms.shape[1] <= _AFTER + 1:
         return [None] * len(norms)
-    found = [_early(row, place) for row, place in zip(norms, _earliest(norms), strict=True)]
+    found = _early(norms)
     with np.errstate(all="ignore"):
         bounds = np.where(norms > 0, norms / _extreme_before(norms, np.minimum, PAST), 0.0)
     # Most norms are no higher than those right before them, and need not be compared further.
@@ -63,20 +63,18 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
     return found
 
 
-def _earliest(norms: Floats) -> list[int]:
-    """Return for each row the place of a norm with a short past that is far above all others, 0 if there is none."""
-    row, places = np.arange(len(norms)), norms[:, :LEAST_PAST].argmax(axis=1)
-    others = norms.copy()
-    others[row, places] = 0.0
-    is_far = norms[row, places] > _FAR_FROM_ALL * others.max(axis=1)
+def _early(norms: Floats) -> list[tuple[int, float] | None]:
+    """Return for each row a norm with a short past that is far above all others."""
+    found: list[tuple[int, float] | None] = [None] * len(norms)
     # At the end of so short a run nobody knows whether it falls.
-    is_over = places < norms.shape[1] - _AFTER
-    return [int(place) for place in np.where(is_far & is_over, places, 0)]
-
-
-def _early(norms: Floats, place: int) -> tuple[int, float] | None:
-    usual = float(np.median(norms[:place])) if place else 0.0
-    return (place, float(norms[place]) / usual) if usual > 0 else None
+    last = min(LEAST_PAST, norms.shape[1] - _AFTER)
+    second, largest = np.partition(norms[:, :last], -2, axis=1)[:, -2:].T
+    others = np.maximum(second, norms[:, last:].max(axis=1))
+    for row in np.flatnonzero(largest > _FAR_FROM_ALL * others).tolist():
+        place = int(norms[row].argmax())
+        if place and (usual := float(np.median(norms[row, :place]))) > 0:
+            found[row] = place, float(largest[row]) / usual
+    return found
 
 
 def _largest(
