@@ -4,7 +4,7 @@ import cmath
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -287,21 +287,3 @@ def first_nonfinite(grad: Tensor) -> tuple[str, int]:
 def to_bytes(tensor: Tensor) -> bytes:
     """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not require."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-class Segments(NamedTuple):
-    flat: Tensor
-    lengths: Tensor  # the number of elements of each gradient, at least 1
-
-    def sum(self, values: Tensor) -> Tensor:
-        # A sequential float32 sum would lose digits.
-        return by_segments(values.double(), "sum", self.lengths)
-
-    def min(self, values: Tensor) -> Tensor:
-        return by_segments(values, "min", self.lengths)
-
-    def max(self, values: Tensor) -> Tensor:
-        return by_segments(values, "max", self.lengths)
-
-    def per_element(self, values: Tensor) -> Tensor:
-        return values.repeat_interleave(self.lengths, output_size=len(self.flat))

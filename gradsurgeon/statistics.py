@@ -1,4 +1,4 @@
-"""The table of statistics: measuring one gradient, or many in a batch, and merging shards. Needs torch only to measure."""
+"""The table of statistics: measuring a gradient, and merging the numbers of shards. Needs torch only to measure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from gradsurgeon._numbers import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,6 @@ class Statistic:
         empty: the number of a gradient without elements.
         part: maps the elements of a shard, possibly none, to the numbers that ``merge`` needs, as 0-dim tensors
             or plain numbers; without it the one number of ``measure``.
-        segments: does the work of ``measure`` for many small gradients in one call, if that is faster;
-            returns one number per gradient, or one row of them per column.
         columns: the names of its numbers in records, for a statistic of several numbers.
         whole: maps a gradient of any layout, or this rank's part of a `DTensor`, to its numbers, in place of
             ``measure`` and ``part``.
@@ -42,7 +38,6 @@ class Statistic:
     merge: Literal["sum", "max", "min"] | Callable[[Tensor], Tensor]
     empty: float = math.nan
     part: Callable[[Tensor], tuple[Tensor | float, ...]] | None = None
-    segments: Callable[[Segments], Tensor] | None = None
     real: bool = False
     of_update: bool = False
     columns: tuple[str, ...] = ()
@@ -94,12 +89,6 @@ def _std(elements: Tensor, missing: int) -> Tensor:
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
     count = _late("_numbers").nonfinite(elements)
     return elements.real.new_full((), count) if isinstance(count, int) else count
-
-
-def _stds(segments: Segments) -> Tensor:
-    means = segments.sum(segments.flat) / segments.lengths
-    deviations = segments.flat.double() - segments.per_element(means)
-    return (segments.sum(deviations.square_()) / segments.lengths).sqrt_()
 
 
 def _mean_and_count(elements: Tensor) -> tuple[Tensor, int]:
@@ -154,58 +143,49 @@ STATISTICS: dict[str, Statistic] = {
         lambda elements, _: elements.abs().sum(),
         merge="sum",
         empty=0.0,
-        segments=lambda segments: segments.sum(segments.flat.abs()),
     ),
     # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
     "l2": Statistic(
         lambda elements, _: _late("_numbers").norm(elements),
         merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),
         empty=0.0,
-        segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
     ),
     "linf": Statistic(
         lambda elements, _: elements.abs().amax(),
         merge="max",
         empty=0.0,
-        segments=lambda segments: segments.max(segments.flat.abs()),
     ),
     "mean": Statistic(
         lambda elements, missing: elements.sum() / (elements.numel() + missing),
         merge=_mean_of_parts,
         part=_mean_and_count,
-        segments=lambda segments: segments.sum(segments.flat) / segments.lengths,
         real=True,
     ),
-    "std": Statistic(_std, merge=_std_of_parts, part=_deviation, segments=_stds),
+    "std": Statistic(_std, merge=_std_of_parts, part=_deviation),
     "min": Statistic(
         lambda elements, missing: elements.amin().clamp(max=0) if missing else elements.amin(),
         merge="min",
-        segments=lambda segments: segments.min(segments.flat),
         real=True,
     ),
     "max": Statistic(
         lambda elements, missing: elements.amax().clamp(min=0) if missing else elements.amax(),
         merge="max",
-        segments=lambda segments: segments.max(segments.flat),
         real=True,
     ),
     "zeros": Statistic(
         lambda elements, missing: elements.numel() + missing - elements.count_nonzero(),
         merge="sum",
         empty=0.0,
-        segments=lambda segments: segments.sum(segments.flat == 0),
     ),
     "nonfinite": Statistic(
         _nonfinite,
         merge="sum",
         empty=0.0,
-        segments=lambda segments: segments.sum(segments.flat.isfinite().logical_not_()),
     ),
     "numel": Statistic(
         lambda elements, missing: elements.real.new_full((), elements.numel() + missing),
         merge="sum",
         empty=0.0,
-        segments=lambda segments: segments.lengths,
     ),
     "projection": Statistic(
         lambda elements, _: _late("_projection").projections(elements),

@@ -37,7 +37,6 @@ add_statistic(
         lambda grad, missing: grad.square().sum() / (grad.numel() + missing),
         merge=_square_mean_of_parts,
         part=lambda elements: (elements.double().square().sum(), elements.numel()),
-        segments=lambda segments: segments.sum(segments.flat.square()) / segments.lengths,
     ),
 )
 

@@ -1,18 +1,8 @@
 """Attaches a plan to a model: the hooks, the watch over backward passes and updates, and what rules do there."""
 
-from gradsurgeon._oldest_torch import OLDEST
-from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.context import Mode, Options
-from gradsurgeon.runtime.registry import applied_to, backward, enter, find, tag
-
-__all__ = [
-    "OLDEST",
-    "Attachment",
-    "Mode",
-    "Options",
-    "applied_to",
-    "backward",
-    "enter",
-    "find",
-    "tag",
-]
+from gradsurgeon._oldest_torch import OLDEST as OLDEST
+from gradsurgeon.runtime.attachment import Attachment as Attachment
+from gradsurgeon.runtime.context import Options as Options
+from gradsurgeon.runtime.registry import applied_to as applied_to
+from gradsurgeon.runtime.registry import enter as enter
+from gradsurgeon.runtime.registry import find as find

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon._numbers import Segments
 from gradsurgeon.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
@@ -98,10 +97,6 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
             if any(empty := [not grad.numel() for grad in settled]):
                 merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
             return merged.float()
-        # A reduction of no elements would not give the `empty` number of a statistic.
-        if stat != "l2" and STATISTICS[stat].segments and all(map(Tensor.numel, grads)):
-            rows = of_small([stat], grads)
-            return rows.t() if STATISTICS[stat].columns else rows[0]
         return _each(stat, grads)
 
 
@@ -119,25 +114,11 @@ def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([statistic(stat, grad) for grad in grads])
 
 
-def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
-    """Return statistics of plain tensors of one dtype and device, in few calls if the tensors are small.
-
-    The shape is ``[n, len(tensors)]``, a row for each column of each statistic.
-    """
-    with torch.no_grad():
-        # Norms alone are joined only where that saves time.
-        joined, rows = None if list(stats) == ["l2"] else _numbers.small(tensors), []
-        for stat in stats:
-            segments = STATISTICS[stat].segments
-            if joined is None or segments is None:
-                rows.append(_each(stat, tensors).view(len(tensors), -1).t())
-            else:
-                rows.append(segments(Segments(*joined)).float().view(-1, len(tensors)))
-        return torch.cat(rows)
-
-
 def of_kept(stats: Sequence[str], kept: Sequence[Kept]) -> Tensor:
-    """Return statistics of copies and of measured tensors, as `of_small` does; on the host if they are on several devices."""
+    """Return statistics of copies and of measured tensors, a row for each column of each statistic.
+
+    The result is on the host if they are on several devices.
+    """
     kinds: dict[torch.dtype | None, list[int]] = {}
     for position, one in enumerate(kept):
         kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
@@ -145,7 +126,9 @@ def of_kept(stats: Sequence[str], kept: Sequence[Kept]) -> Tensor:
     for positions in kinds.values():
         copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
         if copies:
-            parts.append(of_small(stats, copies))
+            with torch.no_grad():
+                rows = [_each(stat, copies).view(len(copies), -1).t() for stat in stats]
+            parts.append(torch.cat(rows))
         else:
             found = _together(list(chain.from_iterable(kept[p] for p in positions)))
             parts.append(torch.stack(found).view(len(positions), -1).t())

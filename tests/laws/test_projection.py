@@ -110,7 +110,7 @@ def test_empty_tensors_and_scalars() -> None:
 
 def test_many_small_tensors_at_once_are_those_of_each() -> None:
     tensors = [random(size) for size in (1, 7, 300, 1024)]
-    found = measure.of_small(["projection", "numel"], tensors)
+    found = measure.of_kept(["projection", "numel"], tensors)
     each = torch.stack([projections(tensor) for tensor in tensors], 1).float()
     torch.testing.assert_close(found[:2], each, rtol=1e-6, atol=1e-5)
     assert found[2].tolist() == [1, 7, 300, 1024]
