@@ -139,22 +139,14 @@ def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:
 
 
 STATISTICS: dict[str, Statistic] = {
-    "l1": Statistic(
-        lambda elements, _: elements.abs().sum(),
-        merge="sum",
-        empty=0.0,
-    ),
+    "l1": Statistic(lambda elements, _: elements.abs().sum(), merge="sum", empty=0.0),
     # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
     "l2": Statistic(
         lambda elements, _: _late("_numbers").norm(elements),
         merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),
         empty=0.0,
     ),
-    "linf": Statistic(
-        lambda elements, _: elements.abs().amax(),
-        merge="max",
-        empty=0.0,
-    ),
+    "linf": Statistic(lambda elements, _: elements.abs().amax(), merge="max", empty=0.0),
     "mean": Statistic(
         lambda elements, missing: elements.sum() / (elements.numel() + missing),
         merge=_mean_of_parts,
@@ -177,11 +169,7 @@ STATISTICS: dict[str, Statistic] = {
         merge="sum",
         empty=0.0,
     ),
-    "nonfinite": Statistic(
-        _nonfinite,
-        merge="sum",
-        empty=0.0,
-    ),
+    "nonfinite": Statistic(_nonfinite, merge="sum", empty=0.0),
     "numel": Statistic(
         lambda elements, missing: elements.real.new_full((), elements.numel() + missing),
         merge="sum",
@@ -201,9 +189,6 @@ STATISTICS: dict[str, Statistic] = {
         of_update=True,
     ),
     "moved": Statistic(
-        lambda pair, _: _moved(pair),
-        merge=_mean_of_parts,
-        part=_moved_and_count,
-        of_update=True,
+        lambda pair, _: _moved(pair), merge=_mean_of_parts, part=_moved_and_count, of_update=True
     ),
 }

@@ -109,10 +109,7 @@ class Rule(Options):
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
     expect: Annotated[Expect | None, Field(description="Assertion on the matches.")] = None
-    optional: Annotated[
-        bool,
-        Field(description="Matching nothing is no error."),
-    ] = False
+    optional: Annotated[bool, Field(description="Matching nothing is no error.")] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")
     ] = None

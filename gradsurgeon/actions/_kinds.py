@@ -69,10 +69,7 @@ class TrapRule(Rule):
     points: ClassVar[tuple[Point, ...]] = ("accumulated",)
     takes_at: ClassVar[bool] = False
 
-    then: Annotated[
-        Then,
-        Field(description="The consequence for the step."),
-    ] = "raise"
+    then: Annotated[Then, Field(description="The consequence for the step.")] = "raise"
     give_up_after: Annotated[
         Limit,
         Field(

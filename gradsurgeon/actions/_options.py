@@ -197,8 +197,7 @@ class Where(Options):
         Field(description="Glob over the class names of the owning module, base classes included."),
     ] = None
     owns_params: Annotated[
-        bool | None,
-        Field(description="Of modules: whether the module has parameters of its own."),
+        bool | None, Field(description="Of modules: whether the module has parameters of its own.")
     ] = None
     ndim: Annotated[int | None, Field(ge=0, description="Number of dimensions.")] = None
     dtype: Annotated[Dtype | None, Field(description="Such as float32 or bfloat16.")] = None
@@ -209,7 +208,4 @@ class Where(Options):
 class Expect(Options):
     """An assertion on the matches of a rule, checked whenever it is bound."""
 
-    params: Annotated[
-        int,
-        Field(ge=0, description="Exact number of distinct parameters."),
-    ]
+    params: Annotated[int, Field(ge=0, description="Exact number of distinct parameters.")]

@@ -57,10 +57,7 @@ class ClipNorm(EditRule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[
-        float,
-        Field(ge=0, description="The largest norm that stays as it is."),
-    ]
+    max_norm: Annotated[float, Field(ge=0, description="The largest norm that stays as it is.")]
     norm_type: Annotated[
         Literal[2, "inf"],
         Field(description='Order of the norm: 2, or "inf" for the largest element.'),

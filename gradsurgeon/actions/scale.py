@@ -45,10 +45,7 @@ class Scale(EditRule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[
-        float,
-        Field(description="The number that multiplies every element."),
-    ]
+    factor: Annotated[float, Field(description="The number that multiplies every element.")]
 
     @property
     def may_overflow(self) -> bool:

@@ -32,8 +32,7 @@ class Above(Options):
         Field(gt=0, description="A spike is this many standard deviations above the running mean."),
     ] = None
     times: Annotated[
-        float | None,
-        Field(gt=1, description="A spike is this many times the running mean."),
+        float | None, Field(gt=1, description="A spike is this many times the running mean.")
     ] = None
     beta: Annotated[
         float | None,

@@ -18,15 +18,7 @@ from gradsurgeon.store.layout import is_taken, state_name
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
 DEFAULT_RULES = "gradsurgeon:debug@1"
-_WITH_VALUE = (
-    "--rules",
-    "--record",
-    "--resume",
-    "--start-step",
-    "--sink",
-    "--perturb",
-    "--seed",
-)
+_WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink", "--perturb", "--seed")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -51,10 +51,7 @@ class _Finder(MetaPathFinder):
         self._is_searching = False
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
         if fullname != self._name or self._is_searching:

@@ -10,13 +10,7 @@ from gradsurgeon.store.layout import job, job_size
 
 
 def describe(
-    plan: Plan,
-    *,
-    mode: str,
-    start_step: int,
-    torch: str,
-    ranks: int = 1,
-    replicas: bool = False,
+    plan: Plan, *, mode: str, start_step: int, torch: str, ranks: int = 1, replicas: bool = False
 ) -> dict[str, Any]:
     """Return what `run.json` says of a run, as plain values; reports read it."""
     return {

@@ -119,9 +119,7 @@ def _check(*bad: str, severity: Severity = "warning") -> Callable[[_Find], _Find
 _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 
 
-@_check(
-    '{id: second-layer, action: norm-log, params: "layers.1*"}',
-)
+@_check('{id: second-layer, action: norm-log, params: "layers.1*"}')
 def number_prefix(context: LintContext) -> Iterator[Finding]:
     """A star right behind a number also matches more digits.
 
@@ -142,9 +140,7 @@ def number_prefix(context: LintContext) -> Iterator[Finding]:
                 yield Finding(rule, (key, index), message, hint)
 
 
-@_check(
-    '{id: bounded, action: clamp, params: "*.weight", at: backward, min: -0.1, max: 0.1}',
-)
+@_check('{id: bounded, action: clamp, params: "*.weight", at: backward, min: -0.1, max: 0.1}')
 def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
     """A bound at `backward` does not bound the gradient.
 
@@ -165,9 +161,7 @@ def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
             yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")
 
 
-@_check(
-    '{id: no-bias, action: scale, params: "*.bias", factor: 0}',
-)
+@_check('{id: no-bias, action: scale, params: "*.bias", factor: 0}')
 def scale_by_zero(context: LintContext) -> Iterator[Finding]:
     """A factor of zero does not remove a NaN.
 
@@ -238,10 +232,7 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
             yield Finding(rule, ("action",), message, hint, above)
 
 
-@_check(
-    '{id: clean, action: sanitize, params: "*"}',
-    '{id: guard, action: nan-trap, params: "*"}',
-)
+@_check('{id: clean, action: sanitize, params: "*"}', '{id: guard, action: nan-trap, params: "*"}')
 def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
     """A trap cannot trip, because another rule removes every NaN first.
 
@@ -267,10 +258,7 @@ def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
             yield Finding(trap, ("action",), message, hint, before)
 
 
-@_check(
-    '{id: keep-backbone, action: zero, params: "backbone.*"}',
-    severity="note",
-)
+@_check('{id: keep-backbone, action: zero, params: "backbone.*"}', severity="note")
 def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
     """A parameter whose gradient is set to zero still moves.
 

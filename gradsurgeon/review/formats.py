@@ -13,11 +13,7 @@ from gradsurgeon.schema import VERSION
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
-_COLOURS: Mapping[str, str] = {
-    "error": "\033[1;31m",
-    "warning": "\033[1;33m",
-    "note": "\033[1;36m",
-}
+_COLOURS: Mapping[str, str] = {"error": "\033[1;31m", "warning": "\033[1;33m", "note": "\033[1;36m"}
 _RESET = "\033[0m"
 
 

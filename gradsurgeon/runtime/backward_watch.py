@@ -234,10 +234,7 @@ def around_passes(
 
 
 def _train(
-    running: RunningPass,
-    watches: Sequence[BackwardWatch],
-    begins: Begins,
-    run: Callable[[], Any],
+    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins, run: Callable[[], Any]
 ) -> Any:
     """Run a pass that gives parameters their gradients, and report it to the watches."""
     graph = running.graph

@@ -159,10 +159,7 @@ class OutputHook(_ModuleHook):
 
 class ModuleHooks:
     def __init__(
-        self,
-        programs: Sequence[ModuleProgram],
-        activations: ActivationRules,
-        shared: SharedInputs,
+        self, programs: Sequence[ModuleProgram], activations: ActivationRules, shared: SharedInputs
     ) -> None:
         self._programs = programs
         self._activations, self._shared = activations, shared

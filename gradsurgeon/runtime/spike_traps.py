@@ -137,10 +137,7 @@ class SpikeTraps:
         return found
 
     def load(
-        self,
-        rules: Mapping[str, LearntByRule],
-        index: Mapping[str, int],
-        reshaped: Collection[str],
+        self, rules: Mapping[str, LearntByRule], index: Mapping[str, int], reshaped: Collection[str]
     ) -> Iterator[tuple[str, str]]:
         """Resume from the result of `state`, except ``reshaped`` parameters; yield each mismatch with its rule."""
         index = {name: tensor for name, tensor in index.items() if name not in reshaped}

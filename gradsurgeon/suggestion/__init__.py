@@ -17,13 +17,7 @@ from gradsurgeon.suggestion.recorded import (
     skipped_steps,
     sources,
 )
-from gradsurgeon.suggestion.rule_text import (
-    doubts_of,
-    evidence,
-    judged,
-    rule_id,
-    rule_lines,
-)
+from gradsurgeon.suggestion.rule_text import doubts_of, evidence, judged, rule_id, rule_lines
 from gradsurgeon.suggestion.thresholds import percent
 
 # A suggestion begins with this. No other file is written over.
