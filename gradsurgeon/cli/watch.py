@@ -20,7 +20,6 @@ from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of
 from gradsurgeon.report.sources import from_run
-from gradsurgeon.report.tables import Table, shortened
 from gradsurgeon.report.web_page import write_page
 from gradsurgeon.store.run import of_lowest_ranks, open_run
 
@@ -33,7 +32,7 @@ _COLOURS = {"head": "\x1b[1m", "bad": "\x1b[31m", "warning": "\x1b[33m"}
 _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
 # So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
 _ROWS_MOST, _ROWS_LEAST, _VALUES = 256, 32, 2**18
-_WORST, _ROWS, _NAME_LEAST = 10, 8, 16  # rows of a table of norms, and of another table
+_WORST, _ROWS = 10, 8  # rows of a table of norms, and of another table
 _EVENTS = 4  # traps, and as many other events: traps must not hide everything else
 
 # A text, and how it looks: a key of `_COLOURS`, or empty.
@@ -137,9 +136,9 @@ def screen(report: Report, columns: int) -> list[Line]:
         _head(report),
         _events(report),
         ((remark, "warning") for remark in report.remarks),
-        *(_table(newest_table(report.history, one, _WORST), columns, _WORST) for one in norms),
+        *(newest_table(report.history, one, _WORST).lines(columns, _WORST) for one in norms),
         _wholes(report),
-        *(_table(one, columns, _ROWS) for one in report.tables[len(norms) :]),
+        *(one.lines(columns, _ROWS) for one in report.tables[len(norms) :]),
     ]
     lines = [line for section in filter(None, map(list, sections)) for line in (("", ""), *section)]
     return [
@@ -174,17 +173,6 @@ def _event(event: Event, report: Report) -> str:
     message = event.message.partition("\n")[0]
     texts = (f"step {event.step}", event.kind, event.rule, event.name, rank, message)
     return "  ".join(printable(text) for text in texts if text)
-
-
-def _table(table: Table, columns: int, most: int) -> Iterator[Line]:
-    """Yield a table with at most so many rows, and with names that leave room for the numbers."""
-    longest = max(_NAME_LEAST, columns // 3)
-    rows = [[shortened(row[0], longest), *row[1:]] for row in table.rows[:most]]
-    shown = table._replace(rows=rows, curves=table.curves[:most])
-    styles = ["head", "", *table.levels, *[""] * len(rows)]
-    yield from zip(shown.lines(columns), styles, strict=False)
-    if len(rows) < len(table.rows):
-        yield f"  ... and {len(table.rows) - len(rows):,} more", ""
 
 
 def _wholes(report: Report) -> Iterator[Line]:

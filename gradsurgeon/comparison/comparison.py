@@ -179,7 +179,7 @@ def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
     if answer.first:
         yield from (_border(answer, answer.first[0]), "")
         for table in _tables(answer):
-            yield from (*table.lines(_COLUMNS), "")
+            yield from (*(line for line, _ in table.lines(_COLUMNS)), "")
     texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {one}" for one in answer.notes)]
     if answer.undecided:
         number = count(len(answer.undecided), "tensor")

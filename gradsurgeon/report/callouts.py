@@ -184,7 +184,8 @@ def _norm_at(track: Track, step: int) -> float:
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     """Name what is 0, as a layer of ReLUs is that no longer answers to anything."""
     alive = {_module(track) for track in tracks if track.largest > 0}
-    zero = [one for one in tracks if one.is_zero and not (_is_bias(one) and _module(one) in alive)]
+    zero = [one for one in tracks if one.largest == 0 and not one.nonfinite]
+    zero = [one for one in zero if not (_is_bias(one) and _module(one) in alive)]
     yield "norm always exactly 0", _names(zero)
     since: defaultdict[int, list[Track]] = defaultdict(list)
     for track in tracks:

@@ -60,10 +60,6 @@ class Track:
         return int(self.bad.sum())
 
     @property
-    def is_zero(self) -> bool:
-        return self.largest == 0 and not self.nonfinite
-
-    @property
     def has_grown(self) -> bool:
         return has_grown(self.rise, self.largest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class Report:
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        lines = [list(_lines(table, columns)) for table in self.tables]
+        lines = [_text(table, columns) for table in self.tables]
         if self.norms:
             lines[len(self.norms) - 1].append(f"  {LEGEND}")
         stands_out = [f"  {remark}" for remark in self.remarks]
@@ -237,9 +237,9 @@ class Report:
         return (ends[0], ends[-1] - 1) if is_pending else ends
 
 
-def _lines(table: Table, columns: int) -> Iterator[str]:
-    yield from table.lines(columns)
-    yield from (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)
+def _text(table: Table, columns: int) -> list[str]:
+    notes = (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)
+    return [*(line for line, _ in table.lines(columns)), *notes]
 
 
 def to_dict(report: Report) -> dict[str, Any]:

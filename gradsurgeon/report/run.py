@@ -39,7 +39,10 @@ class Run(stored.Run):
         Args:
             kind: the picture.
             name: a name, a pattern as in a rule file, or several of them.
-            rule: the id of the rule.
+            rule: the id of the rule; by default the norms of each tensor that the report shows.
+
+        Returns:
+            A figure, which a notebook shows; ``figure.savefig("norms.png")`` writes it to a file.
 
         Raises:
             ValueError: there is no such picture, or it does not take one of the options.

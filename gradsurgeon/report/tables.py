@@ -2,8 +2,9 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 from gradsurgeon.planning.table import grid
@@ -13,6 +14,7 @@ Curve = Sequence[float | None]
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _HISTORY = 1  # the column of the curves
+_NAME_LEAST = 16
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NONFINITE = "✗"
@@ -38,18 +40,26 @@ class Table(NamedTuple):
     levels: Sequence[Level] = ()
     notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
-    def lines(self, columns: int) -> Iterator[str]:
-        """Yield the table as text without its notes. Names are never cut, because people copy them."""
-        yield self.title
+    def lines(self, columns: int, most: int | None = None) -> Iterator[tuple[str, str]]:
+        """Yield the table as text without its notes, each line with its level.
+
+        A table of at most so many rows has shorter names, to leave room for the numbers. Otherwise names are never cut,
+        because people copy them.
+        """
+        yield self.title, "head"
         if not self.head:
             return
-        widths = [2 + max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
+        longest = sys.maxsize if most is None else max(_NAME_LEAST, columns // 3)
+        rows = [[shortened(row[0], longest), *row[1:]] for row in self.rows[:most]]
+        widths = [2 + max(map(len, column)) for column in zip(self.head, *rows, strict=True)]
         room = columns - (sum(widths) - widths[_HISTORY] + 2)
         width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
-        rows = [list(row) for row in self.rows]
         for row, curve in zip(rows, self.curves, strict=False):
             row[_HISTORY] = sparkline(curve, width)
-        yield from grid([self.head, *rows], right=self.right)
+        levels = chain(("",), self.levels, repeat(""))
+        yield from zip(grid([self.head, *rows], right=self.right), levels, strict=False)
+        if len(rows) < len(self.rows):
+            yield f"  ... and {len(self.rows) - len(rows):,} more", ""
 
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""
