@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 import yaml
@@ -319,6 +320,8 @@ class _Reader:
             parent.data[name] = value.data
 
 
+# Most texts are the keys of rules, which come again and again.
+@lru_cache(maxsize=1024)
 def _core_value(text: str) -> str | float | bool | None:
     match = _CORE.fullmatch(text)
     kind = match.lastgroup if match else "text"

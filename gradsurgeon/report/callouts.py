@@ -237,8 +237,7 @@ def _level(whole: Whole, params: int) -> str:
     steps, values = whole.steps[known][-_MOST_FOR_LEVELS:], whole.values[known][-_MOST_FOR_LEVELS:]
     if (change := change_of_level(steps, values)) is None:
         return ""
-    word = "fell" if change.after < change.before else "rose"
-    return (
-        f"the {whole_name(whole, params)} {word} from {change.before:.3g} to {change.after:.3g} at step {change.step}, "
-        "and stayed there"
-    )
+    step, before, after = change
+    word = "fell" if after < before else "rose"
+    name = whole_name(whole, params)
+    return f"the {name} {word} from {before:.3g} to {after:.3g} at step {step}, and stayed there"

@@ -153,16 +153,11 @@ def _row_median(rows: Floats) -> Floats:
     return np.where(number > 0, middle, 0.0)
 
 
-class Change(NamedTuple):
-    """A step from which on norms have another level, and the levels before and after it."""
+def change_of_level(steps: Ints, norms: Floats) -> tuple[int, float, float] | None:
+    """Return the step at which positive norms change their level most, at once and to stay, and both levels.
 
-    step: int
-    before: float
-    after: float
-
-
-def change_of_level(steps: Ints, norms: Floats) -> Change | None:
-    """Return where positive norms change their level most, at once and to stay; None where they drift or only vary."""
+    None if the norms drift or only vary.
+    """
     logs = np.log(np.asarray(norms, float))
     # The beginning of a training falls fast, and is no change of a level.
     if len(logs) < 3 * _LEVEL:
@@ -182,4 +177,4 @@ def change_of_level(steps: Ints, norms: Floats) -> Change | None:
     at = int(np.argmax(np.where(is_new, np.abs(far) / noise, 0.0)))
     place = int(places[at])
     before, after = np.exp(levels[place - _LEVEL]), np.exp(levels[place])
-    return Change(int(steps[place]), float(before), float(after))
+    return int(steps[place]), float(before), float(after)
