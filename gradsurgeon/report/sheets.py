@@ -87,6 +87,9 @@ def read_sheet(
             )
         )
     names = [series.key.names[column] for column in columns]
+    if not found:  # the file is damaged, and holds fewer rows than it says
+        none = np.empty((len(names), 0), np.float32)
+        found = [(np.empty(0, np.int64), none, none, none.astype(bool), none.astype(bool))]
     fields: list[Any] = [np.concatenate(field, axis=-1) for field in zip(*found, strict=True)]
     steps, tops, raw, bad, there = fields
 
