@@ -209,6 +209,8 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
         return piece, end + 1
     if char in "]}":
         raise PatternError(f"`{char}` at character {at + 1} closes nothing")
+    if text[at : at + 2] == ", ":
+        raise PatternError("a comma in a pattern", 'write a list of patterns: ["a.*", "b.*"]')
     return re.escape(char), at + 1
 
 
@@ -216,6 +218,8 @@ def _braces(body: str) -> _Options:
     if ".." in body and "," not in body:
         return [[_range(body)]]
     items = list(dict.fromkeys(body.split(",")))
+    if re.fullmatch("[0-9]+-[0-9]+", body):
+        raise PatternError(f"{{{body}}} is no range", f"write {{{body.replace('-', '..')}}}")
     if items == [""]:
         raise PatternError("braces {} with nothing in them", "write {a,b} or {0..11}")
     if wrong := next(filter(_RANGE.fullmatch, items), None):

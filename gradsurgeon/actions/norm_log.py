@@ -52,8 +52,8 @@ class NormLog(ObserverRule):
 
     ## Range
     `l2` is computed in float32, as in PyTorch. On an accelerator squares of elements beyond about 1e19
-    overflow, so the recorded norm is infinite, and elements below about 1e-23 vanish from it. A
-    CPU computes such norms again in float64. `l1`, `linf` and `nonfinite` have no such limits.
+    overflow, so the recorded norm is infinite, and elements below about 1e-23 vanish from it. A CPU computes such norms again in
+    float64. `std` has these limits everywhere, `l1` and `linf` have none. Records are float32.
     """
 
     EXAMPLES: ClassVar = (

@@ -161,7 +161,7 @@ def _events(report: Report) -> Iterator[Line]:
     yield f"events ({kinds.total():,}){listed and ': '}{listed}", "head"
     edits = edits_of(report.rules)
     # The lowest rank speaks for all that note the same.
-    newest = {(e.kind, e.rule, e.step, e.message): e for e in reversed(report.events)}.values()
+    newest = {(e.kind, e.rule, e.step, e.name): e for e in reversed(report.events)}.values()
     for is_bad in (True, False):
         shown = [event for event in newest if is_trip(event, edits) is is_bad][:_EVENTS]
         yield from ((f"  {_event(event, report)}", "bad" * is_bad) for event in shown)

@@ -3,10 +3,14 @@
 import atexit
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning, RecordError, printable
 from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
@@ -22,6 +26,8 @@ class ScriptEnd:
         # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
         self._pid = 0
         self._prepared = False
+        # How the script left, and after how many steps.
+        self._exit: tuple[SystemExit, int] | None = None
 
     def prepare(self) -> None:
         # Registered last, so it runs first: sessions write before their records are closed at exit.
@@ -33,8 +39,18 @@ class ScriptEnd:
         self._pid = os.getpid()
         # A worker that `multiprocessing` forked runs no functions at exit.
         Finalize(None, self._finish, exitpriority=100)
+        Patch(sys, "exit", self._note_exit)
         if self._settings.pdb:
             debugger.install(self._models.attached)
+
+    def _note_exit(self, original: Callable[..., None], *status: Any) -> None:
+        """Remember the exit status, which Python forgets before the functions at exit run."""
+        if threading.current_thread() is threading.main_thread():
+            self._exit = SystemExit(*status), self._steps()
+        original(*status)
+
+    def _steps(self) -> int:
+        return sum(model.session.step for model in self._models.attached)
 
     def first_step(self) -> None:
         self._models.check()
@@ -61,6 +77,9 @@ class ScriptEnd:
         self._pid = 0
         models = self._models
         ended_by = getattr(sys, "last_value", None)
+        # A script that has caught the exit and trained on has not ended by it.
+        if ended_by is None and self._exit is not None and self._exit[1] == self._steps():
+            ended_by = self._exit[0]
         refused = isinstance(ended_by, BindError) and not models.fitting
         with warnings.catch_warnings():
             # The summary shows the warnings of the end.

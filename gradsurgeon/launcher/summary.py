@@ -49,7 +49,7 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
     diagnosis = printable(first_diagnosis(session.events))
-    rows = []
+    rows, waiting = [], set(session.pending_steps().values())
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
     for rule in plan.rules.rules:
         if not plan.of(rule.id) or rule in checks:
@@ -61,7 +61,9 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
             words[0] = trap_words(status, trips)
         else:
             words[1] = f"changed {status.changed:.0%}" if rule.edits else ""
-            words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
+            # A pass that waits for its update has acted in no step of that number.
+            at = status.last_step
+            words[2] = "" if at is None else f"last at step {at - (at in waiting)}"
         rows.append((printable(rule.id), rule.action, *words))
     yield from grid(rows)
     if checks:

@@ -155,7 +155,8 @@ class Report:
         if self.norms or (self.losses and stats <= {one.stat for one in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
-        return f"norms: no l2 recorded; recorded: {recorded or NOTHING_RECORDED}"
+        logs = any(info.logged for info in self.rules.values())
+        return f"norms: no l2 recorded; recorded: {recorded or ('nothing yet' if logs else NOTHING_RECORDED)}"
 
     @cached_property
     def losses(self) -> list[Measured]:

@@ -17,8 +17,6 @@ PAST, LEAST_PAST = 64, 16
 _AFTER, _FALLS = 8, 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
 _SPREADS, _FAR = 6.0, 30.0
-# A peak in the first steps has hardly a past; a warm-up has none that is so far above all other norms.
-_FAR_FROM_ALL = 100.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
 _NORMAL = 1.4826
 _AT_ONCE = 64
@@ -47,40 +45,24 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
     spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their
-    spread), and if the next few are lower again. A norm with too short a past is a spike if it is a hundred times
-    all others. `norms` has the shape ``[tensors, n]`` and is finite.
+    spread), and if the next few are lower again. `norms` has the shape ``[tensors, n]`` and is finite.
     """
-    if norms.shape[1] <= _AFTER + 1:
-        return [None] * len(norms)
-    found = _early(norms)
+    found: list[tuple[int, float] | None] = [None] * len(norms)
+    if norms.shape[1] <= LEAST_PAST:
+        return found
     with np.errstate(all="ignore"):
         bounds = np.where(norms > 0, norms / _extreme_before(norms, np.minimum, PAST), 0.0)
     # Most norms are no higher than those right before them, and need not be compared further.
     bounds[norms <= _FALLS * _extreme_before(norms, np.maximum, _AFTER)] = 0.0
     bounds[:, :LEAST_PAST] = 0.0
     for row in np.flatnonzero((bounds > TIMES).any(axis=1)).tolist():
-        found[row] = _largest(norms[row], bounds[row], found[row])
+        found[row] = _largest(norms[row], bounds[row])
     return found
 
 
-def _early(norms: Floats) -> list[tuple[int, float] | None]:
-    """Return for each row a norm with a short past that is far above all others."""
-    found: list[tuple[int, float] | None] = [None] * len(norms)
-    # At the end of so short a run nobody knows whether it falls.
-    last = min(LEAST_PAST, norms.shape[1] - _AFTER)
-    second, largest = np.partition(norms[:, :last], -2, axis=1)[:, -2:].T
-    others = np.maximum(second, norms[:, last:].max(axis=1))
-    for row in np.flatnonzero(largest > _FAR_FROM_ALL * others).tolist():
-        place = int(norms[row].argmax())
-        if place and (usual := float(np.median(norms[row, :place]))) > 0:
-            found[row] = place, float(largest[row]) / usual
-    return found
-
-
-def _largest(
-    norms: Floats, bounds: Floats, best: tuple[int, float] | None
-) -> tuple[int, float] | None:
+def _largest(norms: Floats, bounds: Floats) -> tuple[int, float] | None:
     """Return the norm that stands out most, of those whose bound allows it."""
+    best: tuple[int, float] | None = None
     order = np.argsort(-bounds, kind="stable")
     order = order[bounds[order] > TIMES]
     for start in range(0, len(order), _AT_ONCE):

@@ -1,6 +1,6 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class Difference:
     covered: tuple[int, int]  # number of parameters with rules, before and after
     # Parameters that rules edited, trapped or froze before, and none does now.
     lost: tuple[str, ...]
+    # Further parameters that a trap stopped or skipped steps for before, and none does now.
+    untrapped: tuple[str, ...]
     # Why training newly ends before its first step, with the rule.
     obstacles: tuple[tuple[str, Obstacle], ...]
 
@@ -67,6 +69,7 @@ class Difference:
             "params": [chain._asdict() for chain in self.params],
             "tensors": [chain._asdict() for chain in self.tensors],
             "lost_protection": self.lost,
+            "lost_trap": self.untrapped,
             "covered": {"before": self.covered[0], "after": self.covered[1]},
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
             "warnings": [
@@ -109,8 +112,10 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     sides = (ChainChange(n, before.chains.get(n, ()), after.chains.get(n, ())) for n in names)
     chains = [chain for chain in sides if chain.before != chain.after]
     chains.sort(key=lambda chain: order.get(chain.name, len(order)))
-    protected = (_params_under(side, protecting=True) for side in (before, after))
-    lost = sorted(frozenset.difference(*protected), key=order.__getitem__)
+    lost, untrapped = (
+        frozenset.difference(*(_params_under(side, wanted) for side in (before, after)))
+        for wanted in (protects, stops)
+    )
     both = [rule for rule in after.rules if rule in before.rules]
     changes = [_rule_change(before, after, rule) for rule in both]
     return Difference(
@@ -124,15 +129,17 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
         covered=(len(_params_under(before)), len(_params_under(after))),
-        lost=tuple(lost),
+        lost=tuple(sorted(lost, key=order.__getitem__)),
+        untrapped=tuple(sorted(untrapped - lost, key=order.__getitem__)),
         obstacles=tuple(_new_obstacles(before, after)),
     )
 
 
-def _params_under(side: MatchedRules, *, protecting: bool = False) -> frozenset[str]:
-    rules = [rule for rule in side.rules.values() if rule.target == "params"]
-    members = (side.matches[rule.id].members for rule in rules if not protecting or protects(rule))
-    return frozenset().union(*members)
+def _params_under(
+    side: MatchedRules, wanted: Callable[[Rule], bool] = lambda _: True
+) -> frozenset[str]:
+    rules = [rule for rule in side.rules.values() if rule.target == "params" and wanted(rule)]
+    return frozenset().union(*(side.matches[rule.id].members for rule in rules))
 
 
 def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleChange:
@@ -169,6 +176,10 @@ def _key(found: Obstacle) -> tuple[str, str]:
 
 def protects(rule: Rule) -> bool:
     return rule.edits or isinstance(rule, TrapRule | FreezeRule)
+
+
+def stops(rule: Rule) -> bool:
+    return isinstance(rule, TrapRule) and getattr(rule, "then", "") != "warn"
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:

@@ -31,7 +31,7 @@ def _lines(difference: Difference) -> Iterator[str]:
     files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
     yield f"diff: {files} on {_shown(manifest.origin)}: {size}"
     yield _summary(difference)
-    if difference.obstacles or difference.lost:
+    if difference.obstacles or difference.lost or difference.untrapped:
         yield ""
     for rule, found in difference.obstacles:
         yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(found.text)}"
@@ -39,6 +39,11 @@ def _lines(difference: Difference) -> Iterator[str]:
         yield (
             f"warning: {count(len(lost), 'parameter')} lost all protection: no rule edits, freezes or traps "
             f"the gradient now: {_names(lost)}."
+        )
+    if untrapped := difference.untrapped:
+        yield (
+            f"warning: no trap stops or skips a step of {count(len(untrapped), 'parameter')} any more: {_names(untrapped)}. "
+            "A non-finite gradient or a spike reaches the weights."
         )
     if difference.order_changed:
         yield "note: the rules are in another order in the file"

@@ -26,7 +26,7 @@ NOT_VOTED = (
     "stopped on this rank before the update: the ranks did not vote on this, because it came after their votes (right after "
     "backward) or the votes were lost, so the others may go on, and a rank that skips alone ends up with other weights"
 )
-_UNTOUCHED = "no weight and no optimizer state was touched"
+_UNTOUCHED = "its optimizer touched no weight and no state"
 # The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
 

@@ -4,12 +4,16 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import taking
@@ -126,7 +130,7 @@ def _gradients(
     put_back = _buffers_of(modules)
     with data_parallel.extra_pass(wrappers), taking() as tasks:
         for name, loss in parts.items():
-            with _torch.without_hooks(params), put_back():
+            with _torch.without_hooks(params), put_back(), _retained_put_back(loss):
                 for param, grad in _gradients_of(name, loss, params):
                     found.setdefault(id(param), {})[name] = grad
     return found, tasks
@@ -177,3 +181,39 @@ def _is_writable(buffer: Tensor) -> bool:
     plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
     sizes = zip(buffer.stride(), buffer.shape, strict=True)
     return plain and all(stride or size == 1 for stride, size in sizes)
+
+
+# Activations on which the script called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
+_retained: Any = WeakTensorKeyDictionary()
+_noting: list[Patch] = []
+
+
+def note_retained(*, wanted: bool) -> None:
+    """Start or stop noting calls of `retain_grad()`: only sessions with rules on losses need the notes."""
+    if wanted and not _noting:
+        _noting.append(Patch(torch.Tensor, "retain_grad", _note))
+    elif _noting and not wanted:
+        _noting.pop().undo()
+        _retained.clear()
+
+
+# Uncompiled, because compiled code would call the function on a stand-in for the tensor.
+@uncompiled
+def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    original(tensor, *args, **kwargs)
+    _retained[tensor] = None
+
+
+@contextmanager
+def _retained_put_back(loss: Tensor) -> Iterator[None]:
+    """Restore the retained gradients of activations of one graph after a pass through the graph."""
+    # The list is a copy: another thread may note a tensor meanwhile.
+    alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
+    # Other threads may run passes through the graphs of other tensors.
+    nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()
+    kept = [(one, one.grad) for one in alive if one.retains_grad and one.grad_fn in nodes]
+    try:
+        yield
+    finally:
+        for tensor, grad in kept:
+            tensor.grad = grad

@@ -114,6 +114,7 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
 def _sessions_changed() -> None:
     programs = [one.context.program for one in _controllers()]
     _on_tags[:] = [rule.id for program in programs for rule in program.tags]
+    loss_backward.note_retained(wanted=any(program.of_losses for program in programs))
 
 
 def _watch() -> ExitStack:

@@ -14,6 +14,7 @@ from gradsurgeon.suggestion.recorded import (
     GroupNorms,
     behaviours,
     group_norms,
+    rounding_noise,
     skipped_steps,
     sources,
 )
@@ -24,6 +25,8 @@ from gradsurgeon.suggestion.thresholds import percent
 MARK = "# Suggested by `gradsurgeon suggest`"
 # Reviewers read some tens of rules.
 _MOST_RULES = 24
+_SILENT = "no gradient: {}"
+_NOISE = "no rule for {}: rounding noise, for the gradient is zero by mathematics"
 
 
 class Suggestion(NamedTuple):
@@ -46,14 +49,16 @@ def suggest(run: Run, share: float) -> Suggestion:
         raise RecordError(f"{where}: {reason}")
     known = _known(run)
     rules: dict[str, str] = {}
-    params, silent, findings, missing = 0, list[str](), list[str](), list[str]()
-    for series, group, norms in _groups(run, used, silent):
+    left_out: dict[str, list[str]] = {_SILENT: [], _NOISE: []}
+    params, findings, missing = 0, list[str](), list[str]()
+    for series, group, norms in _groups(run, used, left_out):
         patterns = patterns_of(group, known)
         size = count(len(group), "parameter")
         edits = list(_edits_before(run, series.key, group))
         found = judged(norms, share, series.key.rule)
         if isinstance(found, str):
-            missing.append(f"no rule for {', '.join(patterns)}: {'; '.join([found, *edits])}")
+            named = f"{', '.join(patterns)}{f' ({size}, such as {group[0]})' * (len(group) > 1)}"
+            missing.append(f"no rule for {named}: {'; '.join([found, *edits])}")
             continue
         params += len(group)
         name = rule_id("spikes" if found.drift else "clip", patterns, rules)
@@ -67,8 +72,8 @@ def suggest(run: Run, share: float) -> Suggestion:
         listed = "\n  ".join(missing or ["no parameter has finite norms of two steps"])
         raise RecordError(f"{where}: no parameter gets a rule\n  {listed}")
     head = [f"from {run.path}: thresholds that would have bitten in {percent(share)} of the steps"]
-    if silent:
-        head.append(f"no gradient: {', '.join(patterns_of(silent, known))}")
+    for why, names in left_out.items():
+        head += [why.format(", ".join(patterns_of(names, known)))] if names else []
     comment = "\n# ".join(map(printable, [*head, *missing]))
     body = "\n\n".join(rules.values())
     text = f"{MARK} {comment}\nversion: 1\nrules:\n{body}\n"
@@ -77,13 +82,16 @@ def suggest(run: Run, share: float) -> Suggestion:
 
 
 def _groups(
-    run: Run, used: Mapping[StoredSeries, list[str]], silent: list[str]
+    run: Run, used: Mapping[StoredSeries, list[str]], left_out: Mapping[str, list[str]]
 ) -> Iterator[tuple[StoredSeries, list[str], GroupNorms]]:
-    """Yield the groups with their norms; parameters without a gradient go to ``silent``."""
+    """Yield the groups with their norms; parameters without a usable gradient go to ``left_out``."""
     skipped = skipped_steps(run)
     for series, names in used.items():
         alive = behaviours(series, names)
-        silent += sorted({*names} - alive.keys())
+        left_out[_SILENT] += sorted({*names} - alive.keys())
+        for name in rounding_noise(alive):
+            del alive[name]
+            left_out[_NOISE].append(name)
         if alive:
             groups = groups_of(alive, _MOST_RULES // len(used))
             for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):

@@ -1,6 +1,7 @@
 """How the parameters of a run behave, and the norms of groups of them."""
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ _TINY = 1e-38  # below it a float32 loses its digits
 _LARGEST = 3.4e38  # above it a norm is infinite to the rule, and as a float32
 # A series may lack this share of its steps, for example because a scaler skipped them, and still count as complete.
 _SPARSE = 0.05
+# A bias with so much less gradient than the rest of its module has none by mathematics: it is rounding.
+_NOISE = math.log(1e5)
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 # Logarithms of the median, of the spread, and of the median of the second half of the steps divided by the median
@@ -64,6 +67,16 @@ def behaviours(series: StoredSeries, names: Sequence[str]) -> dict[str, Behaviou
         if len(norms) > 1:
             found[name] = _behaviour(np.log(np.maximum(norms, _TINY), dtype=float))
     return found
+
+
+def rounding_noise(found: Mapping[str, Behaviour]) -> list[str]:
+    """Return biases whose gradient is zero by mathematics, such as key biases before a softmax."""
+    largest: dict[str, float] = {}
+    for name, (median, *_) in found.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(median, largest.get(module, median))
+    biases = [name for name in found if "bias" in name.rpartition(".")[2]]
+    return [name for name in biases if found[name][0] + _NOISE < largest[name.rpartition(".")[0]]]
 
 
 def _behaviour(logarithms: Floats) -> Behaviour:

@@ -654,6 +654,32 @@ def test_autocast_needs_nothing_else() -> None:
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [{"action": "conflict"}, {"action": "combine", "method": "mgda"}])
+def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, Any]) -> None:
+    model, x = Heads().double(), torch.randn(5, 6).double()
+    other = (torch.randn(3, requires_grad=True) * 2).tanh()
+
+    def kept(call: Callable[[dict[str, Tensor]], object]) -> tuple[Tensor, Tensor]:
+        hidden = model.trunk(x)
+        hidden.retain_grad()
+        other.retain_grad()
+        other.sum().backward(retain_graph=True)  # a graph that the losses do not share
+        hidden.grad = torch.ones_like(hidden)  # what is there is added to
+        seg, depth = model.seg(hidden), model.depth(hidden)
+        call({"seg": seg.square().mean(), "depth": (depth - 1).square().mean()})
+        assert hidden.grad is not None
+        assert other.grad is not None
+        return hidden.grad.clone(), other.grad.clone()
+
+    plain, apart = kept(lambda losses: (losses["seg"] + losses["depth"]).backward())
+    original = torch.Tensor.retain_grad
+    with gradsurgeon.apply(model, rules({**rule, "params": "trunk.*"})):
+        found, apart_too = kept(gradsurgeon.backward)
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(apart_too, 2 * apart)
+    assert torch.Tensor.retain_grad is original
+
+
 def test_it_leaves_no_trace() -> None:
     model, x = Heads(), torch.randn(5, 6)
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))

@@ -215,6 +215,20 @@ class TestFindings:
     def test_a_trap_that_only_warns_now_is_a_changed_option(self) -> None:
         found = diff([{**TRAP, "then": "skip-step"}], [{**TRAP, "then": "warn"}])
         assert "      then: skip-step -> warn" in text.render(found).splitlines()
+        number = len(found.untrapped)
+        assert number == found.covered[0] > 6
+        told = f"warning: no trap stops or skips a step of {number} parameters any more: "
+        assert any(line.startswith(told) for line in text.render(found).splitlines())
+        assert f"! {told}" in text.markdown(found)
+
+    def test_a_trap_that_others_outlive_is_told_by_name(self) -> None:
+        edit, other = zero("z", params="*"), {**TRAP, "id": "other", "params": "head.*"}
+        found = diff([edit, TRAP], [edit, {**TRAP, "params": "h.*"}, other])
+        assert (found.lost, found.untrapped) == ((), ("embed.weight",))
+        assert found.to_dict()["lost_trap"] == ("embed.weight",)
+        # What lost all protection is said once.
+        gone = diff([TRAP], [{**TRAP, "params": "h.*"}])
+        assert (gone.lost, gone.untrapped) == (("embed.weight", "head.weight"), ())
 
     def test_nothing_is_matched(self) -> None:
         found = diff([zero()], [zero(params="layers.*")])
@@ -347,6 +361,7 @@ def test_the_documented_json() -> None:
         ],
         "tensors": [{"name": "conv1 output", "before": [], "after": ["out"]}],
         "lost_protection": [*first, "head.weight"],
+        "lost_trap": [],
         "covered": {"before": 7, "after": 4},
         "model": {"params": 8, "elements": 48},
         "warnings": [],

@@ -58,7 +58,7 @@ def test_a_skipped_step_is_logged_in_full_once_and_then_counted(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     first, *later = (record.getMessage() for record in caplog.records)
     assert first.startswith("step 0, rule guard: 2 of 2 gradients are not finite after backward\n")
-    assert "\nstep skipped: no weight and no optimizer state was touched\n" in first
+    assert "\nstep skipped: its optimizer touched no weight and no state\n" in first
     assert "> NaN" in first
     both = "gradients are not finite after backward; step skipped: no weight and no optimizer state"
     assert later == [

@@ -403,7 +403,19 @@ class TestFile:
             suggestion(tmp_path)
         head, *rows = str(caught.value).splitlines()
         assert head.endswith(": no parameter gets a rule")
-        assert "  no rule for h.*.w: the norm is hardly ever above 0" in rows
+        row = "  no rule for h.*.w (2 parameters, such as h.0.w): the norm is hardly ever above 0"
+        assert row in rows
+
+    def test_a_bias_of_rounding_noise_gets_no_rule(self, tmp_path: pathlib.Path) -> None:
+        noise = {f"h__{layer}__key__bias": calm(layer, 1e-9) for layer in range(2)}
+        weights = {f"h__{layer}__key__weight": calm(layer, 0.1) for layer in range(2)}
+        # Small, but not beside the rest of its module.
+        recorded(tmp_path, **noise, **weights, small__bias=calm(9, 1e-6))
+        text, summary, findings = suggestion(tmp_path)
+        expected = "\n# no rule for h.*.key.bias: rounding noise, for the gradient is zero by mathematics\n"
+        assert expected in text
+        assert [rule["params"] for rule in rules_of(text)] == ["h.*.key.weight", "small.bias"]
+        assert (summary, findings) == ("2 rules for 3 parameters", [])
 
     def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
         none: list[float | None] = [None] * STEPS

@@ -251,7 +251,7 @@ class TestHead:
         writer.close()
         report = look(tmp_path)
         assert "step 41 of rules.yaml on Net" in shown(report)[0]
-        assert any("no l2 recorded; recorded: nothing: a rule {" in one for one in shown(report))
+        assert any("no l2 recorded; recorded: nothing yet" in one for one in shown(report))
 
     def test_ranks_and_what_became_of_them(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
