@@ -118,10 +118,7 @@ def _draw(report: Report, hint: str) -> None:
     """Show a report in place of what is on the terminal; what does not fit is left out at the end."""
     columns, rows = shutil.get_terminal_size()
     colours = {} if os.environ.get("NO_COLOR") else _COLOURS
-    lines = [
-        *screen(report, columns)[: rows - 1 - bool(hint)],
-        *[(hint[:columns], "")] * bool(hint),
-    ]
+    lines = [*screen(report, columns)[: rows - 2], (hint[:columns], "")]
     drawn = (
         f"{colours[style]}{text}{_PLAIN}" if style in colours else text for text, style in lines
     )

@@ -10,7 +10,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spikes
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
@@ -155,9 +155,11 @@ def _spike(
     for whole in wholes:
         if len(whole.names) == 1 or any(name in loud for name in whole.names):
             continue
-        finite = np.isfinite(whole.values)
-        spike = largest_spike(whole.steps[finite], whole.values[finite])
-        if spike is not None:
+        at = np.flatnonzero(np.isfinite(whole.values))
+        (found,) = largest_spikes(np.asarray(whole.values[at], float)[None])
+        if found is not None:
+            place = at[found[0]]
+            spike = Spike(int(whole.steps[place]), float(whole.values[place]), found[1])
             # Those that stand out from themselves, by their share of the whole.
             norms = {track.name: _norm_at(track, spike.step) for track in quiet}
             far = [track for track in quiet if norms[track.name] > TIMES * track.median]

@@ -105,22 +105,13 @@ def diagnosis_of(message: str) -> dict[str, Any] | None:
     start, head = next((pair for pair in heads if pair[1]), (0, None))
     if head is None:
         return None
-    found: dict[str, Any] = {
-        "certainty": head[1],
-        "headline": head[2],
-        "tensors": [],
-        "magnitudes": [],
-        "rest": [],
-    }
-    in_magnitudes = False
+    found: dict[str, Any] = {"certainty": head[1], "headline": head[2]}
+    found |= {"tensors": [], "magnitudes": [], "rest": []}
     for line in lines[start + 1 :]:
-        if in_magnitudes and (match := _MAGNITUDE.fullmatch(line)):
+        if match := _MAGNITUDE.fullmatch(line):
             # A view has the numbers of what it shows.
-            if "view" not in match[1]:
-                found["magnitudes"].append([match[1], match[2]])
-            continue
-        in_magnitudes = line.startswith("  largest magnitudes")
-        if "at" not in found and (match := _AT.fullmatch(line)):
+            found["magnitudes"] += [[match[1], match[2]]] if "view" not in match[1] else []
+        elif "at" not in found and (match := _AT.fullmatch(line)):
             found |= {"at": match[1], "function": match[2] or "", "source": match[3] or ""}
         elif match := _TENSOR.fullmatch(line):
             found["tensors"].append(list(match.groups()))
@@ -128,7 +119,7 @@ def diagnosis_of(message: str) -> dict[str, Any] | None:
             found["cause"] = match[1]
         elif match := _REMEDY.fullmatch(line):
             found["remedy"] = match[1]
-        elif not in_magnitudes:
+        elif not line.startswith("  largest magnitudes"):
             found["rest"].append(line.strip())
     return found
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import Flags, Sheet, has_grown, joined, numbers_of, read_sheet
+from gradsurgeon.report.sheets import GROWTH, LARGE, Flags, Sheet, joined, numbers_of, read_sheet
 from gradsurgeon.report.spikes import Floats, Ints, Spike
 from gradsurgeon.store import Key, WholeSeries
 
@@ -50,6 +50,7 @@ class Track:
     largest: float
     last: float
     spike: Spike | None  # none of a tensor whose norms grew
+    has_grown: bool  # to norms that no usual training has
     zero_since: int | None  # the step from which on all norms are 0 until the end
     growth: float  # how many times the first norms the last finite ones are
     rise: float  # how many times the first norms the highest ones are that last a few steps
@@ -58,10 +59,6 @@ class Track:
     @property
     def nonfinite(self) -> int:
         return int(self.bad.sum())
-
-    @property
-    def has_grown(self) -> bool:
-        return has_grown(self.rise, self.largest)
 
     def cells(self, most: int) -> list[float | None]:
         """Return the history in at most so many cells: the largest norm, NaN for non-finite, `None` for no gradient."""
@@ -246,7 +243,8 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
         for row, name in enumerate(sheet.names[lines]):
             line = start + row
             own = {field: float(column[row]) for field, column in numbers.items()}
-            spike = None if has_grown(own["rise"], own["largest"]) else spikes[row]
+            has_grown = own["rise"] >= GROWTH and own["largest"] >= LARGE
+            spike = None if has_grown else spikes[row]
             yield Track(
                 name,
                 source,
@@ -258,6 +256,7 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
                 first=float(sheet.read(line, int(ends[0][row]))[1][0]),
                 last=float(sheet.read(line, int(ends[1][row]))[1][-1]),
                 spike=None if spike is None else _spike(sheet, line, *spike),
+                has_grown=has_grown,
                 zero_since=_zero_since(sheet, line) if ends_in_zero[row] else None,
                 **own,
             )

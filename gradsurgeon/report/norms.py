@@ -109,11 +109,8 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
 def labels(wholes: Sequence[Whole], params: int) -> list[str]:
     """Return what to call each of some whole norms: of several, by their first tensors also."""
     several = len(wholes) > 1
-    texts = [whole_name(one, params) for one in wholes]
-    return [
-        f"{text}: {one.names[0]} ..." if several and len(one.names) > 1 else text
-        for text, one in zip(texts, wholes, strict=True)
-    ]
+    firsts = (f": {one.names[0]} ..." * (several and len(one.names) > 1) for one in wholes)
+    return [f"{whole_name(one, params)}{first}" for one, first in zip(wholes, firsts, strict=True)]
 
 
 def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:

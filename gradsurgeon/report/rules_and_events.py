@@ -21,6 +21,7 @@ WEIGHTS, UPDATES = "weight", "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
+_RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
 _EVENTS = 20
 _NAMES = 4
 
@@ -33,9 +34,6 @@ class RuleInfo:
     role: str = "edit"
     logged: tuple[str, ...] = ()  # the parameters whose l2 norms it records
     kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
-
-
-_RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
 
 
 def rule_table(

@@ -145,10 +145,6 @@ def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet
     return Sheet(**joint, every=max(sheet.every for sheet, _ in parts))
 
 
-def has_grown(rise: float, largest: float) -> bool:
-    return rise >= GROWTH and largest >= LARGE
-
-
 def numbers_of(
     sheet: Sheet, lines: slice
 ) -> tuple[dict[str, Floats], list[tuple[int, float] | None]]:

@@ -34,12 +34,6 @@ class Spike(NamedTuple):
     times: float
 
 
-def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
-    """Return the norm that stands out most from its own past, None if none does; all norms are finite."""
-    (found,) = largest_spikes(np.asarray(norms, float)[None])
-    return None if found is None else Spike(int(steps[found[0]]), float(norms[found[0]]), found[1])
-
-
 def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
     """Return for each row the place of the norm that stands out most, and how many times its past it is.
 

@@ -80,10 +80,8 @@ def web_page(
     reload_seconds: float | None = None,
 ) -> str:
     """Return the page of one or several runs, given what `page_data` has returned of each."""
-    data: dict[str, Any] = {"cell": {**_CELL, "nonfinite": NONFINITE}, "runs": list(runs)}
-    data["problems"] = list(problems)
-    if reload_seconds is not None:
-        data["reload"] = reload_seconds
+    cell, reload = {**_CELL, "nonfinite": NONFINITE}, reload_seconds or 0
+    data = {"cell": cell, "runs": list(runs), "problems": list(problems), "reload": reload}
     return Template(_assets("page.html")).substitute(
         styles=_assets(*_STYLES),
         scripts=_assets(*_SCRIPTS),
