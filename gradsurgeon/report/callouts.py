@@ -166,11 +166,9 @@ def _spike(
             if far:
                 far.sort(key=lambda track: -norms[track.name])
                 return f"the {whole_name(whole, params)}, {_words(spike)}; most in {_names(far)}"
-    spikes = [(track.spike.times, track.name, track.spike) for track in quiet if track.spike]
-    if not spikes:
-        return ""
-    _, name, spike = max(spikes, key=lambda one: one[0])
-    return f"{printable(name)}, {_words(spike)}"
+    spikes = [(one.spike.times, one.name, _words(one.spike)) for one in quiet if one.spike]
+    _, name, told = max(spikes, default=(0.0, "", ""))
+    return f"{printable(name)}, {told}" if told else ""
 
 
 def _words(spike: Spike) -> str:
