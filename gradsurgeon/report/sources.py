@@ -38,7 +38,7 @@ def summary(session: Any) -> Report:
         statuses=session.status(),
         records=attachment.records,
         events=tuple(session.events),
-        start=attachment.options.start_step,
+        start=attachment.context.counters.start,
         end=session.step,
         observed=attachment.options.mode == "observe",
         frozen=dict(_frozen(described)),
