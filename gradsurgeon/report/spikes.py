@@ -1,5 +1,6 @@
 """Norms that stand out from the steps before them, and norms that change their level. Needs numpy."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ PAST, LEAST_PAST = 64, 16
 _AFTER, _FALLS = 8, 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only, or so far above their past.
 _SPREADS, _FAR = 6.0, 30.0
+# With too short a past a norm is a spike if it is so far above all others.
+_FAR_FROM_ALL = 100.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
 _NORMAL = 1.4826
 _AT_ONCE = 64
@@ -39,19 +42,32 @@ def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
     spread around their trend on a log scale, if none of them was a third as high (or none a 30th, whatever their
-    spread), and if the next few are lower again. `norms` has the shape ``[tensors, n]`` and is finite.
+    spread), and if the next few are lower again. With too short a past it is a spike if it is a hundred times
+    all others. `norms` has the shape ``[tensors, n]`` and is finite.
     """
     found: list[tuple[int, float] | None] = [None] * len(norms)
-    if norms.shape[1] <= LEAST_PAST:
+    # At the end of so short a run nobody knows whether it falls.
+    last = min(LEAST_PAST, norms.shape[1] - _AFTER)
+    if last <= 1:
         return found
+    for row in np.flatnonzero(norms.argmax(axis=1) < last).tolist():
+        found[row] = _early(norms[row])
     with np.errstate(all="ignore"):
         bounds = np.where(norms > 0, norms / _extreme_before(norms, np.minimum, PAST), 0.0)
     # Most norms are no higher than those right before them, and need not be compared further.
     bounds[norms <= _FALLS * _extreme_before(norms, np.maximum, _AFTER)] = 0.0
     bounds[:, :LEAST_PAST] = 0.0
     for row in np.flatnonzero((bounds > TIMES).any(axis=1)).tolist():
-        found[row] = _largest(norms[row], bounds[row])
+        both = filter(None, (found[row], _largest(norms[row], bounds[row])))
+        found[row] = max(both, key=itemgetter(1), default=None)
     return found
+
+
+def _early(norms: Floats) -> tuple[int, float] | None:
+    place = int(norms.argmax())
+    usual = float(np.median(norms[:place])) if place else 0.0
+    is_far = usual > 0 and norms[place] > _FAR_FROM_ALL * np.delete(norms, place).max()
+    return (place, float(norms[place]) / usual) if is_far else None
 
 
 def _largest(norms: Floats, bounds: Floats) -> tuple[int, float] | None:

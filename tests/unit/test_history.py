@@ -156,7 +156,7 @@ def zero_since(there: Sequence[tuple[int, float]]) -> int | None:
 
 def spike_of(finite: Sequence[tuple[int, float]]) -> tuple[int, float, float] | None:
     numbers = [value for _, value in finite]
-    best: tuple[int, float, float] | None = None
+    best = early_spike_of(finite, numbers)
     for place in range(LEAST_PAST, len(numbers)):
         past, peak = numbers[max(0, place - PAST) : place], numbers[place]
         usual = statistics.median(past)
@@ -170,6 +170,18 @@ def spike_of(finite: Sequence[tuple[int, float]]) -> tuple[int, float, float] | 
         if falls and stands_out(past, peak) and (best is None or peak / usual > best[2]):
             best = finite[place][0], peak, peak / usual
     return best
+
+
+def early_spike_of(
+    finite: Sequence[tuple[int, float]], numbers: Sequence[float]
+) -> tuple[int, float, float] | None:
+    """Return the norm among the first ones that is a hundred times all others, and comes down again."""
+    for place in range(1, min(LEAST_PAST, len(numbers) - 8)):
+        peak, usual = numbers[place], statistics.median(numbers[:place])
+        others = [*numbers[:place], *numbers[place + 1 :]]
+        if usual > 0 and peak > 100 * max(others):
+            return finite[place][0], peak, peak / usual
+    return None
 
 
 def stands_out(past: Sequence[float], peak: float) -> bool:

@@ -349,8 +349,10 @@ FALLING = [0.9**step for step in range(300)]
         ([0.1**step for step in range(30)], None),
         (FALLING[::-1], None),
         ([*FALLING[:200], 1e-6, *FALLING[201:]], (200, 1e-6)),
-        # The first steps have too short a past.
-        ([*LEVEL[:3], 500.0, *LEVEL], None),
+        # In the first steps only what is a hundred times all others, before and after it, is one.
+        ([*LEVEL[:3], 50.0, *LEVEL], None),
+        ([*LEVEL[:3], 500.0, *LEVEL], (3, 500.0)),
+        ([*LEVEL[:3], 500.0, *LEVEL[:10]], (3, 500.0)),
         ([*LEVEL[:3], 500.0, *LEVEL[:5]], None),
         ([500.0, *LEVEL], None),
         ([*LEVEL[:3], 500.0, *LEVEL, 6.0, *LEVEL], None),
