@@ -60,9 +60,9 @@ def test_a_skipped_step_is_logged_in_full_once_and_then_counted(
     assert first.startswith("step 0, rule guard: 2 of 2 gradients are not finite after backward\n")
     assert "\nstep skipped: its optimizer touched no weight and no state\n" in first
     assert "> NaN" in first
-    both = "gradients are not finite after backward; step skipped: no weight and no optimizer state"
+    both = "gradients are not finite after backward; step skipped: its optimizer touched no weight"
     assert later == [
-        f"step {step}, rule guard: 2 of 2 {both} was touched ({step + 1} times so far)"
+        f"step {step}, rule guard: 2 of 2 {both} and no state ({step + 1} times so far)"
         for step in (9, 99)
     ]
 
