@@ -61,9 +61,7 @@ def tab_of(browser: Any) -> Iterator[Any]:
 def open_page(page: Any, tmp_path: Path, *runs: Path, reload: float | None = None) -> None:
     opened = [open_run(run) for run in runs]
     place = tmp_path / "page.html"
-    text = web_page([page_data(run) for run in opened])
-    if reload is not None:
-        text = text.replace('"runs":', f'"reload":{reload},"runs":', 1)
+    text = web_page([page_data(run) for run in opened], reload_seconds=reload)
     place.write_text(text, encoding="utf-8")
     for run in opened:
         run.close()
