@@ -32,7 +32,13 @@ from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
+from gradsurgeon.runtime.training_events import (
+    GOES_ON,
+    BackwardPass,
+    GradientSnapshot,
+    Step,
+    StepDecision,
+)
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -144,9 +150,11 @@ class Controller:
             return False
         return self.manual.active or not self.expects_update()
 
-    def _take_snapshots(self, done: BackwardPass) -> None:
-        for counter, snapshot in after_pass(self.context, done).items():
+    def _take_snapshots(self, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
+        taken = after_pass(self.context, done)
+        for counter, snapshot in taken.items():
             self.traps.add_snapshot(counter, snapshot)
+        return taken
 
     def _end_pass(self, done: BackwardPass) -> None:
         if self.context.program.checks:
@@ -180,12 +188,12 @@ class Controller:
         due = NOTHING_DUE if context.paused else due
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
-        if step.inside or not (counter.passes or self.manual.active):
-            self._catch_up(step)
         gradients = Gradients(context, due.final, step.scale)
+        if step.inside or not (counter.passes or self.manual.active):
+            self._catch_up(step, gradients)
         return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
 
-    def _catch_up(self, step: Step) -> None:
+    def _catch_up(self, step: Step, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
         having, _ = self.context.parameters.grads(step.counter.tensors)
         if step.inside:
@@ -193,7 +201,9 @@ class Controller:
             after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
+            taken = self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
+            if own := taken.get(step.counter):
+                gradients.know(own.tensors, own.norms)
 
     def _judge(self, step: Step, update: StepContext) -> StepDecision:
         context, due = self.context, update.due

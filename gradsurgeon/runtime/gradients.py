@@ -62,11 +62,16 @@ class Gradients:
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
-        grads = self.of(tensors)
-        norms = measure.norms_here(tensors, grads, scale=self.scale)
-        if not _dist.any_sharded(grads):
-            self._norms, self._measured = norms, tensors
+        if self._norms and not self._ours and tensors == self._measured:
+            return self._norms
+        norms = measure.norms_here(tensors, self.of(tensors), scale=self.scale)
+        self.know(tensors, norms)
         return norms
+
+    def know(self, tensors: Sequence[int], norms: Norms) -> None:
+        """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
+        if not _dist.any_sharded(self.of(self.having(tensors))):
+            self._norms, self._measured = norms, tensors
 
     def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""

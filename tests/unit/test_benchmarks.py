@@ -412,11 +412,8 @@ def test_every_target_names_rows_that_are_measured() -> None:
     ]
     ratio = rows[0]["step_ratio"]
     jobs = {"beside_floor": ratio, "step_ratio": ratio}
-    for name, job in (
-        ("mlp", rule_sets.PACK),
-        ("embedding", rule_sets.PACK),
-        ("mlp", floors.FORENSICS),
-    ):
+    packs = ((name, rule_sets.PACK) for name in ("mlp", "embedding", "resnet", "gpt2"))
+    for name, job in (*packs, ("mlp", floors.FORENSICS)):
         rows.append({"group": floors.GROUP, "workload": name, "job": job, **jobs})
     beside = {"group": "like for like", "of_peer": 0.5, "beside_floor": ratio}
     rows += [
