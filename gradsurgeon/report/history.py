@@ -17,7 +17,7 @@ from gradsurgeon.report.sheets import GROWTH, LARGE, Flags, Sheet, joined, numbe
 from gradsurgeon.report.spikes import Floats, Ints, Spike
 from gradsurgeon.store import Key, WholeSeries
 
-MOST_VALUES = 16 * 2**20
+MOST_VALUES = 4 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
@@ -304,7 +304,8 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
-    every = np.unique(np.concatenate([track.steps for track in tracks]))
+    # Many tracks share the array of their steps.
+    every = np.unique(np.concatenate([*{id(one.steps): one.steps for one in tracks}.values()]))
     width = -(-(int(every[-1]) - int(every[0]) + 1) // most)
     column = (every - every[0]) // width
     used, starts = np.unique(column, return_index=True)

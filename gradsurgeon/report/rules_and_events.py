@@ -14,8 +14,7 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.tables import Table
 
 STAT, GRADIENT = "l2", "gradient"
-COSINE, RATIO = "cosine", "ratio"
-WEIGHT, DISTANCE = "weight", "distance"
+COSINE, RATIO, WEIGHT, DISTANCE = "cosine", "ratio", "weight", "distance"
 # What rules on weights measure, and the statistics of updates that are shown beside norms.
 WEIGHTS, UPDATES = "weight", "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}

@@ -59,6 +59,13 @@ def blocks(
         yield arrays(block, width)
 
 
+def _folded(rows: Any, every: int, fill: float) -> Any:
+    """Return rows in groups of `every`; those that lack in the last group are filled up."""
+    if lacking := -len(rows) % every:
+        rows = np.pad(rows, ((0, lacking), (0, 0)), constant_values=fill)
+    return rows.reshape(-1, every, rows.shape[1])
+
+
 def read_sheet(
     series: WholeSeries, columns: Sequence[int], *, start: int, stop: int, every: int
 ) -> Sheet:
@@ -67,25 +74,23 @@ def read_sheet(
     The file of a series stays open for as long as a sheet of a long run is in use.
     """
     found: list[tuple[Any, ...]] = []
+    # All columns need no copy.
+    chosen = slice(None) if len(columns) == len(series.key.names) else columns
     for steps, values, present in blocks(series, start, stop, every):
-        norms, there = values[:, columns].T, present[:, columns].T
+        norms, there = values[:, chosen], present[:, chosen]
         finite = there & np.isfinite(norms)
         tops, bad = np.where(finite, norms, np.float32(np.nan)), there & ~finite
         if every == 1:
-            found.append((steps, tops, norms, bad, there))
+            found.append((steps, tops.T, norms.T, bad.T, there.T))
             continue
         firsts = np.arange(0, len(steps), every)
         # Not always the same one: a tensor may rest in every third step.
         picked = firsts + (np.arange(len(firsts)) * _GOLDEN % 1 * every).astype(np.int64)
-        found.append(
-            (
-                steps[firsts],
-                np.fmax.reduceat(tops, firsts, axis=1),
-                tops[:, np.minimum(picked, len(steps) - 1)],
-                np.add.reduceat(bad, firsts, axis=1).astype(np.uint16),
-                np.logical_or.reduceat(there, firsts, axis=1),
-            )
-        )
+        sample = tops[np.minimum(picked, len(steps) - 1)]
+        top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
+        counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
+        some = _folded(there, every, 0).any(axis=1)
+        found.append((steps[firsts], top.T, sample.T, counts.T, some.T))
     names = [series.key.names[column] for column in columns]
     if not found:  # the file is damaged, and holds fewer rows than it says
         none = np.empty((len(names), 0), np.float32)
@@ -113,6 +118,10 @@ def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Itera
     the later counts.
     """
     steps = np.concatenate([sheet.steps for sheet, _ in parts])
+    first, lines = parts[0]
+    if len(parts) == 1 and [*lines] == [*range(len(first.names))] and (np.diff(steps) > 0).all():
+        yield first  # nearly always
+        return
     if len(np.unique(steps)) == len(steps):
         yield _ordered(parts, np.argsort(steps))
         return

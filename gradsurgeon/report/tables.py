@@ -17,9 +17,7 @@ _HISTORY = 1  # the column of the curves
 _NAME_LEAST = 16
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-NONFINITE = "✗"
-ZERO = "_"
-ABSENT = " "
+NONFINITE, ZERO, ABSENT = "✗", "_", " "
 LEGEND = (
     f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
 )

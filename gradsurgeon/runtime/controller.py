@@ -32,13 +32,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import (
-    GOES_ON,
-    BackwardPass,
-    GradientSnapshot,
-    Step,
-    StepDecision,
-)
+from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -122,7 +116,7 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self._take_snapshots(done)
+            self.traps.add_snapshots(after_pass(self.context, done))
             objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
@@ -149,12 +143,6 @@ class Controller:
         if any(param is not None and param.requires_grad for param in params):
             return False
         return self.manual.active or not self.expects_update()
-
-    def _take_snapshots(self, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
-        taken = after_pass(self.context, done)
-        for counter, snapshot in taken.items():
-            self.traps.add_snapshot(counter, snapshot)
-        return taken
 
     def _end_pass(self, done: BackwardPass) -> None:
         if self.context.program.checks:
@@ -201,7 +189,8 @@ class Controller:
             after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            taken = self._take_snapshots(BackwardPass(tuple(having), scale=step.scale))
+            taken = after_pass(self.context, BackwardPass(tuple(having), scale=step.scale))
+            self.traps.add_snapshots(taken)
             if own := taken.get(step.counter):
                 gradients.know(own.tensors, own.norms)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -60,12 +60,13 @@ class Traps:
         """Whether the next trip of some rule is diagnosed."""
         return bool(self._conclusions.diagnosis.pending)
 
-    def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
-        if self._context.program.traps or snapshot.reported:
-            snapshots = self._snapshots[counter]
-            # A step of many micro-batches must not keep the graph of each.
-            snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
-            snapshots.append(snapshot)
+    def add_snapshots(self, taken: Mapping[StepCounter, GradientSnapshot]) -> None:
+        for counter, snapshot in taken.items():
+            if self._context.program.traps or snapshot.reported:
+                snapshots = self._snapshots[counter]
+                # A step of many micro-batches must not keep the graph of each.
+                snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
+                snapshots.append(snapshot)
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)

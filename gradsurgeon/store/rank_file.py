@@ -132,10 +132,10 @@ class RankFile:
         return statuses
 
 
-def _are_of(values: Sequence[object], kind: type | int) -> bool:
+def _are_of(values: Sequence[Any], kind: type | int) -> bool:
     if isinstance(kind, type):
         return set(map(type, values)) <= {kind}
-    return all(type(value) is bytes and len(value) == kind for value in values)
+    return set(map(type, values)) <= {bytes} and set(map(len, values)) <= {kind}
 
 
 class StoredSeries(WholeSeries):
@@ -179,7 +179,10 @@ class StoredSeries(WholeSeries):
                 self._low + min(end, first + self._batch) - 1,
                 kinds=(int, _FLOAT * self._width, bits),
             )
-            if any(int.from_bytes(row[2], "little") >> self._width for row in rows):
+            # Nearly all rows lack the same columns, or none.
+            if any(
+                int.from_bytes(one, "little") >> self._width for one in {row[2] for row in rows}
+            ):
                 raise self._file.damaged()  # a column that is not there
             if rows:
                 yield rows
