@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -610,6 +611,21 @@ def test_gradients_assigned_by_hand_are_seen_at_the_update_and_by_no_rule_at_bac
             assert found == pytest.approx({0: 3**0.5, 1: 12**0.5, 2: 27**0.5})
         assert model[0].weight.grad.eq(3.0).all()
     assert [str(one.message).split(": ")[0] for one in said] == ["rule zero"]
+
+
+def test_a_trap_judges_its_own_tensors_of_gradients_assigned_by_hand() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trap = {"id": "trap", "action": "nan-trap", "params": "*.weight", "then": "skip-step"}
+    rules = {"version": 1, "rules": [trap, {"id": "n", "action": "norm-log", "params": "*"}]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        for bad in ("0.bias", "1.weight"):
+            for name, param in model.named_parameters():
+                param.grad = torch.full_like(param, math.nan if name == bad else 1.0)
+            optimizer.step()
+    assert [(e.kind, e.step, e.name) for e in session.events if e.kind == "trap"] == [
+        ("trap", 1, "1.weight")
+    ]
 
 
 def test_hooks_that_somebody_has_taken_off_come_back() -> None:
