@@ -39,6 +39,7 @@ def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
         "gradsurgeon": "0.1.0",
         "created": "2030-01-01T00:00:00+00:00",
         "mode": "act",
+        "start_step": 0,
         "rules": {"file": "rules.yaml", "text": "version: 1", "sha256": "0"},
         "model": {
             "origin": "Net",

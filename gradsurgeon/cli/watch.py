@@ -8,17 +8,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.events import Event, is_trip
+from gradsurgeon.events import is_trip
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import by_kind, edits_of
+from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.report.web_page import write_page
 from gradsurgeon.store.run import of_lowest_ranks, open_run
@@ -83,9 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         if html is not None and (time.monotonic() >= next_page or not is_running):
             begin = time.monotonic()
             try:
-                write_page(
-                    [folder], Path(html), reload_seconds=_PAGE_SECONDS if is_running else None
-                )
+                reload = _PAGE_SECONDS if is_running else None
+                write_page([folder], Path(html), reload_seconds=reload)
             except OSError as error:
                 return fail(f"cannot write {printable(html)}: {error.strerror or error}")
             end = time.monotonic()
@@ -157,19 +157,10 @@ def _events(report: Report) -> Iterator[Line]:
     listed = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
     yield f"events ({kinds.total():,}){listed and ': '}{listed}", "head"
     edits = edits_of(report.rules)
-    # The lowest rank speaks for all that note the same.
-    newest = {(e.kind, e.rule, e.step, e.name): e for e in reversed(report.events)}.values()
+    newest = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
     for is_bad in (True, False):
-        shown = [event for event in newest if is_trip(event, edits) is is_bad][:_EVENTS]
-        yield from ((f"  {_event(event, report)}", "bad" * is_bad) for event in shown)
-
-
-def _event(event: Event, report: Report) -> str:
-    several = report.ended is not None and len(report.ended.ranks) > 1
-    rank = f"rank {event.rank}" if several else ""
-    message = event.message.partition("\n")[0]
-    texts = (f"step {event.step}", event.kind, event.rule, event.name, rank, message)
-    return "  ".join(printable(text) for text in texts if text)
+        shown = [group for group in newest if is_trip(group.first, edits) is is_bad][:_EVENTS]
+        yield from (("  ".join(["", *islice(group.lines(), 2)]), "bad" * is_bad) for group in shown)
 
 
 def _wholes(report: Report) -> Iterator[Line]:

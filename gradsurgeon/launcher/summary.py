@@ -9,7 +9,7 @@ from gradsurgeon.events import is_trip
 from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.ending import first_diagnosis
-from gradsurgeon.report.rules_and_events import EventGroup, event_groups, never_reached, trap_words
+from gradsurgeon.report.rules_and_events import EventGroup, never_reached, shown_groups, trap_words
 from gradsurgeon.runtime import Attachment
 
 
@@ -74,8 +74,8 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     if silent := _without_gradient(session):
         yield f"  {never_reached(silent)}"
     told = [event for event in session.events if event.kind != "notice"]
-    first, left_out, last = event_groups(told)
-    more = [f"  ... and {count(left_out, 'event')} more"] if left_out else []
+    first, left_out, last = shown_groups(told)
+    more = [f"  ... and {left_out:,} more"] if left_out else []
     lines = [*map(_line, first), *more, *map(_line, last)]
     yield from lines
     # Without a diagnosis that is the line of the first trip.

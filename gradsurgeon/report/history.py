@@ -22,7 +22,7 @@ MOST_VALUES = 4 * 2**20
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
-_AT_ONCE = 2**20  # so many values are judged together
+_AT_ONCE = 2**18  # so many values are judged together, as fit into a processor's cache
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
 
 
@@ -104,7 +104,6 @@ class History:
         # Returns the number of the update that a series waits for at its end, if it never came.
         pending: Callable[[WholeSeries], int | None] = lambda _: None,
         rule: str | None = None,
-        newest: int | None = None,
     ) -> None:
         every = list(series)
         self.keys = [one.key for one, _ in every]
@@ -112,31 +111,25 @@ class History:
         norms = [(one, without) for one, without in every if self._is_shown(one.key) and len(one)]
         self._sheets: list[tuple[Source, Sheet]] = []
         self._places: dict[tuple[Source, str], list[tuple[int, int]]] = {}
-        size = sum(min(newest or len(one), len(one)) * len(one.key.names) for one, _ in norms)
+        size = sum(len(one) * len(one.key.names) for one, _ in norms)
         self.sampled = 1  # the medians are those of one row in so many
         for one, without in norms:
             if rule in (None, one.key.rule):
                 # A session in memory never has so many.
                 rows = max(1, -(-size // MOST_VALUES))
-                self._read(one, without, rows, pending(one), newest)
+                self._read(one, without, rows, pending(one))
         names = dict.fromkeys((*order, *chain.from_iterable(one.key.names for one, _ in norms)))
         # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(names)
 
     def _read(
-        self,
-        series: WholeSeries,
-        without: Collection[int],
-        every: int,
-        pending: int | None,
-        newest: int | None,
+        self, series: WholeSeries, without: Collection[int], every: int, pending: int | None
     ) -> None:
         columns = [column for column in range(len(series.key.names)) if column not in without]
-        start = 0 if newest is None else max(0, len(series) - newest)
         # A pass has left the last row for an update that never came.
-        stop = len(series) - (len(series) - start > 1 and series.ends()[-1] == pending)
-        every = min(every, stop - start)
-        sheet = read_sheet(series, columns, start=start, stop=stop, every=every)
+        stop = len(series) - (len(series) > 1 and series.ends()[-1] == pending)
+        every = min(every, stop)
+        sheet = read_sheet(series, columns, stop=stop, every=every)
         source = self.source_of(series.key)
         for line in np.flatnonzero(sheet.there.any(axis=1)).tolist():
             place = len(self._sheets), line

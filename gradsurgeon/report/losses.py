@@ -56,20 +56,19 @@ def losses_of(
     series: Iterable[tuple[WholeSeries, frozenset[int]]],
     of_all_ranks: Iterable[WholeSeries],
     params: Collection[str],
-    newest: int | None = None,
 ) -> list[Measured]:
     """Return what was recorded of losses: values that the script has tagged, then conflicts and weights.
 
     Each rank has values of its own, as ranks have other batches. Names of parameters are no losses.
     """
-    found = list(_tagged(of_all_ranks, params, newest))
+    found = list(_tagged(of_all_ranks, params))
     every = [(one, repeated) for one, repeated in series if one.key.stat in LOSS_STATS and len(one)]
     # An update over its weight is a ratio, too.
     rules = {one.key.rule for one, _ in every if one.key.stat in (COSINE, WEIGHT)}
     for one, repeated in every:
         if one.key.rule in rules:
             names = [name for name, column in one.columns.items() if column not in repeated]
-            found += _curves(one, names, newest)
+            found += _curves(one, names)
     # A set of parameters that grows, or another one of modules, is another series.
     joint: dict[tuple[str, str, str], list[Measured]] = {}
     for curve in found:
@@ -83,9 +82,7 @@ def losses_of(
     return every_curve
 
 
-def _tagged(
-    series: Iterable[WholeSeries], params: Collection[str], newest: int | None
-) -> Iterator[Measured]:
+def _tagged(series: Iterable[WholeSeries], params: Collection[str]) -> Iterator[Measured]:
     shown = [one for one in series if one.key.stat in _STATS and len(one)]
     best: dict[tuple[int, str], WholeSeries] = {}
     for one in sorted(shown, key=lambda one: _STATS.index(one.key.stat)):
@@ -95,16 +92,13 @@ def _tagged(
                 best.setdefault((getattr(one, "rank", 0), name), one)
     several = len({rank for rank, _ in best}) > 1
     for (rank, name), one in [*best.items()][:_MOST_TAGGED]:
-        for curve in _curves(one, [name], newest):
+        for curve in _curves(one, [name]):
             yield curve._replace(name=f"{name}, rank {rank}") if several else curve
 
 
-def _curves(series: WholeSeries, names: Sequence[str], newest: int | None) -> Iterator[Measured]:
-    start = 0 if newest is None else max(0, len(series) - newest)
-    every = -(-(len(series) - start) * len(series.columns) // MOST_VALUES)
-    read = [
-        [np.copy(part[::every]) for part in block] for block in blocks(series, start, every=every)
-    ]
+def _curves(series: WholeSeries, names: Sequence[str]) -> Iterator[Measured]:
+    every = -(-len(series) * len(series.columns) // MOST_VALUES)
+    read = [[np.copy(part[::every]) for part in block] for block in blocks(series, every=every)]
     steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
     for name in names:
         column = series.columns[name]

@@ -63,7 +63,6 @@ class Report:
         frozen: parameters with `requires_grad` off and their numbers of elements.
         ranks: a sentence on ranks that differ, if any do.
         pending: by name of a parameter, the number of its optimizer's next update.
-        newest: only so many of the newest rows of each series are read.
     """
 
     title: str
@@ -83,7 +82,6 @@ class Report:
     frozen: Mapping[str, int] = field(default_factory=dict)
     ranks: str = ""
     pending: Mapping[str, int] = field(default_factory=dict)
-    newest: int | None = None
 
     def __str__(self) -> str:
         return self.text()
@@ -94,12 +92,11 @@ class Report:
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        lines = [_text(table, columns) for table in self.tables]
+        tables = [_text(table, columns) for table in self.tables]
         if self.norms:
-            lines[len(self.norms) - 1].append(f"  {LEGEND}")
-        stands_out = [f"  {remark}" for remark in self.remarks]
-        lines = [self.head, stands_out, *lines]
-        parts = [*lines, list(self.captures), list(event_lines(self.events))]
+            tables[len(self.norms) - 1].append(f"  {LEGEND}")
+        remarks = (f"  {remark}" for remark in self.remarks)
+        parts = [self.head, remarks, *tables, self.captures, event_lines(self.events)]
         return "\n\n".join(filter(None, map("\n".join, parts)))
 
     @cached_property
@@ -128,8 +125,7 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        every, pending = self.series, self._pending_step
-        return History(every, kinds, self.params, pending=pending, rule=rule, newest=self.newest)
+        return History(self.series, kinds, self.params, pending=self._pending_step, rule=rule)
 
     def _pending_step(self, series: WholeSeries) -> int | None:
         key = series.key
@@ -164,7 +160,7 @@ class Report:
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
         every = *self.records, *self.of_all_ranks
-        return losses_of(self.series, every, {*self.params}, self.newest)
+        return losses_of(self.series, every, {*self.params})
 
     @property
     def tagged(self) -> list[Measured]:

@@ -113,30 +113,39 @@ class EventGroup(NamedTuple):
     def on_ranks(self) -> str:
         return f"rank {', '.join(map(str, self.ranks))}" if self.ranks != [0] else ""
 
+    def lines(self) -> Iterator[str]:
+        """Yield what happened and where, then the lines of the message."""
+        first = self.first
+        told = (printable(first.rule), printable(first.name), self.on_ranks, self.repeated)
+        yield "  ".join([f"step {first.step}  {first.kind}", *filter(None, told)])
+        yield from map(printable, first.message.split("\n"))
 
-def event_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[EventGroup]]:
-    """Return groups to show in order: the first ones, how many events are left out, and the last ones."""
+
+def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
+    """Yield groups in the order of their first events."""
     groups: dict[tuple[str, ...], list[Event]] = {}
     for event in events:
         # Notices of no rule in particular have only their wording to be told apart by, but for the
         # numbers in it; the second line of a trap says what was done, so "giving up" stands alone.
         wording = re.sub(r"\d[\d,.]*", "#", "".join(event.message.split("\n", 2)[:2]))
         groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
-    folded = []
     for same in groups.values():
         steps, ranks = [one.step for one in same], sorted({one.rank for one in same})
-        ends = min(steps), max(steps)
-        folded.append(EventGroup(same[0], by_kind(same).total(), ends, ranks))
+        yield EventGroup(same[0], by_kind(same).total(), (min(steps), max(steps)), ranks)
+
+
+def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[EventGroup]]:
+    """Return groups to show in order: the first ones, how many events are left out, and the last ones."""
     # The beginning tells what went wrong first, the end what stopped the run.
-    half = _EVENTS // 2
-    left_out = folded[half:-half]
-    return folded[:half], sum(group.times for group in left_out), folded[half:][-half:]
+    groups, half = [*event_groups(events)], _EVENTS // 2
+    left_out = sum(group.times for group in groups[half:-half])
+    return groups[:half], left_out, groups[half:][-half:]
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
     if not events:
         return
-    first, left_out, last = event_groups(events)
+    first, left_out, last = shown_groups(events)
     yield f"events ({by_kind(events).total():,})"
     yield from chain.from_iterable(map(_entry, first))
     if left_out:
@@ -144,10 +153,6 @@ def event_lines(events: Sequence[Event]) -> Iterator[str]:
     yield from chain.from_iterable(map(_entry, last))
 
 
-def _entry(group: EventGroup) -> Iterator[str]:
-    first = group.first
-    head = f"  step {first.step}  {first.kind}"
-    told = (printable(first.rule), printable(first.name), group.on_ranks, group.repeated)
-    yield "  ".join([head, *filter(None, told)])
-    for line in first.message.split("\n"):
-        yield f"      {printable(line)}".rstrip()
+def _entry(group: EventGroup) -> list[str]:
+    head, *message = group.lines()
+    return [f"  {head}", *(f"      {line}".rstrip() for line in message)]

@@ -66,9 +66,7 @@ def _folded(rows: Any, every: int, fill: float) -> Any:
     return rows.reshape(-1, every, rows.shape[1])
 
 
-def read_sheet(
-    series: WholeSeries, columns: Sequence[int], *, start: int, stop: int, every: int
-) -> Sheet:
+def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every: int) -> Sheet:
     """Return the norms of some columns of a series; `every` rows share a column of the sheet.
 
     The file of a series stays open for as long as a sheet of a long run is in use.
@@ -76,10 +74,11 @@ def read_sheet(
     found: list[tuple[Any, ...]] = []
     # All columns need no copy.
     chosen = slice(None) if len(columns) == len(series.key.names) else columns
-    for steps, values, present in blocks(series, start, stop, every):
+    for steps, values, present in blocks(series, 0, stop, every):
         norms, there = values[:, chosen], present[:, chosen]
         finite = there & np.isfinite(norms)
-        tops, bad = np.where(finite, norms, np.float32(np.nan)), there & ~finite
+        bad = there & ~finite
+        tops = norms if finite.all() else np.where(finite, norms, np.float32(np.nan))
         if every == 1:
             found.append((steps, tops.T, norms.T, bad.T, there.T))
             continue
@@ -101,8 +100,7 @@ def read_sheet(
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
         if every == 1:
             return steps[column : column + 1], raw[line, column : column + 1]
-        first = start + column * every
-        stored = cast("StoredSeries", series)
+        stored, first = cast("StoredSeries", series), column * every
         pairs = stored.between(names[line], first, min(first + every, stop))
         if not pairs:
             raise stored.damaged()
@@ -121,9 +119,6 @@ def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Itera
     first, lines = parts[0]
     if len(parts) == 1 and [*lines] == [*range(len(first.names))] and (np.diff(steps) > 0).all():
         yield first  # nearly always
-        return
-    if len(np.unique(steps)) == len(steps):
-        yield _ordered(parts, np.argsort(steps))
         return
     for lines in zip(*(lines for _, lines in parts), strict=True):
         own = [(sheet, [line]) for (sheet, _), line in zip(parts, lines, strict=True)]

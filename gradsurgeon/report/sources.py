@@ -78,8 +78,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
         params=run.params,
         rules=rules,
         statuses=run.status(),
-        stored=list(of_lowest_ranks(run)),
-        of_all_ranks=run,
+        stored=[(one.newest(newest), repeated) for one, repeated in of_lowest_ranks(run)],
+        of_all_ranks=[one.newest(newest) for one in run],
         events=tuple(run.events),
         notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
         start=start if isinstance(start, int) else None,
@@ -88,7 +88,6 @@ def unread(run: Run, newest: int | None = None) -> Report:
         ended=ending_of(run, edits_of(rules)),
         frozen=dict(_frozen(run.meta)),
         pending=run.pending,
-        newest=newest,
     )
 
 

@@ -25,8 +25,8 @@ from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     EventGroup,
     edits_of,
-    event_groups,
     rule_table,
+    shown_groups,
 )
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.store.captures import captures
@@ -200,7 +200,7 @@ def codes(grid: Grid) -> Any:
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
-    first, left_out, last = event_groups(events)
+    first, left_out, last = shown_groups(events)
     marks, half = sorted({(event.step, event.kind) for event in events}), _MOST_MARKS // 2
     return {
         "events": [_event(group) for group in (*first, *last)],
@@ -220,16 +220,14 @@ def _event(group: EventGroup) -> dict[str, Any]:
     }
 
 
-def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str, Any]:
+def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dict[str, Any]:
     """Return a curve as it travels in the page, the worst of every few values if there are many.
 
-    A value of `None` stands for none; each is the largest that is known of `every` steps.
+    Each value is the largest that is known of `every` steps.
     """
-    steps, values = np.asarray(steps, np.int64), np.asarray(values, object)
-    there = np.array([value is not None for value in values], bool)
-    floats = np.where(there, values, -np.inf).astype(float)
+    steps, floats = np.asarray(steps, np.int64), np.asarray(values, float)
     # The worst is the first that is not finite, or else the largest.
-    badness = np.where(there & ~np.isfinite(floats), np.inf, floats)
+    badness = np.where(np.isfinite(floats), floats, np.inf)
     # Several records of one step make one point.
     _, starts = np.unique(steps, return_index=True)
     ends = [*starts[:: max(1, -(-len(starts) // _MOST_POINTS))].tolist(), len(steps)]
@@ -237,9 +235,7 @@ def line(label: str, steps: ArrayLike, values: Any, every: int = 1) -> dict[str,
     return {
         "label": label,
         "steps": steps[worst].tolist(),
-        "values": [
-            json_number(float(f"{floats[place]:.6g}")) if there[place] else None for place in worst
-        ],
+        "values": [json_number(float(f"{value:.6g}")) for value in floats[worst]],
         "every": every,
     }
 

@@ -56,7 +56,7 @@ class RankFile:
     def query(
         self, sql: str, *arguments: int, kinds: tuple[type | int, ...] = ()
     ) -> list[tuple[Any, ...]]:
-        """Return rows whose columns have the given kinds. A number stands for a blob of so many bytes."""
+        """Return rows whose first columns have the given kinds. A number stands for a blob of so many bytes."""
         try:
             rows = self._connection.execute(sql, arguments).fetchall()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
@@ -141,13 +141,13 @@ def _are_of(values: Sequence[Any], kind: type | int) -> bool:
 class StoredSeries(WholeSeries):
     """One series in a file. Every call reads anew."""
 
-    def __init__(self, file: RankFile, number: int, key: Key) -> None:
+    def __init__(self, file: RankFile, number: int, key: Key, skipped: int = 0) -> None:
         super().__init__(key)
         self.rank = file.rank
-        self._file = file
+        self._file, self._number = file, number
         self._width = len(key.names)
         self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
-        self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
+        self._low, self._high = row_id(number, skipped), row_id(number + 1, 0) - 1
 
     def __len__(self) -> int:
         ((top,),) = self._file.query(
@@ -157,6 +157,11 @@ class StoredSeries(WholeSeries):
 
     def damaged(self) -> RecordError:
         return self._file.damaged("it lacks rows")
+
+    def newest(self, rows: int | None) -> "StoredSeries":
+        """Return a series of the newest rows alone, of all where `rows` is `None`."""
+        skipped = 0 if rows is None else max(0, len(self) - rows)
+        return StoredSeries(self._file, self._number, self.key, skipped)
 
     def one_in(self, every: int) -> Iterator[Stored]:
         # A look-up per row jumps from one to the next. `id % every` would read them all.
@@ -168,22 +173,19 @@ class StoredSeries(WholeSeries):
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[list[Stored]]:
         """Yield the rows in lists of about 1 MB."""
-        bits = layout.absent_size(self._width)
+        size, floats = layout.absent_size(self._width), _FLOAT * self._width
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
             rows = self._file.query(
-                "SELECT step, floats, coalesce(absent, zeroblob(?)) FROM rows "
-                "WHERE id BETWEEN ? AND ? ORDER BY id",
-                bits,
+                "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id",
                 self._low + first,
                 self._low + min(end, first + self._batch) - 1,
-                kinds=(int, _FLOAT * self._width, bits),
+                kinds=(int, floats),
             )
             # Nearly all rows lack the same columns, or none.
-            if any(
-                int.from_bytes(one, "little") >> self._width for one in {row[2] for row in rows}
-            ):
-                raise self._file.damaged()  # a column that is not there
+            for mask in {row[2] for row in rows} - {None}:
+                if not _are_of([mask], size) or int.from_bytes(mask, "little") >> self._width:
+                    raise self._file.damaged()  # of a column that is not there
             if rows:
                 yield rows
 

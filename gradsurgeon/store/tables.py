@@ -45,12 +45,14 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
 
 def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     """Return steps, values (rows x columns, float32), and which of the values are present."""
-    values = np.frombuffer(b"".join(row[1] for row in rows), np.float32)
+    steps, floats, masks = zip(*rows, strict=True)
+    values = np.frombuffer(b"".join(floats), np.float32).reshape(len(rows), width)
+    if {*masks} == {None}:  # nearly always
+        return np.array(steps, np.int64), values, np.ones(values.shape, bool)
     none = bytes(absent_size(width))
-    bits = np.frombuffer(b"".join(row[2] or none for row in rows), np.uint8)
+    bits = np.frombuffer(b"".join(mask or none for mask in masks), np.uint8)
     absent = np.unpackbits(bits.reshape(len(rows), -1), axis=1, count=width, bitorder="little")
-    steps = np.array([row[0] for row in rows], np.int64)
-    return steps, values.reshape(len(rows), width), absent == 0
+    return np.array(steps, np.int64), values, absent == 0
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:

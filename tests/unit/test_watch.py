@@ -182,16 +182,29 @@ class TestEvents:
     def test_traps_first_and_the_newest_of_each(self, tmp_path: pathlib.Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
         for step in range(8):
-            writer.event(trap(step))
-            writer.event(Event("notice", "", step, 0, "", f"note {step}"))
+            writer.event(trap(step, message=f"bad {'abcdefgh'[step]}"))
+            writer.event(Event("notice", "", step, 0, "", f"note {'abcdefgh'[step]}"))
         writer.close()
         lines = shown(look(tmp_path))
         begin = lines.index("events (16): trap 8, notice 8")
         assert lines[begin + 1 : begin + 9] == [
-            *(f"  step {step}  trap  nans  w  bad" for step in (7, 6, 5, 4)),
-            *(f"  step {step}  notice  note {step}" for step in (7, 6, 5, 4)),
+            *(f"  step {step}  trap  nans  w  bad {'abcdefgh'[step]}" for step in (7, 6, 5, 4)),
+            *(f"  step {step}  notice  note {'abcdefgh'[step]}" for step in (7, 6, 5, 4)),
         ]
         assert lines[begin + 9] == ""
+
+    def test_what_is_told_again_is_one_line_as_in_the_report(self, tmp_path: pathlib.Path) -> None:
+        writer = write(tmp_path, {"w": [1.0]})
+        for step in range(30):
+            if step % 2:
+                writer.event(Event("notice", "", step, 0, "", "ab" * step))
+            if step > 12:
+                writer.event(trap(step))
+        writer.close()
+        report = look(tmp_path)
+        row = "  step 13  trap  nans  w  x17, steps 13..29"
+        assert f"{row}  bad" in shown(report)
+        assert f"\n{row}\n      bad" in report.text()
 
     def test_each_is_read_once_and_new_ones_are_seen(self, tmp_path: pathlib.Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
@@ -214,8 +227,7 @@ class TestEvents:
         writer.close()
         report = look(tmp_path)
         assert kinds(report) == {"trap": 3_000}
-        newest = [line.split()[1] for line in shown(report) if "  trap  nans  w  bad" in line]
-        assert newest == ["2999", "2998", "2997", "2996"]
+        assert "  step 0  trap  nans  w  x3,000, steps 0..2999  bad" in shown(report)
         with open_run(tmp_path) as run:
             assert [event.step for event in run.events] == list(range(3_000))
 
@@ -228,8 +240,8 @@ class TestEvents:
         lines = shown(look(tmp_path))
         begin = lines.index("events (2): trap 2")
         assert lines[begin + 1 : begin + 3] == [
-            "  step 6  trap  nans  w  rank 1  bad",
-            "  step 5  trap  nans  w  rank 0  bad",
+            "  step 5  trap  nans  w  rank 0, 1  x2, steps 5..6  bad",
+            "",
         ]
         for writer in writers:
             writer.close()

@@ -101,12 +101,12 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("times", [1, 3_000])
 def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
-    steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, None, 2.0, -math.inf]
+    steps, values = [0, 0, 1, 1, 2, 3, 3], [5.0, 1.0, math.nan, 3.0, 4.0, 2.0, -math.inf]
     found = line("w", [*steps, *range(4, 4 + times)], [*values, *[0.5] * times])
     if times == 1:
         assert (found["steps"], found["values"]) == (
             [0, 1, 2, 3, 4],
-            [5.0, "NaN", None, "-Infinity", 0.5],
+            [5.0, "NaN", 4.0, "-Infinity", 0.5],
         )
     else:
         # Of three steps one travels.
