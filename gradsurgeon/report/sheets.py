@@ -80,7 +80,7 @@ def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every:
         bad = there & ~finite
         tops = norms if finite.all() else np.where(finite, norms, np.float32(np.nan))
         if every == 1:
-            found.append((steps, tops.T, norms.T, bad.T, there.T))
+            found.append((steps, tops, norms, bad, there))
             continue
         firsts = np.arange(0, len(steps), every)
         # Not always the same one: a tensor may rest in every third step.
@@ -89,13 +89,13 @@ def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every:
         top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
         counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
         some = _folded(there, every, 0).any(axis=1)
-        found.append((steps[firsts], top.T, sample.T, counts.T, some.T))
+        found.append((steps[firsts], top, sample, counts, some))
     names = [series.key.names[column] for column in columns]
     if not found:  # the file is damaged, and holds fewer rows than it says
-        none = np.empty((len(names), 0), np.float32)
+        none = np.empty((0, len(names)), np.float32)
         found = [(np.empty(0, np.int64), none, none, none.astype(bool), none.astype(bool))]
-    fields: list[Any] = [np.concatenate(field, axis=-1) for field in zip(*found, strict=True)]
-    steps, tops, raw, bad, there = fields
+    fields: list[Any] = [np.concatenate(field) for field in zip(*found, strict=True)]
+    steps, tops, raw, bad, there = (np.ascontiguousarray(field.T) for field in fields)
 
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
         if every == 1:
