@@ -168,6 +168,9 @@ def contains(wide: str, narrow: str) -> bool:
     )
 
 
+_LITERAL = re.compile(r"[\w.]+")
+
+
 def _glob_parts(text: str) -> Iterator[_Options]:
     at = 0
     while at < len(text):
@@ -180,6 +183,9 @@ def _glob_parts(text: str) -> Iterator[_Options]:
                 )
             yield _braces(text[at + 1 : end])
             at = end + 1
+        elif literal := _LITERAL.match(text, at):
+            yield [[re.escape(literal[0])]]
+            at = literal.end()
         else:
             piece, at = _glob_piece(text, at)
             yield [[piece]]

@@ -154,8 +154,8 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
 
 
-def slots(model: Any) -> Iterator[ParameterSlot]:
-    for path, module in walk(model):
+def slots(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> Iterator[ParameterSlot]:
+    for path, module in tree or walk(model):
         # `named_parameters` shows a tied parameter once, under its first name.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
@@ -167,14 +167,14 @@ def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
     tree = list(walk(model))
     groups: dict[int, list[ParameterSlot]] = {}
-    for slot in slots(model):
+    for slot in slots(model, tree):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
     *_, root = (module for path, module in tree if not path)
     managed = _managed(tree)
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
-        modules=tuple(_modules(model)),
+        modules=tuple(_modules(tree)),
         model_type=class_names(root),
     )
 
@@ -183,9 +183,10 @@ def named_modules(model: Any) -> dict[str, Any]:
     return {path or ROOT: module for path, module in walk(model)}
 
 
-def _modules(model: Any) -> Iterator[Module]:
+def _modules(tree: Iterable[tuple[str, Any]]) -> Iterator[Module]:
     found: dict[int, tuple[Any, list[str]]] = {}
-    for name, module in named_modules(model).items():
+    # A wrapper has the path of what it wraps, which is the later one.
+    for name, module in {path or ROOT: module for path, module in tree}.items():
         found.setdefault(id(module), (module, []))[1].append(name)
     for module, names in found.values():
         yield Module(names[0], tuple(names[1:]), class_names(module))
@@ -221,6 +222,6 @@ def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
         module_type=tuple(types),
-        sparse=any(getattr(slot.owner, "sparse", None) is True for slot in group),
+        sparse=any(vars(slot.owner).get("sparse") is True for slot in group),
         sharding=_sharding(tensor, first.owner, managed),
     )

@@ -94,8 +94,9 @@ def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every:
     if not found:  # the file is damaged, and holds fewer rows than it says
         none = np.empty((0, len(names)), np.float32)
         found = [(np.empty(0, np.int64), none, none, none.astype(bool), none.astype(bool))]
-    fields: list[Any] = [np.concatenate(field) for field in zip(*found, strict=True)]
-    steps, tops, raw, bad, there = (np.ascontiguousarray(field.T) for field in fields)
+    joint = (np.concatenate(field).T for field in zip(*found, strict=True))
+    fields: list[Any] = list(map(np.ascontiguousarray, joint))
+    steps, tops, raw, bad, there = fields
 
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
         if every == 1:

@@ -183,13 +183,16 @@ class Controller:
 
     def _catch_up(self, step: Step, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
-        having, _ = self.context.parameters.grads(step.counter.tensors)
+        tensors = step.counter.tensors
+        is_whole = len(gradients) == len(tensors)
+        having = tensors if is_whole else tuple(self.context.parameters.grads(tensors)[0])
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
-            after_pass(self.context, BackwardPass(tuple(having), scale=self.context.scaling.scale))
+            after_pass(self.context, BackwardPass(having, scale=self.context.scaling.scale))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            taken = after_pass(self.context, BackwardPass(tuple(having), scale=step.scale))
+            done = BackwardPass(having, scale=step.scale)
+            taken = after_pass(self.context, done, gradients)
             self.traps.add_snapshots(taken)
             if own := taken.get(step.counter):
                 gradients.know(own.tensors, own.norms)

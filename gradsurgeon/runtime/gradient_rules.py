@@ -22,13 +22,20 @@ from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.sampling import sample
 
 
-def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
-    """Write the records of the rules at `accumulated`; return a snapshot per step counter."""
+def after_pass(
+    context: Context, done: BackwardPass, known: Gradients | None = None
+) -> dict[StepCounter, GradientSnapshot]:
+    """Write the records of the rules at `accumulated`; return a snapshot per step counter.
+
+    `known` are the gradients of an update that had no pass, which are those of the pass.
+    """
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
         due_rules = context.due_rules(counter)
-        gradients = Gradients(context, due_rules.watched, done.scale)
+        gradients = known
+        if gradients is None or gradients.asked != due_rules.watched:
+            gradients = Gradients(context, due_rules.watched, done.scale)
         # A snapshot without gradients still serves a spike report, which needs the order of the pass.
         if not gradients and not due_rules.reported:
             continue

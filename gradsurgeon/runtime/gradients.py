@@ -27,6 +27,7 @@ class Gradients:
 
     def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
+        self.asked = tensors
         # Whether no parameter of the session is left out.
         self._is_whole = len(tensors) == len(context.program.names)
         self._tensors, grads = context.parameters.grads(tensors)
@@ -70,7 +71,7 @@ class Gradients:
 
     def know(self, tensors: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
-        if not _dist.any_sharded(self.of(self.having(tensors))):
+        if norms is not self._norms and not _dist.any_sharded(self.of(self.having(tensors))):
             self._norms, self._measured = norms, tensors
 
     def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
