@@ -1,7 +1,7 @@
 """The events of a session, as plain values."""
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 EventKind = Literal[
@@ -56,3 +56,9 @@ class RuleStatus:
     changed: float
     last_step: int | None
     warnings: tuple[str, ...] = ()
+
+
+def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:
+    """Return a status without a pass that waits for its update: no rule acted in a step of that number."""
+    last = status.last_step
+    return replace(status, last_step=last - 1) if last and last in pending.values() else status

@@ -99,6 +99,7 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
     return sorted(matched)
 
 
+_LITERAL = re.compile(r"[\w.]+")
 # The text between two dots of a glob. Braces and brackets may contain further dots.
 _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
 
@@ -166,9 +167,6 @@ def contains(wide: str, narrow: str) -> bool:
     return wide == "*" or (
         compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
     )
-
-
-_LITERAL = re.compile(r"[\w.]+")
 
 
 def _glob_parts(text: str) -> Iterator[_Options]:

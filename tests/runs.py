@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 from commands import environment
 
-from gradsurgeon.store import Key, database
+from gradsurgeon.store import Key, Part, Records, database
 from gradsurgeon.store.writer import RunWriter
 
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
+
+
+def shown(records: Records) -> dict[str, Any]:
+    """Return what a `Report` takes of the records of a session."""
+    parts = [Part(one, {}) for one in records]
+    series = [(one, frozenset[int]()) for one in parts]
+    return {"series": series, "of_all_ranks": parts, "dropped": records.dropped}
 
 
 def values(*numbers: float) -> bytes:

@@ -210,7 +210,6 @@ class Rule(Options):
             yield Flaw("expect", "`expect` counts parameters", "remove it, or name `params`")
 
     def _flaws_of_point(self) -> Iterator[Flaw]:
-        """Yield the flaws of the point of a rule on parameters."""
         at, of_weights = self.at, self.tensor in ("value", "update")
         if of_weights and (at is not None or not self.reads_weights):
             message = f"`{self.tensor}` is only recorded, once the update is over"

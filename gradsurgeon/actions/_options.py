@@ -95,7 +95,6 @@ def keys_of(model: type[Options]) -> dict[str, Any]:
 def _flaws_of(
     model: type[Options], given: Mapping[Any, Any], path: Path, error: Any
 ) -> Iterator[Flaw]:
-    """Yield the flaws that an error of pydantic tells of."""
     kind, field, fields = error["type"], None, keys_of(model)
     key = next((step for step in reversed(path) if isinstance(step, str)), "")
     for step in path:

@@ -132,7 +132,7 @@ def screen(report: Report, columns: int) -> list[Line]:
     sections = [
         _head(report),
         _events(report),
-        ((remark, "warning") for remark in report.remarks),
+        _remarks(report),
         *(newest_table(report.history, one, _WORST).lines(columns, _WORST) for one in norms),
         _wholes(report),
         *(one.lines(columns, _ROWS) for one in report.tables[len(norms) :]),
@@ -163,8 +163,14 @@ def _events(report: Report) -> Iterator[Line]:
         yield from (("  ".join(["", *islice(group.lines(), 2)]), "bad" * is_bad) for group in shown)
 
 
+def _remarks(report: Report) -> Iterator[Line]:
+    if report.remarks and any(one.skipped for one, _ in report.series):
+        yield "in the newest records:", "head"
+    yield from ((remark, "warning") for remark in report.remarks)
+
+
 def _wholes(report: Report) -> Iterator[Line]:
     for whole in report.history.gradients:
-        value, name = whole.values[-1], whole_name(whole, len(report.params))
+        value, name = whole.tops[-1], whole_name(whole, len(report.params))
         style = "head" if math.isfinite(value) else "bad"
         yield f"{name}: {value:.3g} at step {whole.steps[-1]}", style

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.events import is_trip
+from gradsurgeon.events import is_trip, settled
 from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.ending import first_diagnosis
@@ -49,21 +49,19 @@ def summary(session: Attachment, start: int, record: Path | None, *, begun: bool
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
     diagnosis = printable(first_diagnosis(session.events))
-    rows, waiting = [], set(session.pending_steps().values())
+    rows, pending = [], session.pending_steps()
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
     for rule in plan.rules.rules:
         if not plan.of(rule.id) or rule in checks:
             continue
-        status = statuses[rule.id]
+        status = settled(statuses[rule.id], pending)
         words = [f"fired {status.fired:,}", "", ""]
         if isinstance(rule, TrapRule) and not rule.edits:
             trips = [event for event in session.events if is_trip(event) and event.rule == rule.id]
             words[0] = trap_words(status, trips)
         else:
             words[1] = f"changed {status.changed:.0%}" if rule.edits else ""
-            # A pass that waits for its update has acted in no step of that number.
-            at = status.last_step
-            words[2] = "" if at is None else f"last at step {at - (at in waiting)}"
+            words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, *words))
     yield from grid(rows)
     if checks:

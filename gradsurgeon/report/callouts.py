@@ -110,11 +110,6 @@ def _names(tracks: Sequence[Track]) -> str:
     return listed([track.name for track in tracks])
 
 
-def _end(track: Track) -> float:
-    finite = track.tops[~np.isnan(track.tops)]
-    return float(finite[-1]) if len(finite) else math.nan
-
-
 def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
     bad = [track for track in tracks if track.nonfinite]
     if not bad:
@@ -138,10 +133,10 @@ def _exploding(tracks: Sequence[Track], far: Sequence[Track], kind: str) -> str:
             f"{nouns(kind)}s have less than {_usual(tracks):.3g}"
         )
     most = max(grown, key=lambda track: track.rise)
-    top = int(most.steps[np.nanargmax(most.tops)])
+    begin = most.first if most.first > 0 else most.tops[most.tops > 0][0]
     text = (
-        f"{printable(most.name)} grew from {most.tops[most.tops > 0][0]:.3g} to {most.largest:.3g} at step {top} "
-        f"(last {_end(most):.3g})"
+        f"{printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {most.peak} "
+        f"(last {most.last_finite:.3g})"
     )
     if most.nonfinite and most.nonfinite_steps[1] >= int(most.steps[~np.isnan(most.tops)][-1]):
         text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
@@ -152,27 +147,27 @@ def _spike(
     tracks: Sequence[Track], loud: Collection[str], wholes: Sequence[Whole], params: int
 ) -> str:
     quiet = [track for track in tracks if track.name not in loud]
+    of_wholes: list[tuple[float, str]] = []
     for whole in wholes:
         if len(whole.names) == 1 or any(name in loud for name in whole.names):
             continue
-        at = np.flatnonzero(np.isfinite(whole.values))
-        (found,) = largest_spikes(np.asarray(whole.values[at], float)[None])
+        steps, tops = whole.steps[whole.bad == 0], whole.tops[whole.bad == 0]
+        (found,) = largest_spikes(tops[None])
         if found is not None:
-            place = at[found[0]]
-            spike = Spike(int(whole.steps[place]), float(whole.values[place]), found[1])
+            spike = Spike(int(steps[found[0]]), float(tops[found[0]]), found[1])
             # Those that stand out from themselves, by their share of the whole.
-            norms = {track.name: _norm_at(track, spike.step) for track in quiet}
-            far = [track for track in quiet if norms[track.name] > TIMES * track.median]
-            if far:
-                far.sort(key=lambda track: -norms[track.name])
-                return f"the {whole_name(whole, params)}, {_words(spike)}; most in {_names(far)}"
-    spikes = [(one.spike.times, one.name, _words(one.spike)) for one in quiet if one.spike]
-    _, name, told = max(spikes, default=(0.0, "", ""))
-    return f"{printable(name)}, {told}" if told else ""
+            own = [track for track in quiet if track.name in whole.names]
+            norms = {track.name: _norm_at(track, spike.step) for track in own}
+            far = [track for track in own if norms[track.name] > TIMES * track.median]
+            far.sort(key=lambda track: -norms[track.name])
+            told = f"{_words(f'the {whole_name(whole, params)}', spike)}; most in {_names(far)}"
+            of_wholes += [(spike.times, told)] * bool(far)
+    spikes = [(one.spike.times, _words(one.name, one.spike)) for one in quiet if one.spike]
+    return max(of_wholes or spikes, default=(0.0, ""))[1]
 
 
-def _words(spike: Spike) -> str:
-    return f"{spike.value:.3g} at step {spike.step}, {spike.times:.3g}x the steps before it"
+def _words(name: str, spike: Spike) -> str:
+    return f"{printable(name)}, {spike.value:.3g} at step {spike.step}, {spike.times:.3g}x the steps before it"
 
 
 def _norm_at(track: Track, step: int) -> float:
@@ -182,7 +177,6 @@ def _norm_at(track: Track, step: int) -> float:
 
 
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
-    """Name what is 0, as a layer of ReLUs is that no longer answers to anything."""
     alive = {_module(track) for track in tracks if track.largest > 0}
     zero = [one for one in tracks if one.largest == 0 and not one.nonfinite]
     zero = [one for one in zero if not (_is_bias(one) and _module(one) in alive)]
@@ -217,7 +211,7 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
         )
     else:
         most = min(far, key=lambda track: track.growth)
-        text = f"{printable(most.name)} has shrunk from {most.first:.3g} to {_end(most):.3g}, and others have not"
+        text = f"{printable(most.name)} has shrunk from {most.first:.3g} to {most.last_finite:.3g}, and others have not"
     return f"{_names(far)}; {text}"
 
 
@@ -233,9 +227,8 @@ def _noisy(tracks: Sequence[Track], noisy: Sequence[Track]) -> str:
 
 
 def _level(whole: Whole, params: int) -> str:
-    known = np.isfinite(whole.values) & (whole.values > 0)
-    steps, values = whole.steps[known][-_MOST_FOR_LEVELS:], whole.values[known][-_MOST_FOR_LEVELS:]
-    if (change := change_of_level(steps, values)) is None:
+    known = np.flatnonzero(whole.tops > 0)[-_MOST_FOR_LEVELS:]
+    if (change := change_of_level(whole.steps[known], whole.tops[known])) is None:
         return ""
     step, before, after = change
     word = "fell" if after < before else "rose"

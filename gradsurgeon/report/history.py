@@ -4,7 +4,9 @@ Of a run with more than `MOST_VALUES` values a few successive rows count as one,
 and non-finite norms are then looked up in the rows, so that their steps are exact; the median is that of one row in a few.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -13,9 +15,18 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import GROWTH, LARGE, Flags, Sheet, joined, numbers_of, read_sheet
+from gradsurgeon.report.sheets import (
+    GROWTH,
+    LARGE,
+    Flags,
+    Sheet,
+    Squares,
+    joined,
+    numbers_of,
+    read_sheet,
+)
 from gradsurgeon.report.spikes import Floats, Ints, Spike
-from gradsurgeon.store import Key, WholeSeries
+from gradsurgeon.store import Key, Part
 
 MOST_VALUES = 4 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
@@ -41,6 +52,7 @@ class Track:
     name: str
     source: Source
     steps: Ints  # of each record, or of the first of every few records
+    lasts: Ints  # of each record, or of the last of every few records
     tops: Floats  # the largest finite norm, NaN where there is none
     bad: Ints  # how many norms were not finite
     there: Flags  # whether the tensor had a gradient, or a value
@@ -49,6 +61,8 @@ class Track:
     median: float
     largest: float
     last: float
+    last_finite: float
+    peak: int  # the step of the spike, or of the largest norm if the norms grew
     spike: Spike | None  # none of a tensor whose norms grew
     has_grown: bool  # to norms that no usual training has
     zero_since: int | None  # the step from which on all norms are 0 until the end
@@ -71,25 +85,15 @@ class Track:
 
 
 class Whole(NamedTuple):
-    """The norm over several tensors together by step, NaN where one of them was not finite."""
+    """The norm of several tensors together by step, NaN where one of them was not finite."""
 
     names: tuple[str, ...]
     sources: frozenset[Source]
     steps: Ints
-    values: Floats  # exact, or of a long run the largest that is known of every few steps
-    every: int  # one value stands for so many steps
-
-    @property
-    def tops(self) -> Floats:
-        return np.where(np.isfinite(self.values), self.values, np.nan)
-
-    @property
-    def bad(self) -> Ints:
-        return (~np.isfinite(self.values)).astype(np.int64)
-
-    @property
-    def there(self) -> Flags:
-        return np.ones(len(self.values), bool)
+    lasts: Ints  # the same
+    tops: Floats
+    bad: Ints
+    there: Flags  # always
 
 
 class History:
@@ -97,44 +101,36 @@ class History:
 
     def __init__(
         self,
-        series: Iterable[tuple[WholeSeries, frozenset[int]]],
+        series: Iterable[tuple[Part, frozenset[int]]],
         kinds: Mapping[str, str],
         order: Sequence[str] = (),
         *,
-        # Returns the number of the update that a series waits for at its end, if it never came.
-        pending: Callable[[WholeSeries], int | None] = lambda _: None,
         rule: str | None = None,
     ) -> None:
         every = list(series)
         self.keys = [one.key for one, _ in every]
         self._kinds = kinds
         norms = [(one, without) for one, without in every if self._is_shown(one.key) and len(one)]
-        self._sheets: list[tuple[Source, Sheet]] = []
+        self._sheets: list[tuple[Source, Sheet, Squares]] = []
         self._places: dict[tuple[Source, str], list[tuple[int, int]]] = {}
         size = sum(len(one) * len(one.key.names) for one, _ in norms)
         self.sampled = 1  # the medians are those of one row in so many
+        rows = max(1, -(-size // MOST_VALUES))  # a session in memory never has so many
         for one, without in norms:
             if rule in (None, one.key.rule):
-                # A session in memory never has so many.
-                rows = max(1, -(-size // MOST_VALUES))
-                self._read(one, without, rows, pending(one))
+                self._read(one, without, min(rows, len(one)))
         names = dict.fromkeys((*order, *chain.from_iterable(one.key.names for one, _ in norms)))
         # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(names)
 
-    def _read(
-        self, series: WholeSeries, without: Collection[int], every: int, pending: int | None
-    ) -> None:
+    def _read(self, series: Part, without: Collection[int], every: int) -> None:
         columns = [column for column in range(len(series.key.names)) if column not in without]
-        # A pass has left the last row for an update that never came.
-        stop = len(series) - (len(series) > 1 and series.ends()[-1] == pending)
-        every = min(every, stop)
-        sheet = read_sheet(series, columns, stop=stop, every=every)
+        sheet, squares = read_sheet(series, columns, every)
         source = self.source_of(series.key)
         for line in np.flatnonzero(sheet.there.any(axis=1)).tolist():
             place = len(self._sheets), line
             self._places.setdefault((source, sheet.names[line]), []).append(place)
-        self._sheets.append((source, sheet))
+        self._sheets.append((source, sheet, squares))
         self.sampled = max(self.sampled, every)
 
     def _is_shown(self, key: Key) -> bool:
@@ -182,7 +178,7 @@ class History:
             sheets = [self._sheets[number] for number, _ in group[0]]
             source = sheets[0][0]
             lines = [[line for _, line in places] for places in zip(*group, strict=True)]
-            parts = [(sheet, some) for (_, sheet), some in zip(sheets, lines, strict=True)]
+            parts = [(sheet, some) for (_, sheet, _), some in zip(sheets, lines, strict=True)]
             for sheet in joined(parts, once=source.point not in _OF_EACH_CALL):
                 found.update({(source.kind, one.name): one for one in _tracks_of(sheet, source)})
         return [found[pair] for pair in self.shown]
@@ -193,37 +189,36 @@ class History:
 
     def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[Whole]:
         """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps."""
-        groups: dict[tuple[object, ...], list[tuple[Source, Sheet, list[int]]]] = {}
-        for source, sheet in self._sheets:
+        groups: dict[tuple[str, bytes], list[tuple[Source, list[str], Ints, Floats]]] = {}
+        for source, sheet, squares_of in self._sheets:
             lines = [
                 line
                 for line, name in enumerate(sheet.names)
                 if self.shown.get((kind, name)) == source and (names is None or name in names)
             ]
-            if lines and len(sheet.steps):
-                place = source.point, sheet.steps.tobytes(), sheet.every
-                groups.setdefault(place, []).append((source, sheet, lines))
+            if lines:
+                steps, squares = squares_of(lines)
+                own = [sheet.names[line] for line in lines]
+                place = source.point, steps.tobytes()
+                groups.setdefault(place, []).append((source, own, steps, squares))
         return [_whole(group) for group in groups.values()]
 
 
-def _whole(parts: Sequence[tuple[Source, Sheet, list[int]]]) -> Whole:
-    _, first, _ = parts[0]
-    squares, largest = np.zeros(len(first.steps)), np.zeros(len(first.steps))
-    bad, there = np.zeros(len(first.steps), bool), np.zeros(len(first.steps), bool)
-    for _, sheet, lines in parts:
-        squares += np.nansum(np.square(sheet.sample[lines], dtype=float), axis=0)
-        # The largest norm of a few rows is the least that the whole has been in them.
-        largest = np.fmax(largest, np.fmax.reduce(sheet.tops[lines], axis=0))
-        bad |= sheet.bad[lines].any(axis=0)
-        there |= sheet.there[lines].any(axis=0)
-    values = np.where(bad, np.nan, np.fmax(np.sqrt(squares), largest))
-    names = tuple(sheet.names[line] for _, sheet, lines in parts for line in lines)
-    sources = frozenset(source for source, _, _ in parts)
-    return Whole(names, sources, first.steps[there], values[there], first.every)
+def _whole(parts: Sequence[tuple[Source, list[str], Ints, Floats]]) -> Whole:
+    sources, names, (steps, *_), squares = zip(*parts, strict=True)
+    total, number = np.sum(squares, axis=0)
+    rows = np.flatnonzero(number)
+    order = rows[np.argsort(steps[rows], kind="stable")]
+    if sources[0].point not in _OF_EACH_CALL:
+        # A run that went back to an earlier state has steps twice, and the later counts.
+        order = order[np.diff(steps[order], append=sys.maxsize) > 0]
+    steps, total = steps[order], total[order]
+    there, bad = np.ones(len(steps), bool), (~np.isfinite(total)).astype(np.int64)
+    tops = np.where(bad, np.nan, np.sqrt(total))
+    return Whole((*chain(*names),), frozenset(sources), steps, steps, tops, bad, there)
 
 
 def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
-    """Yield the tensors of a sheet, all of which have a gradient, or a value, at some time."""
     most = max(1, _AT_ONCE // max(1, len(sheet.steps)))
     for start in range(0, len(sheet.names), most):
         lines = slice(start, start + most)
@@ -237,18 +232,22 @@ def _tracks_of(sheet: Sheet, source: Source) -> Iterator[Track]:
             line = start + row
             own = {field: float(column[row]) for field, column in numbers.items()}
             has_grown = own["rise"] >= GROWTH and own["largest"] >= LARGE
-            spike = None if has_grown else spikes[row]
+            top = (int(np.nanargmax(sheet.tops[line])), 0.0) if has_grown else spikes[row]
+            found = top and _spike(sheet, line, *top)
             yield Track(
                 name,
                 source,
                 sheet.steps,
+                sheet.lasts,
                 sheet.tops[line],
                 sheet.bad[line],
                 sheet.there[line],
                 nonfinite_steps=_nonfinite_steps(sheet, line) if has_bad[row] else (-1, -1),
                 first=float(sheet.read(line, int(ends[0][row]))[1][0]),
-                last=float(sheet.read(line, int(ends[1][row]))[1][-1]),
-                spike=None if spike is None else _spike(sheet, line, *spike),
+                last=(last := float(sheet.read(line, int(ends[1][row]))[1][-1])),
+                last_finite=last if np.isfinite(last) else _last_finite(sheet, line),
+                peak=-1 if found is None else found.step,
+                spike=None if has_grown else found,
                 has_grown=has_grown,
                 zero_since=_zero_since(sheet, line) if ends_in_zero[row] else None,
                 **own,
@@ -261,6 +260,12 @@ def _spike(sheet: Sheet, line: int, column: int, times: float) -> Spike:
     return Spike(int(steps[at]), float(norms[at]), times)
 
 
+def _last_finite(sheet: Sheet, line: int) -> float:
+    columns = np.flatnonzero(~np.isnan(sheet.tops[line])).tolist()
+    norms = sheet.read(line, columns[-1])[1] if columns else np.empty(0)
+    return float(norms[np.isfinite(norms)][-1]) if columns else math.nan
+
+
 def _nonfinite_steps(sheet: Sheet, line: int) -> tuple[int, int]:
     columns = np.flatnonzero(sheet.bad[line])[[0, -1]].tolist()
     first, last = (sheet.read(line, column) for column in columns)
@@ -268,7 +273,6 @@ def _nonfinite_steps(sheet: Sheet, line: int) -> tuple[int, int]:
 
 
 def _zero_since(sheet: Sheet, line: int) -> int | None:
-    """Return the step from which on a tensor that was alive has only norms of 0, None if it rests now and then."""
     columns = np.flatnonzero(sheet.there[line])
     alive = np.flatnonzero((sheet.tops[line, columns] != 0) | (sheet.bad[line, columns] > 0))
     if not len(alive):
@@ -298,11 +302,14 @@ class Grid(NamedTuple):
 
 def grid_of(tracks: Sequence[Track | Whole], most: int) -> Grid:
     # Many tracks share the array of their steps.
-    every = np.unique(np.concatenate([*{id(one.steps): one.steps for one in tracks}.values()]))
+    parts = {id(one.steps): (one.steps, one.lasts) for one in tracks}
+    steps, ends = map(np.concatenate, zip(*parts.values(), strict=True))
+    every, place = np.unique(steps, return_inverse=True)
+    np.maximum.at(until := every.copy(), place, ends)
     width = -(-(int(every[-1]) - int(every[0]) + 1) // most)
     column = (every - every[0]) // width
     used, starts = np.unique(column, return_index=True)
-    firsts, lasts = every[starts], every[np.append(starts[1:], len(every)) - 1]
+    firsts, lasts = every[starts], np.maximum.reduceat(until, starts)
     shape = len(tracks), len(used)
     tops, bad = np.full(shape, np.nan, np.float64), np.zeros(shape, np.int64)
     there, measured = np.zeros(shape, bool), np.zeros(shape, bool)

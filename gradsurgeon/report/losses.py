@@ -8,14 +8,13 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
+from gradsurgeon.report.history import MOST_VALUES
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
-from gradsurgeon.report.sheets import blocks
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.tables import Table
-from gradsurgeon.store import WholeSeries
+from gradsurgeon.store import Part
+from gradsurgeon.store.tables import blocks
 
-# So many values of a series are read; of more one row in a few.
-MOST_VALUES = 2**19
 _MOST_TAGGED, _ROWS = 8, 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
@@ -53,8 +52,8 @@ class Measured(NamedTuple):
 
 
 def losses_of(
-    series: Iterable[tuple[WholeSeries, frozenset[int]]],
-    of_all_ranks: Iterable[WholeSeries],
+    series: Iterable[tuple[Part, frozenset[int]]],
+    of_all_ranks: Iterable[Part],
     params: Collection[str],
 ) -> list[Measured]:
     """Return what was recorded of losses: values that the script has tagged, then conflicts and weights.
@@ -82,21 +81,20 @@ def losses_of(
     return every_curve
 
 
-def _tagged(series: Iterable[WholeSeries], params: Collection[str]) -> Iterator[Measured]:
+def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[Measured]:
     shown = [one for one in series if one.key.stat in _STATS and len(one)]
-    best: dict[tuple[int, str], WholeSeries] = {}
+    best: dict[tuple[int, str], Part] = {}
     for one in sorted(shown, key=lambda one: _STATS.index(one.key.stat)):
         for name in one.key.names:
             if name not in params and "loss" in name.lower():
-                # A session has one rank.
-                best.setdefault((getattr(one, "rank", 0), name), one)
+                best.setdefault((one.rank, name), one)
     several = len({rank for rank, _ in best}) > 1
     for (rank, name), one in [*best.items()][:_MOST_TAGGED]:
         for curve in _curves(one, [name]):
             yield curve._replace(name=f"{name}, rank {rank}") if several else curve
 
 
-def _curves(series: WholeSeries, names: Sequence[str]) -> Iterator[Measured]:
+def _curves(series: Part, names: Sequence[str]) -> Iterator[Measured]:
     every = -(-len(series) * len(series.columns) // MOST_VALUES)
     read = [[np.copy(part[::every]) for part in block] for block in blocks(series, every=every)]
     steps, numbers, present = (np.concatenate(parts) for parts in zip(*read, strict=True))
@@ -111,7 +109,7 @@ def _curves(series: WholeSeries, names: Sequence[str]) -> Iterator[Measured]:
 def tagged_table(found: Sequence[Measured]) -> Table:
     rows = []
     for one in found:
-        cells = (_number(one.numbers[field]) for field in ("first", "least", "largest", "last"))
+        cells = (f"{one.numbers[field]:.3g}" for field in ("first", "least", "largest", "last"))
         bad = len(one.values) - len(one.finite)
         rows.append([printable(one.name), "", *cells, f"{bad:,}" if bad else "-"])
     rules = dict.fromkeys(printable(one.rule) for one in found)
@@ -123,6 +121,7 @@ def tagged_table(found: Sequence[Measured]) -> Table:
         # A log scale has no place for 0 and less.
         curves=[one.values.tolist() if one.numbers["least"] > 0 else [] for one in found],
         levels=["bad" if len(one.finite) < len(one.values) else "" for one in found],
+        notes=_sampled(found),
     )
 
 
@@ -186,10 +185,15 @@ def _table(
     notes: Sequence[str],
 ) -> Table:
     more = [f"and {len(found) - _ROWS:,} more"] if len(found) > _ROWS else []
-    if found[0].every > 1:
-        more.append(f"the run is long: one call in {found[0].every:,} was read")
     title += f", recorded by {printable(found[0].rule)} in {_steps(found)}"
-    return Table(title, head, rows, frozenset(range(1, len(head))), notes=[*more, *notes])
+    return Table(
+        title, head, rows, frozenset(range(1, len(head))), notes=[*more, *_sampled(found), *notes]
+    )
+
+
+def _sampled(found: Sequence[Measured]) -> list[str]:
+    every = max(one.every for one in found)
+    return [f"the run is long: one call in {every:,} was read"] if every > 1 else []
 
 
 def _steps(found: Sequence[Measured]) -> str:

@@ -12,8 +12,8 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, Source, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
-from gradsurgeon.report.sheets import blocks
 from gradsurgeon.report.tables import Table
+from gradsurgeon.store.tables import blocks
 
 if TYPE_CHECKING:
     from gradsurgeon.store.rank_file import StoredSeries
@@ -138,8 +138,8 @@ def _first_difference(
     """Return the first step at which two ranks differ, how many rows before were alike, and the sentence on it."""
     # Of two ranks that are read while they write, one may have more rows.
     start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
+    alike = 0
     both = zip(blocks(one, start), blocks(other, start), strict=False)
-    alike = start
     for (steps, values, present), (steps_2, values_2, present_2) in both:
         length = min(len(steps), len(steps_2))
         if not np.array_equal(steps[:length], steps_2[:length]):
@@ -152,7 +152,9 @@ def _first_difference(
             row, column = (int(place) for place in np.argwhere(apart)[0])
             step, name = int(steps[row]), printable(one.key.names[column])
             norms = f"{a[row, column]:.3g} on rank {one.rank} and {b[row, column]:.3g} on rank {other.rank}"
-            told = f"ranks differ from step {step} on: the norm of {name} is {norms}"
-            return step, alike + row, told
+            since = (
+                f"from step {step} on" if alike + row or not start else f"at step {step} or before"
+            )
+            return step, alike + row, f"ranks differ {since}: the norm of {name} is {norms}"
         alike += length
     return None

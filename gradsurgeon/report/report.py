@@ -25,7 +25,7 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
-from gradsurgeon.store import Records, WholeSeries
+from gradsurgeon.store import Part
 from gradsurgeon.store.layout import json_number
 from gradsurgeon.store.memory import NOTHING_RECORDED
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gradsurgeon.report.history import History, Track
     from gradsurgeon.report.losses import Measured
     from gradsurgeon.report.norms import NormTable
-    from gradsurgeon.store.rank_file import StoredSeries
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -50,9 +49,9 @@ class Report:
         params: canonical names in the order of the model.
         rules: every rule by id, in file order.
         statuses: what each rule did.
-        records: everything measured by a session.
-        stored: the series of a run directory, each with columns that a lower rank has recorded too.
-        of_all_ranks: all series of a run directory.
+        series: what was recorded, each with columns that a lower rank has recorded too.
+        of_all_ranks: what every rank has recorded.
+        dropped: the oldest rows, for which a session had no memory.
         events: what happened, oldest first.
         notes: what else there is to know of the run as a whole.
         start: number of the first update, be it one in which no rule acted.
@@ -62,16 +61,15 @@ class Report:
         ended: how the run ended, `None` for a session.
         frozen: parameters with `requires_grad` off and their numbers of elements.
         ranks: a sentence on ranks that differ, if any do.
-        pending: by name of a parameter, the number of its optimizer's next update.
     """
 
     title: str
     params: tuple[str, ...]
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    records: Records = field(default_factory=Records)
-    stored: Sequence[tuple[StoredSeries, frozenset[int]]] = ()
-    of_all_ranks: Iterable[StoredSeries] = ()
+    series: Sequence[tuple[Part, frozenset[int]]] = ()
+    of_all_ranks: Iterable[Part] = ()
+    dropped: int = 0
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
     start: int | None = None
@@ -81,7 +79,6 @@ class Report:
     ended: Ending | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
     ranks: str = ""
-    pending: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text()
@@ -114,22 +111,13 @@ class Report:
             norms.append(rule_table(self.rules, self.statuses, self.events))
         return norms
 
-    @property
-    def series(self) -> list[tuple[WholeSeries, frozenset[int]]]:
-        """Every series that is shown, with columns that another one has recorded as well."""
-        return [*((one, frozenset[int]()) for one in self.records), *self.stored]
-
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         kinds = {rule: info.kind for rule, info in self.rules.items()}
-        return History(self.series, kinds, self.params, pending=self._pending_step, rule=rule)
-
-    def _pending_step(self, series: WholeSeries) -> int | None:
-        key = series.key
-        return self.pending.get(key.names[0]) if key.point == "accumulated" and key.names else None
+        return History(self.series, kinds, self.params, rule=rule)
 
     @cached_property
     def history(self) -> History:
@@ -159,8 +147,7 @@ class Report:
         """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
-        every = *self.records, *self.of_all_ranks
-        return losses_of(self.series, every, {*self.params})
+        return losses_of(self.series, self.of_all_ranks, {*self.params})
 
     @property
     def tagged(self) -> list[Measured]:
@@ -182,6 +169,8 @@ class Report:
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""
+        if self.dropped or any(one.skipped for one, _ in self.series):
+            return []  # the rows that are gone may have had one
         logged: set[str] = set()
         for rule, one in self.statuses.items():
             # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
@@ -209,29 +198,21 @@ class Report:
         counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
         notes = [f"{steps}, {count(kinds.total(), 'event')}" + (f" ({counts})" if counts else "")]
-        if dropped := self.records.dropped:
-            notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
+        if self.dropped:
+            notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
         notes += filter(None, (*self.notes, self.frozen_note))
         return [*lines, f"summary: {printable(self.title)}: {'; '.join(map(printable, notes))}"]
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for one, _ in self.series for end in self._ends(one)]
-        # A rule that has seen a pass without its update has acted in no step of that number.
-        waiting = set(self.pending.values())
-        lasts = [one.last_step for one in self.statuses.values() if one.last_step is not None]
-        ends += [last - (last in waiting and bool(ends)) for last in lasts]
+        ends = [end for one, _ in self.series for end in one.ends()]
+        ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
         if self.end is not None and self.end > (self.start or 0):
             ends.append(self.end - 1)
         if self.start is not None and ends:
             ends.append(self.start)
         return (min(ends), max(ends)) if ends else None
-
-    def _ends(self, series: WholeSeries) -> Iterable[int]:
-        ends = series.ends()
-        is_pending = len(set(ends)) > 1 and ends[-1] == self._pending_step(series)
-        return (ends[0], ends[-1] - 1) if is_pending else ends
 
 
 def _text(table: Table, columns: int) -> list[str]:

@@ -115,10 +115,9 @@ class EventGroup(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yield what happened and where, then the lines of the message."""
-        first = self.first
-        told = (printable(first.rule), printable(first.name), self.on_ranks, self.repeated)
-        yield "  ".join([f"step {first.step}  {first.kind}", *filter(None, told)])
-        yield from map(printable, first.message.split("\n"))
+        texts = printable(self.first.rule), printable(self.first.name), self.on_ranks, self.repeated
+        yield "  ".join([f"step {self.first.step}  {self.first.kind}", *filter(None, texts)])
+        yield from map(printable, self.first.message.split("\n"))
 
 
 def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:

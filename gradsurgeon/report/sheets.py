@@ -2,21 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from gradsurgeon.report.spikes import Floats, Ints, largest_spikes
-from gradsurgeon.store import WholeSeries
-from gradsurgeon.store.tables import arrays
+from gradsurgeon.store import Part
+from gradsurgeon.store.tables import blocks
 
-if TYPE_CHECKING:
-    from gradsurgeon.store.rank_file import StoredSeries
-
-_BLOCK = 2**18  # so many values are converted at a time
 _GOLDEN = 0.618
 # An explosion grows so many times, to norms that no usual training has.
 GROWTH, LARGE = 1e3, 1e2
@@ -29,6 +24,8 @@ _FIELDS = ("largest", "median", "growth", "rise", "jitter")
 Flags = NDArray[np.bool_]
 # Steps and norms of the rows that one cell of a sheet stands for.
 Reader = Callable[[int, int], tuple[Ints, Floats]]
+# The norm of some tensors of a sheet together, squared, and how many are there, ``[2, rows]``; and the steps.
+Squares = Callable[[Sequence[int]], tuple[Ints, Floats]]
 
 
 @dataclass(frozen=True)
@@ -40,23 +37,13 @@ class Sheet:
 
     names: Sequence[str]
     steps: Ints  # of the first row of each column
+    lasts: Ints  # of its last row
     tops: Floats  # the largest finite norm, NaN where there is none
     sample: Floats  # the norm of one row of each column, NaN where it is not finite
     bad: Ints  # how many norms were not finite
     there: Flags  # whether the tensor had a gradient, or a value
     every: int  # the most rows that a column stands for
     read: Reader
-
-
-def blocks(
-    series: WholeSeries, start: int = 0, stop: int | None = None, every: int = 1
-) -> Iterator[tuple[Ints, Floats, Flags]]:
-    """Yield steps, values and which values are there, of successive rows; the number of rows divides by `every`."""
-    width = len(series.key.names)
-    rows = series.stored(start, stop)
-    most = max(1, _BLOCK // max(1, width) // every) * every
-    while block := list(islice(rows, most)):
-        yield arrays(block, width)
 
 
 def _folded(rows: Any, every: int, fill: float) -> Any:
@@ -66,21 +53,26 @@ def _folded(rows: Any, every: int, fill: float) -> Any:
     return rows.reshape(-1, every, rows.shape[1])
 
 
-def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every: int) -> Sheet:
+def read_sheet(series: Part, columns: Sequence[int], every: int) -> tuple[Sheet, Squares]:
     """Return the norms of some columns of a series; `every` rows share a column of the sheet.
 
     The file of a series stays open for as long as a sheet of a long run is in use.
     """
-    found: list[tuple[Any, ...]] = []
+    names = [series.key.names[column] for column in columns]
+    # A damaged file may hold fewer rows than it says.
+    none, no_step = np.empty((0, len(names)), np.float32), np.empty(0, np.int64)
+    found: list[Any] = [(no_step, no_step, none, none, none.astype(bool), none.astype(bool))]
+    sums: list[tuple[Ints, Floats]] = [(no_step, np.empty((2, 0)))]
     # All columns need no copy.
     chosen = slice(None) if len(columns) == len(series.key.names) else columns
-    for steps, values, present in blocks(series, 0, stop, every):
+    for steps, values, present in blocks(series, every=every):
         norms, there = values[:, chosen], present[:, chosen]
         finite = there & np.isfinite(norms)
         bad = there & ~finite
         tops = norms if finite.all() else np.where(finite, norms, np.float32(np.nan))
+        sums.append((steps, _squares(norms, there)))
         if every == 1:
-            found.append((steps, tops, norms, bad, there))
+            found.append((steps, steps, tops, norms, bad, there))
             continue
         firsts = np.arange(0, len(steps), every)
         # Not always the same one: a tensor may rest in every third step.
@@ -89,25 +81,34 @@ def read_sheet(series: WholeSeries, columns: Sequence[int], *, stop: int, every:
         top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
         counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
         some = _folded(there, every, 0).any(axis=1)
-        found.append((steps[firsts], top, sample, counts, some))
-    names = [series.key.names[column] for column in columns]
-    if not found:  # the file is damaged, and holds fewer rows than it says
-        none = np.empty((0, len(names)), np.float32)
-        found = [(np.empty(0, np.int64), none, none, none.astype(bool), none.astype(bool))]
-    joint = (np.concatenate(field).T for field in zip(*found, strict=True))
-    fields: list[Any] = list(map(np.ascontiguousarray, joint))
-    steps, tops, raw, bad, there = fields
+        lasts = steps[np.minimum(firsts + every, len(steps)) - 1]
+        found.append((steps[firsts], lasts, top, sample, counts, some))
+    joint: Any = (np.concatenate(field).T for field in zip(*found, strict=True))
+    steps, lasts, tops, raw, bad, there = map(np.ascontiguousarray, joint)
 
     def read_rows(line: int, column: int) -> tuple[Ints, Floats]:
         if every == 1:
             return steps[column : column + 1], raw[line, column : column + 1]
-        stored, first = cast("StoredSeries", series), column * every
-        pairs = stored.between(names[line], first, min(first + every, stop))
+        pairs = series.between(names[line], column * every, (column + 1) * every)
         if not pairs:
-            raise stored.damaged()
+            raise series.whole.damaged()  # a file: a session never has so many rows
         return np.array([step for step, _ in pairs]), np.array([norm for _, norm in pairs])
 
-    return Sheet(names, steps, tops, tops if every == 1 else raw, bad, there, every, read_rows)
+    def squares(lines: Sequence[int]) -> tuple[Ints, Floats]:
+        parts, some = sums, [columns[line] for line in lines]
+        if len(lines) < len(names):
+            read = blocks(series)
+            parts = [(rows, _squares(norms[:, some], one[:, some])) for rows, norms, one in read]
+        all_steps, all_sums = zip(*parts, strict=True)
+        return np.concatenate(all_steps), np.concatenate(all_sums, axis=1)
+
+    sample = tops if every == 1 else raw
+    return Sheet(names, steps, lasts, tops, sample, bad, there, every, read_rows), squares
+
+
+def _squares(norms: Floats, there: Flags) -> Floats:
+    known = norms if there.all() else np.where(there, norms, 0.0)
+    return np.array([np.square(known, dtype=float).sum(axis=1), there.sum(axis=1)])
 
 
 def joined(parts: Sequence[tuple[Sheet, Sequence[int]]], *, once: bool) -> Iterator[Sheet]:
@@ -144,6 +145,7 @@ def _ordered(parts: Sequence[tuple[Sheet, Sequence[int]]], order: Ints) -> Sheet
     first, lines = parts[0]
     joint: dict[str, Any] = {"names": [first.names[line] for line in lines], "read": read_rows}
     joint["steps"] = np.concatenate([sheet.steps for sheet, _ in parts])[order]
+    joint["lasts"] = np.concatenate([sheet.lasts for sheet, _ in parts])[order]
     for field in ("tops", "sample", "bad", "there"):
         every = [getattr(sheet, field)[lines] for sheet, lines in parts]
         joint[field] = np.concatenate(every, axis=1)[:, order]

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import is_installed
 from gradsurgeon.errors import printable
+from gradsurgeon.events import settled
 from gradsurgeon.planning.run_json import about
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
+from gradsurgeon.store import Part
 from gradsurgeon.store.layout import database_name, section
 
 if TYPE_CHECKING:
@@ -30,19 +32,21 @@ def summary(session: Any) -> Report:
         return from_run(session)
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
-    described = about(plan)
+    described, pending = about(plan), attachment.pending_steps()
+    series = [Part(one, pending) for one in attachment.records]
     return Report(
         title=_title(described),
         params=tuple(param.name for param in plan.manifest.params),
         rules=_rule_infos(described["plan"]["rules"], described["roles"]),
-        statuses=session.status(),
-        records=attachment.records,
+        statuses={rule: settled(one, pending) for rule, one in session.status().items()},
+        series=[(one, frozenset()) for one in series],
+        of_all_ranks=series,
+        dropped=attachment.records.dropped,
         events=tuple(session.events),
         start=attachment.context.counters.start,
         end=session.step,
         observed=attachment.options.mode == "observe",
         frozen=dict(_frozen(described)),
-        pending=attachment.pending_steps(),
     )
 
 
@@ -56,7 +60,7 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
             kinds = {rule: info.kind for rule, info in report.rules.items()}
             report = replace(report, ranks=ranks_that_differ(run, kinds, newest))
         # The files may be closed before somebody looks at the report.
-        _ = report.steps, report.history.tracks, report.losses
+        _ = report.steps, report.history.tracks, report.history.gradients, report.losses
     return report
 
 
@@ -68,7 +72,7 @@ def unread(run: Run, newest: int | None = None) -> Report:
     start = run.meta.get("start_step")
     captured, problem = captures(run)
     rules = _rule_infos(run.rules, section(run.meta, "roles"))
-    observed = run.meta.get("mode") == "observe"
+    observed, pending = run.meta.get("mode") == "observe", run.pending
     kept = []
     for one in captured:
         tensors = count(len(one.tensors) + one.more, "tensor")
@@ -77,9 +81,9 @@ def unread(run: Run, newest: int | None = None) -> Report:
         title=_title(run.meta),
         params=run.params,
         rules=rules,
-        statuses=run.status(),
-        stored=[(one.newest(newest), repeated) for one, repeated in of_lowest_ranks(run)],
-        of_all_ranks=[one.newest(newest) for one in run],
+        statuses={rule: settled(one, pending) for rule, one in run.status().items()},
+        series=[(Part(one, pending, newest), repeated) for one, repeated in of_lowest_ranks(run)],
+        of_all_ranks=[Part(one, pending, newest) for one in run],
         events=tuple(run.events),
         notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
         start=start if isinstance(start, int) else None,
@@ -87,7 +91,6 @@ def unread(run: Run, newest: int | None = None) -> Report:
         observed=observed,
         ended=ending_of(run, edits_of(rules)),
         frozen=dict(_frozen(run.meta)),
-        pending=run.pending,
     )
 
 

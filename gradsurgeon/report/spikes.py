@@ -71,7 +71,6 @@ def _early(norms: Floats) -> tuple[int, float] | None:
 
 
 def _largest(norms: Floats, bounds: Floats) -> tuple[int, float] | None:
-    """Return the norm that stands out most, of those whose bound allows it."""
     best: tuple[int, float] | None = None
     order = np.argsort(-bounds, kind="stable")
     order = order[bounds[order] > TIMES]

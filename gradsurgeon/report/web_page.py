@@ -176,8 +176,7 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "table": urgent._replace(head=[*urgent.head, "spike"], rows=rows).plain(),
         "urgent": [track.name for track in shown],
         "wholes": [
-            line(text, one.steps, one.values, one.every)
-            for text, one in zip(texts, wholes, strict=True)
+            line(text, one.steps, one.tops) for text, one in zip(texts, wholes, strict=True)
         ],
         "map": {"names": names, **_map(grid_of(table.tracks, most))},
     }

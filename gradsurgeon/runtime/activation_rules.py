@@ -201,7 +201,6 @@ class ActivationRules:
         return unreadable
 
     def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
-        """Return whether a rule must leave a tensor alone for its kind."""
         reason = ""
         if tensor.is_complex():  # for parameters, binding checks this
             reason = rule.complex_problem()

@@ -26,8 +26,6 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The check of one rule."""
-
     stage: Stage
     check: Check
     raises: bool
@@ -134,7 +132,6 @@ class Checks:
                 self._tell(running, update.step, getattr(running.check, method)(update))
 
     def _facts(self, running: _Running, counter: StepCounter) -> dict[str, Any]:
-        """Return the facts of every moment."""
         context, step = self._context, counter.step
 
         def later(values: Tensor, judge: Callable[[Tensor], Iterable[Finding]]) -> None:

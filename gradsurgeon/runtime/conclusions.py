@@ -183,7 +183,6 @@ class Conclusions:
 
 
 def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
-    """Return a diagnosis as lines of a report."""
     if diagnosis is None:
         return []
     elsewhere = diagnosis.rank != _dist.rank()

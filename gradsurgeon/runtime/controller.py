@@ -191,8 +191,7 @@ class Controller:
             after_pass(self.context, BackwardPass(having, scale=self.context.scaling.scale))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            done = BackwardPass(having, scale=step.scale)
-            taken = after_pass(self.context, done, gradients)
+            taken = after_pass(self.context, BackwardPass(having, scale=step.scale), gradients)
             self.traps.add_snapshots(taken)
             if own := taken.get(step.counter):
                 gradients.know(own.tensors, own.norms)

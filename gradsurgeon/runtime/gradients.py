@@ -80,7 +80,6 @@ class Gradients:
         return self.norms(tensors, 2.0) if is_known else None
 
     def _knows(self, tensors: Sequence[int]) -> bool:
-        """Return whether the measured norms of some gradients still hold."""
         if tensors is not self._measured and not set(self._measured).issuperset(tensors):
             return False
         return not self._ours or self._ours.isdisjoint(tensors)

@@ -92,7 +92,6 @@ class LossEffects:
         return weights if self.acts(due.rule.id) else {}
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        """Record cosine and norm ratio of each pair."""
         parts: dict[str, list[Tensor]] = {}
         for number, param in due.params.items():
             name = "" if per == "rule" else self.context.program.names[number]

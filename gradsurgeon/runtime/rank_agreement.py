@@ -93,7 +93,6 @@ class RankAgreement:
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
     def _is_trap(self, rule: Rule) -> bool:
-        """Tell whether a rule decides by non-finite elements."""
         decision = self._context.decisions.get(rule.id)
         return getattr(decision, "statistic", "") == NONFINITE
 

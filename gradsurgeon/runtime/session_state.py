@@ -35,8 +35,6 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The result of `state_dict`, checked."""
-
     step: _Count
     common_step: _Count
     steps: dict[str, _Count]

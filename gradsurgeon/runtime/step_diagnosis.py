@@ -134,7 +134,6 @@ class StepDiagnosis:
                 self._kept.detach()
 
     def _folder(self, rules: Iterable[str]) -> Path | None:
-        """Return the folder for the bundle of a step, if one is wanted."""
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path

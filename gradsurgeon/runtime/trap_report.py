@@ -67,7 +67,6 @@ class GradientEvidence:
 
     @cached_property
     def _after(self) -> dict[int, float]:
-        """The norms after the last backward pass."""
         return as_dict(self.snapshots[-1].norms) if self.snapshots else {}
 
     @cached_property

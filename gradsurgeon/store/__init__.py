@@ -4,6 +4,6 @@ Import modules that need SQLite, such as `store.writer` and `store.run`, by thei
 keeps its records in memory works on a Python without SQLite.
 """
 
-from gradsurgeon.store.memory import Key, Lookup, RecordQueries, Records, WholeSeries
+from gradsurgeon.store.memory import Key, Lookup, Part, RecordQueries, Records, WholeSeries
 
-__all__ = ["Key", "Lookup", "RecordQueries", "Records", "WholeSeries"]
+__all__ = ["Key", "Lookup", "Part", "RecordQueries", "Records", "WholeSeries"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
@@ -106,6 +106,32 @@ class WholeSeries(ABC):
                 return pairs[-1]
             end, size = start, 2 * size
         return None
+
+
+class Part(WholeSeries):
+    """The rows of a series but for those that a pass has left for an update that never came, or the `newest` of these.
+
+    `pending` has the number of the next update of each parameter.
+    """
+
+    def __init__(
+        self, series: WholeSeries, pending: Mapping[str, int], newest: int | None = None
+    ) -> None:
+        super().__init__(series.key)
+        self.whole: Any = series
+        self.rank = int(getattr(series, "rank", 0))  # a session has one
+        end, (name, *_) = len(series), (*self.key.names, "")
+        may_wait = self.key.point == "accumulated" and end > 1 and name in pending
+        self._end = end - (may_wait and series.ends()[-1] == pending[name])
+        self.skipped = 0 if newest is None else max(0, self._end - newest)
+
+    def __len__(self) -> int:
+        return self._end - self.skipped
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        stop = len(self) if stop is None else min(stop, len(self))
+        rows: Iterator[Stored] = self.whole.stored(self.skipped + start, self.skipped + stop)
+        return rows
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)

@@ -4,7 +4,6 @@ import json
 import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -141,13 +140,13 @@ def _are_of(values: Sequence[Any], kind: type | int) -> bool:
 class StoredSeries(WholeSeries):
     """One series in a file. Every call reads anew."""
 
-    def __init__(self, file: RankFile, number: int, key: Key, skipped: int = 0) -> None:
+    def __init__(self, file: RankFile, number: int, key: Key) -> None:
         super().__init__(key)
         self.rank = file.rank
-        self._file, self._number = file, number
+        self._file = file
         self._width = len(key.names)
         self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
-        self._low, self._high = row_id(number, skipped), row_id(number + 1, 0) - 1
+        self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
 
     def __len__(self) -> int:
         ((top,),) = self._file.query(
@@ -158,21 +157,7 @@ class StoredSeries(WholeSeries):
     def damaged(self) -> RecordError:
         return self._file.damaged("it lacks rows")
 
-    def newest(self, rows: int | None) -> "StoredSeries":
-        """Return a series of the newest rows alone, of all where `rows` is `None`."""
-        skipped = 0 if rows is None else max(0, len(self) - rows)
-        return StoredSeries(self._file, self._number, self.key, skipped)
-
-    def one_in(self, every: int) -> Iterator[Stored]:
-        # A look-up per row jumps from one to the next. `id % every` would read them all.
-        for number in range(0, len(self), every):
-            yield from self.stored(number, number + 1)
-
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        return chain.from_iterable(self.batches(start, stop))
-
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[list[Stored]]:
-        """Yield the rows in lists of about 1 MB."""
         size, floats = layout.absent_size(self._width), _FLOAT * self._width
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
@@ -186,8 +171,7 @@ class StoredSeries(WholeSeries):
             for mask in {row[2] for row in rows} - {None}:
                 if not _are_of([mask], size) or int.from_bytes(mask, "little") >> self._width:
                     raise self._file.damaged()  # of a column that is not there
-            if rows:
-                yield rows
+            yield from rows
 
 
 # Series, each with the columns that were asked for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ import numpy as np
 
 from gradsurgeon._libraries import library
 from gradsurgeon.store.layout import Stored, absent_size, clean
+from gradsurgeon.store.memory import WholeSeries
 from gradsurgeon.store.rank_file import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+_BLOCK = 2**18  # so many values are converted at a time
 _TEXTS = ("rule", "point", "stat", "name")
 
 
@@ -28,8 +31,7 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
         names = [clean(key.names[number]) for number in columns]
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         codes = np.array([places[name] for name in names], np.int32)
-        for rows in series.batches():
-            steps, values, present = arrays(rows, len(key.names))
+        for steps, values, present in blocks(series):
             lines, found = np.nonzero(present[:, wanted])
             rank, same = (np.full(len(lines), value, np.int32) for value in (series.rank, 0))
             yield {
@@ -55,8 +57,18 @@ def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     return np.array(steps, np.int64), values, absent == 0
 
 
+def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the `arrays` of successive rows; the number of rows of each but the last divides by `every`."""
+    width, rows = len(series.key.names), series.stored(start)
+    most = max(1, _BLOCK // max(1, width) // every) * every
+    while block := list(islice(rows, most)):
+        yield arrays(block, width)
+
+
 def data_frame(chosen: Chosen) -> pd.DataFrame:
     pandas, blocks = import_module("pandas"), list(_blocks(chosen))
+    if not blocks:
+        raise chosen[0][0].damaged()
     columns: dict[str, Any] = {}
     for column in COLUMNS:
         parts = [block[column] for block in blocks]

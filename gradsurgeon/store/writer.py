@@ -109,7 +109,10 @@ class RunWriter(Outlet):
                 texts = layout.clean(e.name), layout.clean(e.message)
                 row = number, time.time(), e.kind, e.rule, e.step, e.rank, *texts
                 self._batch["events"][number] = row
+                committed = self._committed
                 self.commit()
+                # Where each step has an event, the statuses of the rules still have to be written.
+                self._committed = committed
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
         """Take the status of each rule. It is written with the next rows."""

@@ -99,7 +99,6 @@ def _groups(
 
 
 def _known(run: Run) -> Mapping[str, str]:
-    """Return the canonical name of each parameter by each of its names."""
     known = {name: name for name in run.params}
     for param in section(run.meta, "model").get("params") or ():
         if isinstance(aliases := param.get("aliases"), list):

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
-from gradsurgeon.store.tables import arrays
+from gradsurgeon.store.tables import blocks
 
 _POINTS = ("accumulated", "step")  # at `step` a norm is that of the final gradient: better
 _SKIPS = ("skipped-step", "scaler-skip")
@@ -59,7 +59,8 @@ def skipped_steps(run: Run) -> frozenset[int]:
 def behaviours(series: StoredSeries, names: Sequence[str]) -> dict[str, Behaviour]:
     """Return how parameters behave, by a sample of the steps. A parameter without a gradient in it is left out."""
     every = max(1, len(series) // max(_LEAST_ROWS, _SAMPLED // len(names)))
-    _, values, present = arrays(list(series.one_in(every)), len(series.key.names))
+    parts = ([one[::every] for one in block[1:]] for block in blocks(series, every=every))
+    values, present = map(np.concatenate, zip(*parts, strict=True))
     found = {}
     for name in names:
         column = series.columns[name]
@@ -93,8 +94,7 @@ def group_norms(
     """Yield the norms over each group, in the steps in which a parameter of the group has a gradient."""
     columns = [[series.columns[name] for name in names] for names in groups]
     steps_of, norms_of = list[Any](), list[Any]()
-    for rows in series.batches():
-        steps, values, present = arrays(rows, len(series.key.names))
+    for steps, values, present in blocks(series):
         squares = np.where(present, values, 0).astype(float) ** 2
         norms = np.sqrt([squares[:, chosen].sum(axis=1) for chosen in columns])
         there = np.array([present[:, chosen].any(axis=1) for chosen in columns])

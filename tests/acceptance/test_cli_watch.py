@@ -149,9 +149,9 @@ class TestInATerminal:
             "ended, traps tripped in 3 steps",
             "  bad",
         ]
-        assert last[4:8] == [
+        assert last[4:6] == [
             "events (3): trap 3",
-            *(f"  step {step}  trap  norms  w\\x1b[2J  bad" for step in (5, 4, 3)),
+            "  step 3  trap  norms  w\\x1b[2J  x3, steps 3..5  bad",
         ]
         assert "norm of w: 500 at step 5" in "\n".join(last)
 
@@ -188,7 +188,7 @@ class TestInATerminal:
             watched.until(lambda _: len(watched.frames()) > before + 2)  # noqa: B023 # called at once
             frame = watched.frames()[-2]
             # The last row is empty: a line feed in it would move all the others.
-            assert len(frame) == {50: 25}.get(rows, rows - 1)
+            assert len(frame) == {50: 22, 24: 22}.get(rows, rows - 1)
             assert frame[-1] == "Ctrl-C quits; every 0.2 s"[:columns]
             assert max(map(len, frame)) <= columns
         writer.close()

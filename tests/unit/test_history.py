@@ -16,7 +16,7 @@ from runs import meta, values
 
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.spikes import LEAST_PAST, PAST, TIMES
-from gradsurgeon.store import Key, Records, WholeSeries
+from gradsurgeon.store import Key, Part, Records
 from gradsurgeon.store.run import of_lowest_ranks, open_run
 from gradsurgeon.store.writer import RunWriter
 
@@ -70,10 +70,10 @@ def add_to(target: Records | RunWriter, series: Recorded) -> None:
             target.add(key, step, numbers, absent)
 
 
-def in_memory(series: Recorded) -> list[tuple[WholeSeries, frozenset[int]]]:
+def in_memory(series: Recorded) -> list[tuple[Part, frozenset[int]]]:
     records = Records(2**40)
     add_to(records, series)
-    return [(one, frozenset()) for one in records]
+    return [(Part(one, {}), frozenset()) for one in records]
 
 
 def on_disk(path: pathlib.Path, series: Recorded) -> None:
@@ -264,7 +264,7 @@ def hold_wholes(
     def order(one: tuple[set[str], list[int], list[float]]) -> str:
         return f"{sorted(one[0])} {one[1]}"
 
-    plain = [(set(one.names), one.steps.tolist(), one.values.tolist()) for one in found]
+    plain = [(set(one.names), one.steps.tolist(), one.tops.tolist()) for one in found]
     for one, other in zip(sorted(plain, key=order), sorted(expected, key=order), strict=True):
         assert one[:2] == other[:2]
         assert all(map(same, one[2], other[2]))
@@ -280,8 +280,8 @@ def test_every_number_is_that_of_the_records(
     shown = shown_of(expected)
     on_disk(tmp_path, series)
     with open_run(tmp_path) as run:
-        sources: list[list[tuple[WholeSeries, frozenset[int]]]] = [
-            [(one.newest(newest), repeated) for one, repeated in of_lowest_ranks(run)]
+        sources: list[list[tuple[Part, frozenset[int]]]] = [
+            [(Part(one, {}, newest), repeated) for one, repeated in of_lowest_ranks(run)]
         ]
         # A session in memory shows all its rows.
         sources += [in_memory(series)] * (newest is None)
@@ -380,12 +380,9 @@ def test_a_long_run_has_the_numbers_of_every_row(
     expected = records_of(seen)
     monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", number * len(names) // FEW)
     with open_run(tmp_path) as run:
-        history = History(
-            list(of_lowest_ranks(run)),
-            KINDS,
-            names,
-            pending=lambda _: number - 1 if pending else None,
-        )
+        waiting = {names[0]: number - 1} if pending else {}
+        parts = [(Part(one, waiting), repeated) for one, repeated in of_lowest_ranks(run)]
+        history = History(parts, KINDS, names)
         tracks = {track.name: track for track in history.tracks}
         wholes = history.wholes()
     assert history.sampled > 1
@@ -406,15 +403,7 @@ def test_a_long_run_has_the_numbers_of_every_row(
     for _, steps, norms in wholes_of(seen):
         exact.update(zip(steps, norms, strict=True))
     for whole in wholes:
-        assert 1 <= whole.every <= FEW + 2
-        ends = [*whole.steps.tolist()[1:], number]
-        for start, end, value in zip(
-            whole.steps.tolist(), ends, whole.values.tolist(), strict=True
-        ):
-            last = min(end, moved) if start < moved else end
-            inside = [exact[step] for step in range(start, last) if step in exact]
-            if any(map(math.isnan, inside)):
-                assert math.isnan(value)
-            else:
-                # What is known of a cell is a lower bound, and no norm of a tensor lies above it.
-                assert value <= max(inside) * (1 + 1e-6)
+        assert whole.steps.tolist() == [step for step in exact if step in {*whole.steps.tolist()}]
+        for step, value in zip(whole.steps.tolist(), whole.tops.tolist(), strict=True):
+            assert value == pytest.approx(exact[step], rel=1e-6, nan_ok=True)
+    assert {step for whole in wholes for step in whole.steps.tolist()} == {*exact}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from html_views import Page
 from models import CalledTwice, Tied
+from runs import shown
 from torch import nn
 
 import gradsurgeon
@@ -121,8 +122,7 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
         "params": tuple(histories),
         "rules": {"norms": RuleInfo("norm-log", "observe", ("never",))},
         "statuses": {"norms": RuleStatus(2, 5, 0.0, 4)},
-        "records": records,
-    }
+    } | shown(records)
     return Report(**(given | more))
 
 

@@ -106,6 +106,8 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     assert found.rows["spiky"] == [code(800.0) if i == spike else code(0.5) for i in columns]
     assert found.rows["bad"] == [NONFINITE if i == broken else code(0.5) for i in columns]
     assert set(found.rows["quiet"]) == {code(0.25)}
+    # No step is between two columns.
+    assert [last + 1 for last in found.lasts] == [*found.firsts[1:], 20_000]
     # The whole is at least as large as the largest part, and as little finite.
     (total,) = found.wholes
     finite = [value for value in total["values"] if not isinstance(value, str)]

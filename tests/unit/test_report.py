@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 import pytest
+from runs import shown
 
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.report import Report, RuleInfo
@@ -52,8 +53,8 @@ def report(
         params=tuple(params) or tuple(names),
         rules=rules or {"norms": RuleInfo("norm-log", "observe", tuple(logged))},
         statuses=statuses if statuses is not None else {"norms": RuleStatus(1, 5, 0.0, 4)},
-        records=found,
         events=events,
+        **shown(found),
     )
 
 
@@ -290,8 +291,8 @@ def test_control_characters_are_escaped_everywhere() -> None:
             params=(evil,),
             rules={"norms": RuleInfo("norm-log", "observe", (evil,))},
             statuses={"norms": RuleStatus(1, 1, 0.0, 0)},
-            records=records({evil: [0.0]}),
             events=[event(0, name=evil, message=f"{evil}\nsecond {evil}\r")],
+            **shown(records({evil: [0.0]})),
         )
     )
     assert "\x1b" not in text
@@ -483,6 +484,16 @@ def test_dropped_rows_are_admitted() -> None:
         measured.add(Key("norms", "l2", "step", ("w",)), step, array("f", [1.0]).tobytes())
     head = report(measured).text().splitlines()[0]
     assert "4 rows dropped, the oldest" in head
+
+
+@pytest.mark.parametrize("limit", [2**20, 16 * 164])
+def test_that_no_gradient_came_is_said_if_no_row_was_dropped(limit: int) -> None:
+    measured = Records(limit_bytes=limit)
+    key = Key("norms", "l2", "step", ("w", "early"))
+    for step in range(40):
+        measured.add(key, step, array("f", [1.0, 0.0]).tobytes(), frozenset({1}))
+    text = report(measured, logged=["w", "early"]).text()
+    assert ("never got a gradient: early" in text) is (limit > 16 * 164)
 
 
 def test_repeated_events_are_folded_and_lines_indented() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import call_here
-from runs import meta, values
+from runs import meta, shown, values
 
 from gradsurgeon import open_run
 from gradsurgeon.cli.watch import look, screen
@@ -95,7 +95,7 @@ def in_memory_of(path: pathlib.Path) -> dict[str, Any]:
         for series in opened:
             for step, floats, bits in series.stored():
                 records.add(series.key, step, floats, unpack_absent(bits))
-    return to_dict(Report("t", (), rules_of("tasks"), {}, records))
+    return to_dict(Report("t", (), rules_of("tasks"), {}, **shown(records)))
 
 
 def recorded(
@@ -182,7 +182,7 @@ def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: path
         assert "norms: no l2 recorded; recorded: cosine, distance, linf," in str(from_run(opened))
     # An update over its weight is a ratio, and no loss.
     records = recorded({"ratio": [[1.0]]}, ["a.weight"])
-    assert Report("t", (), rules_of("tasks"), {}, records).losses == []
+    assert Report("t", (), rules_of("tasks"), {}, **shown(records)).losses == []
 
 
 def test_of_several_ranks_it_is_the_lowest(tmp_path: pathlib.Path) -> None:
@@ -220,7 +220,7 @@ def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> Non
 
 def test_no_conflict_on_average_is_said() -> None:
     records = recorded({"cosine": [[0.5], [0.25]]}, ["a/b"])
-    text = str(Report("t", (), rules_of("tasks"), {}, records))
+    text = str(Report("t", (), rules_of("tasks"), {}, **shown(records)))
     assert "  0 pairs of 1 conflict on average\n" in text + "\n"
 
 
@@ -231,7 +231,7 @@ def test_twenty_eight_pairs_can_be_read() -> None:
     names = [f"{one}/{other}" for one, other in itertools.combinations(EIGHT, 2)]
     rows = [[(place - 14) / 14 for place in range(28)]] * 10
     records = recorded({"cosine": rows}, names)
-    text = Report("t", (), rules_of("tasks"), {}, records).text(width=100)
+    text = Report("t", (), rules_of("tasks"), {}, **shown(records)).text(width=100)
     lines = text.splitlines()
     names = [
         line.split()[0] for line in lines if line.startswith(tuple(f"  {one}/" for one in EIGHT))
@@ -247,10 +247,10 @@ def test_of_hundreds_of_parts_the_worst_are_shown() -> None:
     names = [f"trunk.{place}.weight:seg/depth" for place in range(300)]
     rows = [[(place - 30) / 300 for place in range(300)]] * 16
     rows[3] = [NAN] * 300
-    report = Report("t", (), rules_of("tasks"), {}, recorded({"cosine": rows}, names))
+    report = Report("t", (), rules_of("tasks"), {}, **shown(recorded({"cosine": rows}, names)))
     text = report.text(width=120)
-    shown = re.findall(r"^  (trunk\.\d+\.weight):seg/depth ", text, re.MULTILINE)
-    assert shown == [f"trunk.{place}.weight" for place in range(28)]
+    listed = re.findall(r"^  (trunk\.\d+\.weight):seg/depth ", text, re.MULTILINE)
+    assert listed == [f"trunk.{place}.weight" for place in range(28)]
     assert "  ... and 272 more\n" in text
     assert "conflicts of 300 pairs of losses, recorded by tasks in steps 0..15" in text
     assert "30 pairs of 300 conflict on average" in text
@@ -264,7 +264,7 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
     for step in range(4):
         key, row = (first, [0.5]) if step % 2 else (both, [-0.5, 0.25, 0.0])
         records.add(key, step, values(*row))
-    found = Report("t", (), rules_of("tasks"), {}, records).losses
+    found = Report("t", (), rules_of("tasks"), {}, **shown(records)).losses
     assert [pairs_of(one) for one in found if one.name != "depth/edges"] == [
         [(0, -0.5), (1, 0.5), (2, -0.5), (3, 0.5)],
         [(0, 0.25), (2, 0.25)],
@@ -281,6 +281,26 @@ def test_of_a_long_run_one_call_in_a_few_is_read(
         assert pair["mean"] == pytest.approx(-0.125, abs=1e-6)
     with open_run(run) as opened:
         assert "the run is long: one call in 2 was read" in str(from_run(opened))
+
+
+def test_a_loss_of_a_long_run_is_read_whole_or_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [1.0] * 60
+    losses[31], losses[41], losses[-1] = NAN, 77.0, NAN
+    writer = RunWriter(tmp_path, rank=0, meta=meta())
+    for step, loss in enumerate(losses):
+        writer.add(Key("loss", "mean", "forward", ("train/loss",)), step, values(loss))
+    writer.close()
+    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 60)
+    with open_run(tmp_path) as opened:
+        (table,) = (one for one in from_run(opened).tables if one.title.startswith("losses"))
+    assert table.title.endswith("in steps 0..59")
+    assert table.rows[0][2:] == ["1", "1", "77", "nan", "2"]
+    assert not table.notes
+    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 30)
+    with open_run(tmp_path) as opened:
+        assert "  the run is long: one call in 2 was read" in str(from_run(opened)).splitlines()
 
 
 def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
@@ -387,6 +407,8 @@ def test_a_loss_that_falls_below_zero_has_no_log_scale() -> None:
     for step, loss in enumerate([1.0, -2.0]):
         records.add(Key("value", "mean", "forward", ("loss",)), step, values(loss))
     (table,) = [
-        one for one in Report("t", (), {}, {}, records).tables if one.title.startswith("losses")
+        one
+        for one in Report("t", (), {}, {}, **shown(records)).tables
+        if one.title.startswith("losses")
     ]
     assert (table.curves, table.rows[0][2:6]) == ([[]], ["1", "-2", "1", "-2"])

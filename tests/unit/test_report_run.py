@@ -57,6 +57,60 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
     assert "step 2  trap  norms  a.weight" in text
 
 
+def test_a_pass_that_waits_for_its_update_is_no_step(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"g.weight": [1.0, 1.0, 1.0, 9.0]})
+    writer.statuses({"norms": RuleStatus(2, 4, 0.0, 3)})
+    writer.close({}, {"g.weight": 3})
+    with open_run(tmp_path) as run:
+        report = from_run(run)
+    assert report.steps == (0, 2)
+    assert [track.largest for track in report.history.tracks] == [1.0]
+    assert report.statuses["norms"].last_step == 2
+
+
+@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.parametrize("at", [5_000, 5_001, 9_990])
+def test_what_all_layers_do_together_in_a_long_run_is_told_with_its_step(
+    tmp_path: pathlib.Path, at: int
+) -> None:
+    names = [f"layer.{number}" for number in range(5)]
+    histories = {name: long_history(number) for number, name in enumerate(names)}
+    for history in histories.values():
+        history[at] = 100.0
+    write(tmp_path / "spike", histories).close()
+    with open_run(tmp_path / "spike") as run:
+        found = from_run(run)
+        text = found.text(width=110)
+    assert found.history.sampled > 1
+    assert f"spike: the norm of all 5 parameters, 224 at step {at}, " in text
+    (whole,) = found.history.gradients
+    assert whole.steps.tolist() == [*range(STEPS)]
+    exact = [math.hypot(*(one[step] or 0.0 for one in histories.values())) for step in range(STEPS)]
+    assert whole.tops.tolist() == pytest.approx(exact, rel=1e-6)
+    # Two rules, the second of which shows what the first has not: the rows are read again.
+    writer = write(tmp_path / "two", dict([*histories.items()][:2]), rule="first")
+    key = Key("norms", "l2", "accumulated", tuple(names))
+    for step in range(STEPS):
+        writer.add(key, step, values(*(one[step] or 0.0 for one in histories.values())))
+    writer.close()
+    with open_run(tmp_path / "two") as run:
+        (again,) = from_run(run).history.gradients
+    assert set(again.names) == set(names)
+    assert again.tops.tolist() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.usefixtures("as_if_long")
+def test_an_explosion_in_a_long_run_is_told_with_its_steps(tmp_path: pathlib.Path) -> None:
+    grown = [min(1.0 * 1.01**step, 1e6 + step) for step in range(STEPS)]
+    grown[9_997], grown[9_998] = 5e7, 4e7
+    write(tmp_path, {"a": [*grown], "b": [*grown[:-40], *[math.nan] * 40]}).close()
+    with open_run(tmp_path) as run:
+        a, b = from_run(run).history.tracks
+        text = from_run(run).text(width=110)
+    assert (a.peak, a.last_finite, b.last_finite) == (9_997, grown[-1], grown[-41])
+    assert "a grew from 1 to 5e+07 at step 9997 (last 1.01e+06)" in text
+
+
 @pytest.mark.usefixtures("as_if_long")
 @pytest.mark.parametrize("spike_at", [20, 255, 256, 5_000, 9_983, 9_999])
 def test_one_step_of_ten_thousand_survives(tmp_path: pathlib.Path, spike_at: int) -> None:

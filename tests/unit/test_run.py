@@ -140,7 +140,6 @@ def test_rows_by_part(run_path: pathlib.Path) -> None:
         assert series.ends() == (0, 299)
         assert [step for step, *_ in series.stored(290)] == list(range(290, 300))
         assert [step for step, *_ in series.stored(0, 3)] == [0, 1, 2]
-        assert [step for step, *_ in series.one_in(100)] == [0, 100, 200]
         assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
 
 

@@ -110,6 +110,12 @@ def test_one_commit_per_second_and_one_per_event(
     assert rows() == 1
     writer.event(event())
     assert rows() == 2
+    # A trap that trips in every step does not put off what is written once per second: the statuses of the rules.
+    now = 101.5
+    writer.event(event())
+    now = 102.1
+    writer.event(event())
+    assert writer.due()
     writer.close()
 
 

@@ -100,6 +100,33 @@ class TestWorst:
         # The run as a whole has all its steps.
         assert report.steps == (0, 9_999)
 
+    def test_what_older_rows_have_is_not_missing(self, tmp_path: pathlib.Path) -> None:
+        early: list[float | None] = [*calm(1, 100), *[None] * 900]
+        dead: list[float | None] = [*calm(2, 200), *[0.0] * 800]
+        writer = write(tmp_path, {"w": calm(0, 1000), "early": early, "dead": dead})
+        writer.statuses({"norms": RuleStatus(3, 5, 0.0, 999)})
+        writer.close()
+        lines = shown(look(tmp_path))
+        assert "never got a gradient" not in "\n".join(lines)
+        # What is true of the newest rows alone stands below these words.
+        at = lines.index("in the newest records:")
+        assert lines[at + 1] == "norm always exactly 0: dead"
+        with open_run(tmp_path) as run:
+            assert "norm exactly 0 since step 200, and until the end: dead" in str(from_run(run))
+
+    def test_ranks_that_differed_before_the_newest_rows(self, tmp_path: pathlib.Path) -> None:
+        writers = [RunWriter(tmp_path, rank=n, meta=meta(("w",), replicas=True)) for n in (0, 1)]
+        for writer in writers:
+            for step in range(1000):
+                norm = 1.0 if step < 10 else 1.0 + writer.rank
+                writer.add(Key("norms", "l2", "accumulated", ("w",)), step, values(norm))
+        for writer in writers:
+            writer.close()
+        (told,) = (one for one in look(tmp_path).remarks if one.startswith("ranks"))
+        assert told.startswith("ranks differ at step 744 or before: the norm of w is 1 on rank 0")
+        with open_run(tmp_path) as run:
+            assert "ranks differ from step 10 on" in str(from_run(run))
+
     def test_a_look_compares_the_newest_rows_of_ranks(self, tmp_path: pathlib.Path) -> None:
         for differs_at, found in (
             (3, ""),
@@ -153,7 +180,7 @@ class TestTotal:
         write(tmp_path, {"a": [3.0, 6.0, 1.0], "b": [4.0, 8.0, None]}).close()
         report = look(tmp_path)
         (whole,) = report.history.wholes()
-        assert (whole.steps.tolist(), whole.values.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
+        assert (whole.steps.tolist(), whole.tops.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
         (line,) = (line for line in shown(report) if line.startswith("norm of all "))
         assert line == "norm of all 2 parameters: 1 at step 2"
 
@@ -172,7 +199,7 @@ class TestTotal:
         for writer in writers:
             writer.close()
         history = look(tmp_path).history
-        assert history.wholes()[0].values.tolist() == [5.0]
+        assert history.wholes()[0].tops.tolist() == [5.0]
         norms_of = {track.name: track.last for track in history.tracks}
         # As the lowest rank has it.
         assert norms_of == {"a.weight": 3.0, "a.bias": 4.0, "x": 1.0, "y0": 2.0, "y1": 2.0}

@@ -115,6 +115,18 @@ def test_of_several_values_at_a_step_the_worst_travels(times: int) -> None:
         assert len(found["steps"]) == 1_002
 
 
+def test_a_run_that_went_back_to_an_earlier_state_has_the_later_curve(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("w",)))
+    key = Key("norms", "l2", "accumulated", ("w",))
+    for step in (*range(100, 142), *range(30, 110)):
+        writer.add(key, step, values(float(step < 100)), frozenset())
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    (curve,) = run["kinds"][0]["wholes"]
+    assert curve["steps"] == [*range(30, 142)]
+    assert curve["values"] == [float(step < 100) for step in range(30, 142)]
+
+
 def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,6 @@ def _leave_the_path() -> None:
 
 
 def _run_the_hidden_sitecustomize() -> None:
-    """Import the `sitecustomize` that this file hides, if there is one."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
