@@ -8,8 +8,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 import gradsurgeon
 from benchmarks import nets
@@ -17,6 +20,7 @@ from benchmarks.machine import ROOT
 from benchmarks.measure import spread
 from benchmarks.overhead import Row
 from gradsurgeon import planning
+from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import manifest_file
 
 GROUP = "startup"
@@ -81,17 +85,30 @@ def measured(device: str, *, quick: bool) -> Iterator[Row]:
 def _calls(folder: Path, rounds: int) -> Iterator[Row]:
     text = rule_file(1_000)
     # Before the model: the more objects there are, the longer Python's collector takes now and then.
-    yield _calls_of(PARSE, lambda: gradsurgeon.load(text), rounds)
+    plain = partial(yaml.load, text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    yield _beside(plain, PARSE, lambda: gradsurgeon.load(text), rounds)
     model = nets.DeepMlp(_LAYERS, width=4)
     manifest = planning.from_model(model)
     (folder / "params.json").write_text(manifest_file.dumps(manifest), encoding="utf-8")
     rules = gradsurgeon.load(twenty(0.5))
-    yield _calls_of(BIND, lambda: gradsurgeon.plan(model, rules), rounds)
-    yield _calls_of(BIND_FILE, lambda: gradsurgeon.plan(manifest, rules), rounds)
+    expressions = [compile_pattern(text).regex for rule in rules.rules for text in rule.patterns]
+
+    def least() -> None:
+        """Take down what a plan has of parameters and modules, and match each pattern with each name."""
+        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+        _ = [(name, type(module).__mro__) for name, module in model.named_modules()]
+        for expression in expressions:
+            _ = list(map(expression.fullmatch, params))
+
+    yield _beside(least, BIND, lambda: gradsurgeon.plan(model, rules), rounds)
+    times = [timed(lambda: gradsurgeon.plan(manifest, rules)) for _ in range(rounds)]
+    yield {"group": GROUP, "what": BIND_FILE} | _row(times)
 
 
-def _calls_of(what: str, call: Callable[[], object], rounds: int) -> Row:
-    return {"group": GROUP, "what": what} | _row([timed(call) for _ in range(rounds)])
+def _beside(floor: Callable[[], object], what: str, call: Callable[[], object], rounds: int) -> Row:
+    both = [(timed(floor), timed(call)) for _ in range(rounds)]
+    shares = spread([ours[0] / least[0] for least, ours in both]).to_dict()
+    return {"group": GROUP, "what": what, "beside_floor": shares} | _row([ours for _, ours in both])
 
 
 def _commands(folder: Path, rounds: int) -> Iterator[Row]:

@@ -198,15 +198,22 @@ class History:
             ]
             if lines:
                 steps, squares = squares_of(lines)
-                own = [sheet.names[line] for line in lines]
-                place = source.point, steps.tobytes()
-                groups.setdefault(place, []).append((source, own, steps, squares))
+                own, place = [sheet.names[line] for line in lines], (source.point, steps.tobytes())
+                found = next((one for one in groups if _keeps_pace(one, place)), place)
+                groups.setdefault(found, []).append((source, own, steps, squares))
         return [_whole(group) for group in groups.values()]
 
 
+def _keeps_pace(one: tuple[str, bytes], other: tuple[str, bytes]) -> bool:
+    # Where two optimizers step in turn, one series may have a row that the other has yet to get.
+    short, long = sorted((one[1], other[1]), key=len)
+    return one[0] == other[0] and len(long) <= len(short) + 8 and long.startswith(short)
+
+
 def _whole(parts: Sequence[tuple[Source, list[str], Ints, Floats]]) -> Whole:
-    sources, names, (steps, *_), squares = zip(*parts, strict=True)
-    total, number = np.sum(squares, axis=0)
+    sources, names, every_step, squares = zip(*parts, strict=True)
+    steps = min(every_step, key=len)
+    total, number = np.sum([one[:, : len(steps)] for one in squares], axis=0)
     rows = np.flatnonzero(number)
     order = rows[np.argsort(steps[rows], kind="stable")]
     if sources[0].point not in _OF_EACH_CALL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,15 +38,13 @@ class NormTable(NamedTuple):
     table: Table
 
 
-def norm_tables(history: History) -> list[NormTable]:
-    tables = []
+def norm_tables(history: History) -> Iterator[NormTable]:
     for kind in history.kinds:
         tracks = history.of_kind(kind)
         urgent = {track.name for track in ranked(tracks)[:_ROWS]}
         # In the order of the model.
         shown = [track for track in tracks if track.name in urgent]
-        tables.append(NormTable(kind, tracks, _table(history, kind, tracks, shown)))
-    return tables
+        yield NormTable(kind, tracks, _table(history, kind, tracks, shown))
 
 
 def newest_table(history: History, found: NormTable, most: int) -> Table:

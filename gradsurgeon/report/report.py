@@ -130,7 +130,7 @@ class Report:
         history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
 
-        return norm_tables(history)
+        return list(norm_tables(history))
 
     @property
     def norms_title(self) -> str:

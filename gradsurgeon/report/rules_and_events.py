@@ -21,7 +21,7 @@ OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
-_EVENTS = 20
+_READERS, _EVENTS = ("trap", "observe", "capture"), 20
 _NAMES = 4
 
 
@@ -43,8 +43,7 @@ def rule_table(
         info = infos.get(rule, RuleInfo("?"))
         # A trap only reads gradients, and its trips are counted in the remark.
         fired = "-" if info.role == "trap" else f"{status.fired:,}"
-        only_reads = info.role in ("trap", "observe", "capture")
-        changed = "-" if only_reads else f"{100 * status.changed:.3g}%"
+        changed = "-" if info.role in _READERS else f"{100 * status.changed:.3g}%"
         last = "-" if status.last_step is None else str(status.last_step)
         remark = "changed nothing" if info.role == "edit" and not status.changed else ""
         if not status.fired:

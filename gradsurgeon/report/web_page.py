@@ -167,7 +167,6 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
-    names = [track.name for track in table.tracks]
     return {
         "kind": table.kind,
         "noun": nouns(table.kind),
@@ -178,7 +177,7 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "wholes": [
             line(text, one.steps, one.tops) for text, one in zip(texts, wholes, strict=True)
         ],
-        "map": {"names": names, **_map(grid_of(table.tracks, most))},
+        "map": {"names": [one.name for one in table.tracks], **_map(grid_of(table.tracks, most))},
     }
 
 
