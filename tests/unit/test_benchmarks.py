@@ -335,18 +335,26 @@ def test_targets_are_judged_by_their_medians() -> None:
 
 def test_the_dearest_job_and_the_steepest_curve_are_judged() -> None:
     rows: list[dict[str, Any]] = [
-        {"group": "like for like", "of_peer": ratio} for ratio in (0.3, 1.2, None)
+        {"group": "like for like", "job": "stop at a NaN", "of_peer": ratio}
+        for ratio in (0.3, 1.2, None)
+    ]
+    # A floor that lies within noise of nothing is no unit.
+    rows += [
+        {"group": "like for like", "job": "clip that bites", "of_floor": ratio, "floor_us": floor}
+        for ratio, floor in ((1.5, {"low": 3.0}), (2.5, {"low": 1.0}), (9.0, {"low": -1.0}))
     ]
     for axis, power in (("flat", 0.1), ("square", 2.0)):
         curve = [{"axis": axis, "at": at, "seconds": at**power} for at in (10, 100, 1_000)]
         rows += [{"group": "scaling", **one} for one in curve]
     found = {one.target.what: one for one in targets.judged(rows, "cpu")}
-    dearest = found["like for like: the dearest job of all"]
+    dearest = found["stop at a NaN, the dearest workload"]
+    of_floor = found["clip that bites, the dearest workload"]
     steepest = found["growth: the steepest curve of all"]
     assert dearest.value == targets.Value(1.2, 0.3, 1.2)
+    assert of_floor.value == targets.Value(2.5, 1.5, 2.5)
     assert steepest.value is not None
     assert (steepest.value.median, steepest.value.low) == pytest.approx((2.0, 0.1))
-    assert dearest.verdict == steepest.verdict == "missed"
+    assert dearest.verdict == of_floor.verdict == steepest.verdict == "missed"
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
@@ -401,7 +409,13 @@ def test_every_target_names_rows_that_are_measured() -> None:
         startup.LAUNCH,
     )
     rows += [
-        {"group": "startup", "what": what, "seconds": rows[0]["step_ratio"]} for what in commands
+        {
+            "group": "startup",
+            "what": what,
+            "seconds": rows[0]["step_ratio"],
+            "beside_floor": rows[0]["step_ratio"],
+        }
+        for what in commands
     ]
     counted = {case.name for case in device_counts.cases()}
     rows += [asked(case, params) for params in (10, 100) for case in counted]
@@ -415,7 +429,8 @@ def test_every_target_names_rows_that_are_measured() -> None:
     packs = ((name, rule_sets.PACK) for name in ("mlp", "embedding", "resnet", "gpt2"))
     for name, job in (*packs, ("mlp", floors.FORENSICS)):
         rows.append({"group": floors.GROUP, "workload": name, "job": job, **jobs})
-    beside = {"group": "like for like", "of_peer": 0.5, "beside_floor": ratio}
+    beside = {"group": "like for like", "of_peer": 0.5, "of_floor": 0.5, "floor_us": {"low": 1.0}}
+    beside |= {"beside_floor": ratio}
     rows += [
         {**beside, "workload": workload.name, "job": job.name}
         for workload in WORKLOADS
