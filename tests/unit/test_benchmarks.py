@@ -409,13 +409,7 @@ def test_every_target_names_rows_that_are_measured() -> None:
         startup.LAUNCH,
     )
     rows += [
-        {
-            "group": "startup",
-            "what": what,
-            "seconds": rows[0]["step_ratio"],
-            "beside_floor": rows[0]["step_ratio"],
-        }
-        for what in commands
+        {"group": "startup", "what": what, "seconds": rows[0]["step_ratio"]} for what in commands
     ]
     counted = {case.name for case in device_counts.cases()}
     rows += [asked(case, params) for params in (10, 100) for case in counted]
