@@ -10,8 +10,7 @@ from gradsurgeon.comparison import order, tolerance
 from gradsurgeon.comparison.reading import KEYS, Kind, Reading, Words, starts
 from gradsurgeon.comparison.tolerance import Tolerance
 from gradsurgeon.errors import RecordError, printable, shorten_names
-from gradsurgeon.report.sheets import Flags
-from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.report.spikes import Flags, Floats, Ints
 
 # What became of a tensor: it is in one run only, or has another number of elements.
 BOTH, MISSING_IN_RUN, MISSING_IN_REFERENCE, RESIZED = range(4)

@@ -11,8 +11,7 @@ import numpy as np
 from gradsurgeon import source
 from gradsurgeon.comparison.order import is_inside
 from gradsurgeon.errors import Place, Problem, RecordError, RuleFileError, did_you_mean, printable
-from gradsurgeon.report.sheets import Flags
-from gradsurgeon.report.spikes import Ints
+from gradsurgeon.report.spikes import Flags, Ints
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks

@@ -13,8 +13,7 @@ import numpy as np
 
 from gradsurgeon.comparison.reading import Reading
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.report.sheets import Flags
-from gradsurgeon.report.spikes import Floats, Ints
+from gradsurgeon.report.spikes import Flags, Floats, Ints
 from gradsurgeon.store.layout import section
 
 _TIMES, _EPS, _FLOOR = 10.0, 8, 8 * 2.0**-23  # records are float32

@@ -1,6 +1,6 @@
 """The names a rule can match: the parameters of a model, read without touching it."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -174,22 +174,21 @@ def from_model(model: Any) -> Manifest:
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
-        modules=tuple(_modules(tree)),
+        modules=tuple(_modules(named_modules(model, tree))),
         model_type=class_names(root),
     )
 
 
-def named_modules(model: Any) -> dict[str, Any]:
-    return {path or ROOT: module for path, module in walk(model)}
+def named_modules(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
+    return {path or ROOT: module for path, module in tree or walk(model)}
 
 
-def _modules(tree: Iterable[tuple[str, Any]]) -> Iterator[Module]:
+def _modules(names: Mapping[str, Any]) -> Iterator[Module]:
     found: dict[int, tuple[Any, list[str]]] = {}
-    # A wrapper has the path of what it wraps, which is the later one.
-    for name, module in {path or ROOT: module for path, module in tree}.items():
+    for name, module in names.items():
         found.setdefault(id(module), (module, []))[1].append(name)
-    for module, names in found.values():
-        yield Module(names[0], tuple(names[1:]), class_names(module))
+    for module, own in found.values():
+        yield Module(own[0], tuple(own[1:]), class_names(module))
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:

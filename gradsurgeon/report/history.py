@@ -15,17 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import (
-    GROWTH,
-    LARGE,
-    Flags,
-    Sheet,
-    Squares,
-    joined,
-    numbers_of,
-    read_sheet,
-)
-from gradsurgeon.report.spikes import Floats, Ints, Spike
+from gradsurgeon.report.sheets import GROWTH, LARGE, Sheet, Squares, joined, numbers_of, read_sheet
+from gradsurgeon.report.spikes import Flags, Floats, Ints, Spike
 from gradsurgeon.store import Key, Part
 
 MOST_VALUES = 4 * 2**20
@@ -205,7 +196,7 @@ class History:
 
 
 def _keeps_pace(one: tuple[str, bytes], other: tuple[str, bytes]) -> bool:
-    # Where two optimizers step in turn, one series may have a row that the other has yet to get.
+    # One series may have a row that another has yet to get: their optimizers step in turn.
     short, long = sorted((one[1], other[1]), key=len)
     return one[0] == other[0] and len(long) <= len(short) + 8 and long.startswith(short)
 

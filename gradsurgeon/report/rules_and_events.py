@@ -21,7 +21,8 @@ OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
-_READERS, _EVENTS = ("trap", "observe", "capture"), 20
+_READERS = ("trap", "observe", "capture")
+_EVENTS = 20
 _NAMES = 4
 
 

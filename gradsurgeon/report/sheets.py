@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
-from gradsurgeon.report.spikes import Floats, Ints, largest_spikes
+from gradsurgeon.report.spikes import Flags, Floats, Ints, largest_spikes
 from gradsurgeon.store import Part
 from gradsurgeon.store.tables import blocks
 
@@ -21,7 +20,6 @@ _TURNS = 4  # so many losses that take turns are no noise
 _MOST_FOR_JITTER = 2**16
 _FIELDS = ("largest", "median", "growth", "rise", "jitter")
 
-Flags = NDArray[np.bool_]
 # Steps and norms of the rows that one cell of a sheet stands for.
 Reader = Callable[[int, int], tuple[Ints, Floats]]
 # The norm of some tensors of a sheet together, squared, and how many are there, ``[2, rows]``; and the steps.
@@ -73,16 +71,8 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> tuple[Sheet,
         sums.append((steps, _squares(norms, there)))
         if every == 1:
             found.append((steps, steps, tops, norms, bad, there))
-            continue
-        firsts = np.arange(0, len(steps), every)
-        # Not always the same one: a tensor may rest in every third step.
-        picked = firsts + (np.arange(len(firsts)) * _GOLDEN % 1 * every).astype(np.int64)
-        sample = tops[np.minimum(picked, len(steps) - 1)]
-        top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
-        counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
-        some = _folded(there, every, 0).any(axis=1)
-        lasts = steps[np.minimum(firsts + every, len(steps)) - 1]
-        found.append((steps[firsts], lasts, top, sample, counts, some))
+        else:
+            found.append(_columns(steps, tops, bad, there, every))
     joint: Any = (np.concatenate(field).T for field in zip(*found, strict=True))
     steps, lasts, tops, raw, bad, there = map(np.ascontiguousarray, joint)
 
@@ -104,6 +94,19 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> tuple[Sheet,
 
     sample = tops if every == 1 else raw
     return Sheet(names, steps, lasts, tops, sample, bad, there, every, read_rows), squares
+
+
+def _columns(steps: Ints, tops: Floats, bad: Flags, there: Flags, every: int) -> tuple[Any, ...]:
+    """Return the fields of a sheet in which `every` rows share a column."""
+    firsts = np.arange(0, len(steps), every)
+    lasts = steps[np.minimum(firsts + every, len(steps)) - 1]
+    # Not always the same one: a tensor may rest in every third step.
+    picked = firsts + (np.arange(len(firsts)) * _GOLDEN % 1 * every).astype(np.int64)
+    sample = tops[np.minimum(picked, len(steps) - 1)]
+    top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
+    counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
+    some = _folded(there, every, 0).any(axis=1)
+    return steps[firsts], lasts, top, sample, counts, some
 
 
 def _squares(norms: Floats, there: Flags) -> Floats:

@@ -73,6 +73,9 @@ def unread(run: Run, newest: int | None = None) -> Report:
     captured, problem = captures(run)
     rules = _rule_infos(run.rules, section(run.meta, "roles"))
     observed, pending = run.meta.get("mode") == "observe", run.pending
+    # A rank that is still writing may add a series between the two.
+    lowest = list(of_lowest_ranks(run))
+    parts = {one: Part(one, pending, newest) for one in run}
     kept = []
     for one in captured:
         tensors = count(len(one.tensors) + one.more, "tensor")
@@ -82,8 +85,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
         params=run.params,
         rules=rules,
         statuses={rule: settled(one, pending) for rule, one in run.status().items()},
-        series=[(Part(one, pending, newest), repeated) for one, repeated in of_lowest_ranks(run)],
-        of_all_ranks=[Part(one, pending, newest) for one in run],
+        series=[(parts[one], repeated) for one, repeated in lowest],
+        of_all_ranks=[*parts.values()],
         events=tuple(run.events),
         notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
         start=start if isinstance(start, int) else None,

@@ -111,7 +111,7 @@ class RunWriter(Outlet):
                 self._batch["events"][number] = row
                 committed = self._committed
                 self.commit()
-                # Where each step has an event, the statuses of the rules still have to be written.
+                # The statuses of the rules have to be written in time, even if each step has an event.
                 self._committed = committed
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
-from gradsurgeon.store.tables import blocks
+from gradsurgeon.store.tables import arrays, blocks
 
 _POINTS = ("accumulated", "step")  # at `step` a norm is that of the final gradient: better
 _SKIPS = ("skipped-step", "scaler-skip")
@@ -59,8 +60,9 @@ def skipped_steps(run: Run) -> frozenset[int]:
 def behaviours(series: StoredSeries, names: Sequence[str]) -> dict[str, Behaviour]:
     """Return how parameters behave, by a sample of the steps. A parameter without a gradient in it is left out."""
     every = max(1, len(series) // max(_LEAST_ROWS, _SAMPLED // len(names)))
-    parts = ([one[::every] for one in block[1:]] for block in blocks(series, every=every))
-    values, present = map(np.concatenate, zip(*parts, strict=True))
+    # A look-up per row jumps from one to the next: the rows between need not be read.
+    rows = (series.stored(number, number + 1) for number in range(0, len(series), every))
+    _, values, present = arrays([*chain.from_iterable(rows)], len(series.key.names))
     found = {}
     for name in names:
         column = series.columns[name]

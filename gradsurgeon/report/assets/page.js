@@ -146,7 +146,7 @@ function rules(run) {
 /** Shows how each run ended, and the loss and norm of all of them in one colour per run. */
 function beside(axis) {
   const part = section("Runs"), paint = (index) => `curve-${index % 10}`;
-  const last = (run) => (run.losses.length ? shown(run.losses[0].values.findLast((value) => value !== null)) : "-");
+  const last = (run) => (run.losses.length ? shown(run.losses[0].values.at(-1)) : "-");
   const cells = (run, index) => [
     element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
     element("span", { class: `kind ${run.ended ? run.ended.level : ""}` }, run.ended ? short(run.ended.words, 200) : "?"),
@@ -156,7 +156,7 @@ function beside(axis) {
   const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, kind]) => [step, kind, paint(index)]));
   for (const [title, linesOf] of [["loss", (run) => run.losses], ["norm of the gradient", wholesOf]]) {
     const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
-    chart(part, axis, title, lines, marks, lines.every((line) => line.values.every((value) => value === null || !(number(value) <= 0))));
+    chart(part, axis, title, lines, marks, lines.every((line) => line.values.every((value) => !(number(value) <= 0))));
   }
 }
 
