@@ -7,7 +7,7 @@ from threading import RLock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _dist, _numbers, _torch
@@ -98,8 +98,6 @@ class ActivationRules:
         self._tags: dict[str, Site] = {}
         # The hooks on each tensor since the last update.
         self._hooks: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
-        # The ids of the rules that edited each tensor.
-        self._edited: MutableMapping[Tensor, set[str]] = WeakTensorKeyDictionary()
 
     def may_act(self) -> bool:
         self.context.refuse_graph_capture()
@@ -138,15 +136,23 @@ class ActivationRules:
     def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
         if self.is_unreadable(tensor, rules, owner):
             return
-        acting = [named for named in rules if not self._has_edited(named.rule, tensor)]
-        if not acting:
-            return
-        for rule, _ in acting:
-            self._mark_edited(rule, tensor)
-        hook = GradHook(self, acting, owner, tensor)
         with self.lock:
-            self._hooks.setdefault(tensor, []).append(hook)
+            hooks = self._hooks.setdefault(tensor, [])
+            edits = self._edits_of(tensor, hooks)
+            acting = [named for named in rules if named.rule.id not in edits]
+            if not acting:
+                return
+            hook = GradHook(self, acting, owner, tensor)
+            hooks.append(hook)
         _torch.register_hook(tensor, hook)
+
+    def _edits_of(self, tensor: Tensor, hooks: Sequence["GradHook"]) -> set[str]:
+        """Return the ids of the rules that will edit the gradient of a tensor as it is now."""
+        # A container returns the tensor of its last child: both outputs have one gradient, and a rule edits it once.
+        # After a write in place the tensor object stands for another value, with a gradient of its own.
+        current = [hook for hook in hooks if hook.version == tensor._version]  # noqa: SLF001 # counts writes
+        named_rules = [named for hook in current for named in hook.rules]
+        return {rule.id for rule, _ in named_rules if isinstance(rule, EditRule)}
 
     def _on_value(
         self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int
@@ -163,10 +169,9 @@ class ActivationRules:
                     continue
                 if isinstance(rule, EditRule):
                     # Token ids and masks are values too, but bounds and factors make no sense for them.
-                    if _is_numeric(out) and not self._has_edited(rule, out):
+                    if _is_numeric(out):
                         counted = None if again else step
                         out = edit_one(self.context, rule, out, None, counted, is_grad=False)
-                        self._mark_edited(rule, out)
                 elif not again:
                     self._observe(rule, name, out, owner, step, is_grad=False)
                 elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
@@ -216,16 +221,6 @@ class ActivationRules:
         for rule, _ in rules:
             self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
-    def _has_edited(self, rule: Rule, tensor: Tensor) -> bool:
-        """Return whether a rule already edited this tensor object, or will edit its gradient."""
-        # A container returns the tensor of its last child; a rule that matches both must act once.
-        return isinstance(rule, EditRule) and rule.id in self._edited.get(tensor, ())
-
-    def _mark_edited(self, rule: Rule, tensor: Tensor) -> None:
-        # Weak references to parameters would break a model conversion that swaps tensors.
-        if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
-            self._edited.setdefault(tensor, set()).add(rule.id)
-
     def _observe(
         self, rule: Rule, name: str, tensor: Tensor, owner: str, step: int, *, is_grad: bool
     ) -> None:
@@ -273,7 +268,7 @@ class ActivationRules:
 class GradHook:
     """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
 
-    __slots__ = ("_activations", "_version", "arrived", "owner", "rules")
+    __slots__ = ("_activations", "arrived", "owner", "rules", "version")
     __torch_unserializable__ = True
 
     def __init__(
@@ -281,12 +276,12 @@ class GradHook:
     ) -> None:
         self._activations = weakref.ref(activations)
         self.rules, self.owner = rules, owner
-        self._version = tensor._version  # noqa: SLF001 # counts writes
+        self.version = tensor._version  # noqa: SLF001 # counts writes
         self.arrived = False
 
     def is_cut_off_from(self, tensor: Tensor) -> bool:
         """Return whether an in-place write has come between the tensor and its gradient."""
-        return not self.arrived and tensor._version != self._version  # noqa: SLF001 # as above
+        return not self.arrived and tensor._version != self.version  # noqa: SLF001 # as above
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
