@@ -253,17 +253,41 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a factor of shape ``[1]``, float32 at least; no factor is rounded to half precision."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for part in parts:
         kinds.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), group in kinds.items():
         there = factor.to(device)
-        if dtype in HALF:
+        if dtype is torch.float16:
             # CUDA would round a 0-dim factor to half precision; the kernel of `GradScaler` multiplies in float32.
             ignored = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
+        elif dtype is torch.bfloat16:
+            _multiply_bfloat16_(group, there)
         else:
             torch._foreach_mul_(group, there.reshape(()))  # there is no public name
+
+
+# Up to this many elements, a kernel of its own costs more than copying a tensor to where others are multiplied with it.
+_FEW_TO_COPY = 2**14
+
+
+def _multiply_bfloat16_(parts: Sequence[Tensor], factor: Tensor) -> None:
+    # On CUDA the kernel of `GradScaler` has no bfloat16, and list kernels round the factor to bfloat16. Torch multiplies in
+    # float32 where a float32 factor has a dimension, which is one kernel for each tensor.
+    joined = [part for part in parts if part.numel() <= _FEW_TO_COPY]
+    alone = [part for part in parts if part.numel() > _FEW_TO_COPY]
+    if len(joined) == 1:
+        alone += joined
+        joined = []
+    for part in alone:
+        part.unsqueeze(0).mul_(factor)
+    if joined:
+        flat = torch.cat([part.reshape(-1) for part in joined]).mul_(factor)
+        products: Sequence[Tensor] = torch.split(flat, [part.numel() for part in joined])
+        shaped = [product.view(part.shape) for part, product in zip(joined, products, strict=True)]
+        torch._foreach_copy_(joined, shaped)  # there is no public name
 
 
 def nonfinite(grad: Tensor) -> Tensor | int:

@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
 from benchmarks.operations import counting
-from benchmarks.toy_device import DEVICE, Factories, Toy, aten, move
+from benchmarks.toy_device import (
+    DEVICE,
+    Factories,
+    Operation,
+    Toy,
+    aten,
+    leaves,
+    move,
+    watchers,
+)
 from gradsurgeon import _numbers
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -296,6 +305,48 @@ def norms() -> dict[str, list[list[float]]]:
     }
 
 
+EVERY: list[dict[str, Any]] = [
+    {"action": "clamp", "min": -1e-3, "max": 1e-3, "at": "step"},
+    {"action": "scale", "factor": 0.3, "at": "step"},
+    {"action": "zero", "at": "step"},
+    {"action": "sanitize", "at": "backward"},
+    {"action": "clip-norm", "max_norm": 1e-3},
+    {"action": "clip-norm", "max_norm": 1e-4, "per": "rule"},
+    {"action": "norm-log", "stats": ["l1", "l2", "linf", "mean", "std", "zeros", "nonfinite"]},
+    {"action": "nan-trap", "then": "skip-step"},
+    {"action": "spike-trap", "above": {"sigmas": 2.5, "warmup": 2}, "then": "clip"},
+    {"action": "check-update"},
+]
+
+
+def private_operations() -> list[list[str]]:
+    """Return each private operation that rules on parameters ask of the device, with the dtype that they ask it in."""
+    found: set[tuple[str, str]] = set()
+
+    def watch(operation: Operation) -> None:
+        name = operation.func.overloadpacket.__name__
+        if name.startswith(("_foreach_", "_amp_", "_fused_")):
+            tensors = [one for one in leaves(operation.args[0]) if isinstance(one, Toy)]
+            found.update((name, str(one.dtype).removeprefix("torch.")) for one in tensors)
+
+    entries = [{"id": f"r{i}", "params": "*", **rule} for i, rule in enumerate(EVERY)]
+    watchers.append(watch)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
+        move(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+        for entry in entries:
+            with gradsurgeon.apply(model, {"version": 1, "rules": [entry]}, optimizer=optimizer):
+                for step in range(3):
+                    optimizer.zero_grad()
+                    x = Toy(torch.full((5, 4), 1.0 + 100.0 * step).to(dtype))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+    watchers.remove(watch)
+    return [list(pair) for pair in sorted(found)]
+
+
 CASES = [
     operations,
     norms,
@@ -304,6 +355,7 @@ CASES = [
     two_threads,
     host_reads,
     half_precision,
+    private_operations,
 ]
 
 if __name__ == "__main__":

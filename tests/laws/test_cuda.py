@@ -70,10 +70,17 @@ def test_all_rules_do_what_they_do_on_the_host(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_factor_is_not_rounded_to_half_precision(dtype: torch.dtype, device: str) -> None:
-    part = torch.linspace(0.1, 2.0, 50).to(device=device, dtype=dtype)
-    wanted = (part.float() / 3).to(dtype)
-    _numbers.multiply_([part], torch.tensor([1 / 3], device=device))
-    torch.testing.assert_close(part, wanted, rtol=0.0 if dtype != torch.float32 else 1e-6, atol=0.0)
+    elements = torch.linspace(0.1, 2.0, 50_000).to(device=device, dtype=dtype)
+    parts = [
+        elements[:50].clone(),
+        elements[7].clone(),
+        elements.clone(),
+        elements[:6].view(2, 3).t(),
+    ]
+    wanted = [(part.float() / 3).to(dtype) for part in parts]
+    _numbers.multiply_(parts, torch.tensor([1 / 3], device=device))
+    rtol = 0.0 if dtype != torch.float32 else 1e-6
+    torch.testing.assert_close(parts, wanted, rtol=rtol, atol=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,7 @@ import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
 
-from benchmarks import device_counts, rule_sets
+from benchmarks import device_counts, kernels, rule_sets
 
 FEW, MANY = 4, 12
 ONE, TWO = ("float32",), ("float32", "bfloat16")
@@ -252,3 +252,12 @@ def test_half_precision_is_scaled_by_factors_that_nobody_has_rounded(told: dict[
     assert cast["record"] == pytest.approx(1.248e-6, rel=1e-2)
     assert found["torch.bfloat16"]["off"] == found["torch.float16"]["off"] == 0.0
     assert found["torch.float32"]["off"] < 1e-6
+
+
+def test_a_device_is_asked_for_no_private_operation_that_cuda_refuses(told: dict[str, Any]) -> None:
+    found, table = told["private_operations"], kernels.read()
+    assert isinstance(found, list), found["error"]
+    refused = [(name, dtype) for name, dtype in found if table[name][dtype] == kernels.REFUSES]
+    assert refused == []
+    assert {name for name, _ in found} == table.keys()
+    assert {dtype for _, dtype in found} == {"float32", "bfloat16", "float16", "float64"}
