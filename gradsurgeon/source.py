@@ -55,7 +55,7 @@ def _hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
         return "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
     if first in _INDICATORS and "flow" not in context:
         return _indicator_hint(first)
-    if error.context_mark and ("flow" in context or "quoted" in context):
+    if error.context_mark and "flow" in context:
         opened = error.context_mark.line + 1
         return f"is the quote or the bracket that opens on line {opened} closed?"
     return (
@@ -178,6 +178,7 @@ class _Reader:
         self.root: _Node | None = None
         self.stack: list[_Collection] = []
         self.anchors: dict[str, _Node] = {}
+        self.quoted: Any = None  # the newest event of a text in quotes
 
     def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
         raise _HaltError(Problem(self.source.place(mark or _mark_at(0, 0)), check, message, hint))
@@ -222,18 +223,37 @@ class _Reader:
             # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
             if "maximum nesting depth" in (error.problem or ""):
                 self.refuse_depth(error.problem_mark)
-            mark: Any = error.problem_mark
-            # A token that does not end is noticed late.
-            if "scanning" in (error.context or "") and "tab" not in (error.problem or ""):
-                mark = error.context_mark or mark
-            lines = self.source.lines
-            hint = _hint_for(error, lines[min(mark.line, len(lines) - 1)])
-            message = ", ".join(filter(None, (error.context, error.problem)))
-            self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
+            self.halt_at(error)
         if self.root is None or self.root.data is None:
             hint = "a rule file has `version: 1` and a list of `rules`"
             self.halt("empty-file", "the file holds no rules", hint)
         return self.root
+
+    def halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
+        message = ", ".join(filter(None, (error.context, error.problem)))
+        mark: Any = error.problem_mark
+        quote = self.open_quote(error)
+        if quote is not None:
+            hint = f"close the quote that opens on line {quote.line + 1}"
+            self.halt("yaml-syntax", f"YAML syntax: {message}", hint, quote)
+        # A token that does not end is noticed late.
+        if "scanning" in (error.context or "") and "tab" not in (error.problem or ""):
+            mark = error.context_mark or mark
+        lines = self.source.lines
+        hint = _hint_for(error, lines[min(mark.line, len(lines) - 1)])
+        self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
+
+    def open_quote(self, error: yaml.MarkedYAMLError) -> Any:
+        """Return where a quote opens whose text goes on over several lines into the error."""
+        stopped: Any = error.problem_mark
+        if "quoted" in (error.context or ""):
+            opened: Any = error.context_mark
+            unfinished = "end of stream" in (error.problem or "")
+            return opened if unfinished or opened.line < stopped.line else None
+        text = self.quoted
+        if text is None or text.end_mark.line != stopped.line:
+            return None
+        return text.start_mark if text.start_mark.line < stopped.line else None
 
     def take(self, event: Any) -> None:
         if isinstance(event, yaml.ScalarEvent):
@@ -259,6 +279,8 @@ class _Reader:
 
     def scalar(self, event: Any) -> _Node:
         text, plain = event.value, not event.style and event.tag is None
+        if event.style in ("'", '"'):
+            self.quoted = event
         size = 1 + len(text) // 64  # an alias may repeat a long text
         # `!bias` is a tag without a value. Its text as the value avoids a second problem.
         node = _Node(text or event.tag or "", event.start_mark, event.end_mark, plain, size)
