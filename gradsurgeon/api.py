@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
 
 Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
+_WHOLE_FILE = 'the whole file as a dict {"version": 1, "rules": [...]}'
 
 
 def load(rules: Rules) -> RuleSet:
@@ -55,12 +56,22 @@ def load(rules: Rules) -> RuleSet:
             return schema.validate(schema.pack(rules))
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
-        if isinstance(rules, list | tuple) and all(isinstance(rule, Rule) for rule in rules):
-            return schema.from_rules(rules)
+        if isinstance(rules, list | tuple):
+            return schema.from_rules(_built(rules))
     raise TypeError(
-        "rules are a path, a text, a RuleSet, a list of rules built in Python, or the whole file as a dict "
-        f'{{"version": 1, "rules": [...]}}, not {type(rules).__name__}'
+        f"rules are a path, a text, a RuleSet, a list of rules built in Python, or {_WHOLE_FILE}, "
+        f"not {type(rules).__name__}"
     )
+
+
+def _built(rules: Sequence[Any]) -> list[Rule]:
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            kind = type(rule).__name__
+            raise TypeError(
+                f"a list of rules holds rules built in Python, this one has an item of type {kind}: pass {_WHOLE_FILE}"
+            )
+    return list(rules)
 
 
 def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:

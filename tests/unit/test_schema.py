@@ -343,11 +343,22 @@ class TestProblems:
             assert (found.rules is None) == bool(found.problems)
             assert all(str(p.place).startswith("<dict> rules[0]") for p in found.problems)
 
-    def test_a_list_of_plain_rules_is_told_what_it_lacks(self) -> None:
-        rules: Any = [ZERO]
+    @pytest.mark.parametrize(
+        ("item", "kind"), [(ZERO, "dict"), ("a.yaml", "str"), (None, "NoneType")]
+    )
+    @pytest.mark.parametrize("sequence", [list, tuple])
+    def test_a_list_of_other_things_is_told_what_it_lacks(
+        self, sequence: Any, item: object, kind: str
+    ) -> None:
+        rule = gradsurgeon.Zero(id="a", params="*")
         with pytest.raises(TypeError) as caught:
-            gradsurgeon.load(rules)
+            gradsurgeon.load(sequence([rule, item]))
         assert str(caught.value) == (
-            "rules are a path, a text, a RuleSet, a list of rules built in Python, or the whole file as a dict "
-            '{"version": 1, "rules": [...]}, not list'
+            f"a list of rules holds rules built in Python, this one has an item of type {kind}: pass the whole file "
+            'as a dict {"version": 1, "rules": [...]}'
         )
+
+    def test_other_types_are_told_what_rules_are(self) -> None:
+        rules: Any = 3
+        with pytest.raises(TypeError, match=r"rules are a path, a text.*, not int$"):
+            gradsurgeon.load(rules)
