@@ -25,7 +25,7 @@ def start() -> None:
     settings = from_environment(os.environ)
     if settings is None:
         return
-    messages.start()
+    messages.start(dry_run=bool(settings.dry_run))
     sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 

@@ -54,11 +54,11 @@ def variables(program: str) -> dict[str, str]:
     return {STATUS_FILE: str(Path(tempfile.gettempdir()) / name)}
 
 
-def start() -> None:
+def start(*, dry_run: bool) -> None:
     """Arrange for the message, if this is the launched process. Call it before other functions at exit are known."""
     file = os.environ.get(STATUS_FILE, "")
     if f"gradsurgeon-{os.getpid()}-" in file:
-        atexit.register(_end, os.getpid(), Path(file))
+        atexit.register(_end, os.getpid(), Path(file), dry_run=dry_run)
 
 
 def explain() -> None:
@@ -68,13 +68,17 @@ def explain() -> None:
             Path(file).touch()
 
 
-def _end(pid: int, file: Path) -> None:
+def _end(pid: int, file: Path, *, dry_run: bool) -> None:
     if os.getpid() != pid:
         return  # a forked child
     explained = file.exists() or hasattr(sys, "last_type")  # a traceback explains, too
     file.unlink(missing_ok=True)
-    if "torch" in sys.modules and not explained:
+    if explained:
+        return
+    if "torch" in sys.modules:
         say(
             "no rule acted: no torch optimizer was built on the parameters of a module; if the script updates weights by "
             "hand, call gradsurgeon.apply in it"
         )
+    elif dry_run:  # a script that only starts others may end without a message, but a plan was asked for
+        say("no rule acted: the script did not import torch, so there is no plan")

@@ -117,8 +117,9 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
             "no optimizer took a step, so there is no plan",
         ),
         ("import torch", "no torch optimizer was built on the parameters of a module"),
+        ("import sys", "no rule acted: the script did not import torch, so there is no plan"),
     ],
-    ids=["no step", "no optimizer", "no gradient", "nothing"],
+    ids=["no step", "no optimizer", "no gradient", "nothing", "no torch"],
 )
 def test_a_dry_run_that_sees_no_step_says_so(place: Place, script: str, seen: str) -> None:
     done = place.run("--dry-run", script=script)

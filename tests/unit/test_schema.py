@@ -350,7 +350,7 @@ class TestProblems:
     def test_a_list_of_other_things_is_told_what_it_lacks(
         self, sequence: Any, item: object, kind: str
     ) -> None:
-        rule = gradsurgeon.Zero(id="a", params="*")
+        rule = gradsurgeon.Zero(id="a", params=("*",))
         with pytest.raises(TypeError) as caught:
             gradsurgeon.load(sequence([rule, item]))
         assert str(caught.value) == (
