@@ -35,6 +35,14 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()  # noqa: SLF001
 
 
+def forget_pass() -> None:
+    """Remove what torch keeps for a running pass, and does not remove if the end of the pass raises."""
+    # Otherwise the process aborts when the thread ends. Older releases keep nothing, and have no such function.
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)  # noqa: SLF001
+    if remove is not None:
+        remove("context")
+
+
 def node_of(root: Node | Tensor) -> Node:
     return get_gradient_edge(root).node if isinstance(root, Tensor) else root
 

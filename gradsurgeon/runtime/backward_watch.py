@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -210,33 +210,40 @@ Begins = Callable[[BackwardGraph, Sequence[Any]], None]
 
 def around_passes(
     watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
-) -> Callable[[BackwardCall, Callable[[], Any]], Any]:
-    """Return a function that runs a backward pass. ``begins`` may wait for other ranks, so no lock is held in it."""
+) -> Callable[[BackwardCall], AbstractContextManager[None]]:
+    """Return the context of a backward pass. ``begins`` may wait for other ranks, so no lock is held in it."""
 
-    def around(call: BackwardCall, run: Callable[[], Any]) -> Any:
-        known, roots = watches(), roots_of(call.outputs)
+    @contextmanager
+    def around(call: BackwardCall) -> Iterator[None]:
+        known = watches()
+        roots = roots_of(call.outputs)
+        tasks = _taking.get(threading.get_ident())
         if (outer := _torch.graph_task()) != -1:
             # A pass inside another pass is a part of it.
             _note_inner(roots)
             scalings = [watch.scaling for watch in known if watch.scaling.in_use]
-            tell = [partial(one.began_inside, outer=outer) for one in scalings]
-            return _numbered(roots, tell, run)
-        if (tasks := _taking.get(threading.get_ident())) is not None:
-            return _numbered(roots, [tasks.append], run)
-        if call.accumulates:
+            with _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings]):
+                yield
+        elif tasks is not None:
+            with _numbered(roots, [tasks.append]):
+                yield
+        elif call.accumulates:
             only = call.outputs[0] if len(call.outputs) == 1 else None
             loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
             graph = BackwardGraph(roots, loss=loss)
-            return _train(RunningPass(graph, call.inputs), known, begins, run)
-        return run()
+            with _training(RunningPass(graph, call.inputs), known, begins):
+                yield
+        else:
+            yield
 
     return around
 
 
-def _train(
-    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins, run: Callable[[], Any]
-) -> Any:
-    """Run a pass that gives parameters their gradients, and report it to the watches."""
+@contextmanager
+def _training(
+    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins
+) -> Iterator[None]:
+    """Report a pass that gives parameters their gradients to the watches."""
     graph = running.graph
     is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
@@ -247,7 +254,8 @@ def _train(
             for watch in watches:
                 if (found := watch.begin(running)) is not None:
                     before[watch] = found
-            found = _numbered(graph.roots, [running.tasks.append], run) if is_scaled else run()
+            with _numbered(graph.roots, [running.tasks.append] if is_scaled else []):
+                yield
         except BaseException:
             averaging = data_parallel.ended(running.reaches, failed=True)
             for watch in watches:
@@ -257,7 +265,6 @@ def _train(
         # Ranks may wait for each other here, and may have made their sessions in different orders.
         for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
             watch.end(running, before[watch], averaging)
-    return found
 
 
 def _note_inner(roots: Sequence[Root]) -> None:
@@ -268,10 +275,9 @@ def _note_inner(roots: Sequence[Root]) -> None:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 
-def _numbered(
-    roots: Sequence[Root], tell: Sequence[Callable[[int], object]], run: Callable[[], Any]
-) -> Any:
-    """Run a pass and report the number that autograd gives it: only the nodes of the pass learn it."""
+@contextmanager
+def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
+    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
 
     def learn(_: object) -> None:
         for take in tell:
@@ -279,7 +285,7 @@ def _numbered(
 
     handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
     try:
-        return run()
+        yield
     finally:
         for handle in handles:
             handle.remove()

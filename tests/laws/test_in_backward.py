@@ -1,11 +1,16 @@
-"""Rules around each kind of backward pass: errors in it are the script's."""
+"""While a backward pass runs, no frame of the package is on the stack: tracebacks and warnings are the script's."""
 
 from __future__ import annotations
 
 import gc
+import io
+import logging
+import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
+from gradsurgeon import _backward_calls
 
 RULES = {
     "version": 1,
@@ -70,19 +76,40 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_each_kind_of_pass_reaches_the_rules(name: str, model: nn.Module) -> None:
-    run = vars(torch.autograd)["_engine_run_backward"]
-    with gradsurgeon.apply(model, RULES) as session, warnings.catch_warnings():
+def stack(frame: FrameType | None) -> list[str]:
+    return [f"{one.filename}:{one.name}" for one in traceback.extract_stack(frame)]
+
+
+def stacks_of_a_hook(model: nn.Module, run: Callable[[nn.Module], object]) -> list[list[str]]:
+    """Return the stack at each call of a hook that stands on the output of the last layer."""
+    stacks: list[list[str]] = []
+
+    def look(_module: nn.Module, _args: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: stacks.append(stack(sys._getframe())))
+
+    handle = model[1].register_forward_hook(look)  # type: ignore[index]
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        PASSES[name](model)
+        run(model)
+    handle.remove()
+    return stacks
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_hook_has_the_stack_that_it_has_without(name: str, model: nn.Module) -> None:
+    plain = stacks_of_a_hook(model, PASSES[name])
+    model.zero_grad()
+    with gradsurgeon.apply(model, RULES) as session:
+        assert stacks_of_a_hook(model, PASSES[name]) == plain
         assert session.status()["inputs"].fired
-    assert vars(torch.autograd)["_engine_run_backward"] is run
 
 
 @pytest.mark.parametrize("handled", [False, True], ids=["alone", "while another error is handled"])
-def test_an_error_in_backward_is_that_of_the_script(handled: bool, model: nn.Module) -> None:
-    with gradsurgeon.apply(model, RULES) as session:
+def test_an_error_in_backward_has_the_frames_that_it_has_without(
+    handled: bool, model: nn.Module
+) -> None:
+    def frames() -> list[str]:
         with pytest.raises(ValueError, match="of the script") as caught:
             if handled:
                 try:
@@ -92,6 +119,11 @@ def test_an_error_in_backward_is_that_of_the_script(handled: bool, model: nn.Mod
             else:
                 Bad.apply(model(torch.ones(2, 3))).sum().backward()
         assert isinstance(caught.value.__context__, KeyError) is handled
+        return [f"{one.filename}:{one.name}" for one in traceback.extract_tb(caught.tb)]
+
+    plain = frames()
+    with gradsurgeon.apply(model, RULES) as session:
+        assert frames() == plain
         assert not session.status()["trap"].fired
         # A pass that ends well is not taken for one that failed because an error is being handled.
         try:
@@ -101,6 +133,46 @@ def test_an_error_in_backward_is_that_of_the_script(handled: bool, model: nn.Mod
         assert session.status()["norms"].fired == 2
 
 
+def test_a_warning_in_backward_names_the_line_of_the_script(model: nn.Module) -> None:
+    model[0].register_full_backward_hook(lambda *_: None)  # type: ignore[index]
+    with gradsurgeon.apply(model, RULES), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        forward(model).backward()
+    assert [one.filename for one in seen if "Full backward hook" in str(one.message)] == [__file__]
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.DEBUG])
+def test_torch_logs_the_nodes_that_run_as_it_would(level: int, model: nn.Module) -> None:
+    logger = logging.getLogger("torch.autograd.graph")
+    before = (logger.level, logger.propagate)
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(level)
+    try:
+        forward(model).backward()
+        plain = written.getvalue().count("Executing:")
+        with gradsurgeon.apply(model, {"version": 1, "rules": RULES["rules"][:1]}):  # type: ignore[index]
+            forward(model).backward()
+        assert written.getvalue().count("Executing:") == 2 * plain
+        assert (plain > 0) is (level == logging.DEBUG)
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+def test_rules_act_where_torch_calls_no_pair_of_functions(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backward_calls, "_logs_nodes", False)
+    run = vars(torch.autograd)["_engine_run_backward"]
+    with gradsurgeon.apply(model, RULES) as session:
+        forward(model).backward()
+        assert session.status()["contributions"].fired == 2
+    assert vars(torch.autograd)["_engine_run_backward"] is run
+
+
 def test_an_error_of_a_rule_after_the_pass_is_alone(model: nn.Module) -> None:
     rules = {"version": 1, "rules": [{**RULES["rules"][2], "then": "raise"}]}  # type: ignore[index]
     with gradsurgeon.apply(model, rules), warnings.catch_warnings():
@@ -108,6 +180,9 @@ def test_an_error_of_a_rule_after_the_pass_is_alone(model: nn.Module) -> None:
         with pytest.raises(gradsurgeon.NonFiniteGradientError) as caught:
             (forward(model) * float("nan")).backward()
     assert caught.value.__context__ is None
+    # What torch keeps for a running pass must not outlive it: the process would abort when the thread ends.
+    is_kept = getattr(torch._C, "_is_key_in_tls", lambda _: False)
+    assert not is_kept("context")
 
 
 def test_the_loss_of_a_pass_is_let_go_of_at_once(model: nn.Module) -> None:
