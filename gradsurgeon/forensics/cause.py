@@ -22,9 +22,25 @@ from gradsurgeon.forensics.operations import (
 
 # An error of the machine need not happen each time.
 _REPEATS = 3
+_SAME: Mapping[torch.dtype, torch.dtype] = {}
 # Only larger numbers are a sign of an overflow of float64.
 _HUGE = 1e150
-_LESSER = (torch.float16, torch.bfloat16, torch.float32)
+_IN_SINGLE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_IN_DOUBLE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+# An operation on integers alone, such as a division, returns the default format.
+_INTEGERS_IN_DOUBLE = dict.fromkeys(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64
+)
 # Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
 _GROWN = 1e3
 
@@ -71,19 +87,20 @@ _BACKWARD = {
     r"logsumexp|logcumsumexp|logaddexp2?": f"every summand was minus infinity: {_ROW}",
     r"mul|addcmul": "0 times an infinity is NaN: choose with `where` before the operation",
 }
+# `{wider}` stands for the format in which the result is finite, if there is one.
 _OVERFLOW = {
     r"exp|exp2|expm1|sinh|cosh|specialexp.*": "subtract the maximum before the exponential, or clamp the input",
-    r"pow|square|mul|addcmul|cumprod|prod": "compute it in float32 or wider, or scale the input down before it",
+    r"pow|square|mul|addcmul|cumprod|prod": "scale the input down before it{wider}",
     r"div|truedivide|reciprocal|rsqrt": "the divisor is too small: add a larger epsilon",
-    _PRODUCT: "look at the weights and the input (learning rate, initialization), or run it in bfloat16",
-    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them, or use bfloat16",
-    _SUM: "the sum, or the squares in it, are too large: run it in float32",
+    _PRODUCT: "look at the weights and the input (learning rate, initialization){wider}",
+    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them{wider}",
+    _SUM: "the sum, or the squares in it, are too large: scale the input down{wider}",
 }
 _ADVICE = {
-    "overflow": "the values are too large for the format: find out why they grow, or run this in float32",
+    "overflow": "the values are too large for the format: find out why they grow{wider}",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
     "bad input": "no operation of the model has made these numbers: look at the data, the checkpoint, the update before",
-    "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
+    "underflow": "choose a constant that the format holds, such as 1e-4, or run the operation in a wider format",
     "kernel": "another implementation gives finite numbers: use that one, and report the inputs",
     "transient": "the operation is finite when it is repeated: suspect the hardware or a race",
     "unknown": "the operation cannot be repeated in another format: look at its inputs",
@@ -96,127 +113,154 @@ def cause(fault: Fault, *evidence: str) -> Cause:
 
 def cause_of_call(
     call: Call,
-    number: int,
+    index: int,
     node: str = "",
     *,
     history: Sequence[tuple[str, float]] = (),
     lost: str = "",
 ) -> Cause:
-    """Repeat an operation on its inputs, and return why its result with a number is non-finite. Waits for the device.
+    """Repeat an operation, and return why the result with an index is non-finite. Waits for the device.
 
     The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
     on a constant among the inputs that the format rounded to zero.
     """
     devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
+    wider = ""
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind),
         ):
-            found = _judged(call, number)
+            found = _cause_of_result(call, index)
+            if found.fault == "overflow":
+                wider = _wider_format(call, index)
     except Exception as error:  # noqa: BLE001 # any operation may raise anything
         found = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
     if found.fault == "mathematics" and lost:
         return cause("underflow", *found.evidence, lost)
     if found.fault == "overflow" and (grown := _growth(history)):
         found = replace(found, evidence=(*found.evidence, grown))
-    return replace(found, advice=_remedy(found.fault, call.name, node) or found.advice)
+    advice = found.advice
+    # The remedies clamp, which complex numbers cannot.
+    if not any(tensor.is_complex() for tensor in call.tensors):
+        advice = _remedy(found.fault, call.name, node) or advice
+    return replace(found, advice=advice.replace("{wider}", wider and f", or run it in {wider}"))
 
 
-def _judged(call: Call, number: int) -> Cause:
-    results = [_result(call, number) for _ in range(_REPEATS)]
+def _cause_of_result(call: Call, index: int) -> Cause:
+    results = [_result(call, index) for _ in range(_REPEATS)]
     finite = [nonfinite_kind(result) for result in results].count("")
     if finite:
         text = f"repeated on the same numbers, the result is finite {finite} of {_REPEATS} times"
         return cause("transient", text)
-    wide, beside, smaller = (
-        _attempt(call, number, dtype=torch.float64, factor=f) for f in (1.0, 1 - 1e-6, 1e-3)
-    )
+    formats = _IN_DOUBLE if any(map(is_real, call.tensors)) else _INTEGERS_IN_DOUBLE
+    wide = _attempt(call, index, formats=formats)
     if wide is None:
         return cause("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
-        text = f"in float64 the result is {facts(wide).kind} as well"
+        text = f"in {_name(wide.dtype)} the result is {facts(wide).kind} as well"
         # Smaller numbers do not leave a pole at zero. Beside any other pole the result is moderate.
+        beside = _attempt(call, index, formats=formats, factor=1 - 1e-6)
+        smaller = _attempt(call, index, formats=formats, factor=1e-3)
         pole = _is_finite(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and _is_finite(smaller):
             return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
         return cause("mathematics", text)
-    return _of_format(call, number, results[0].dtype, _largest(wide))
+    return _of_format(call, index, results[0].dtype, wide)
 
 
-def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Cause:
-    limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-    told = f"in float64 the result is finite, up to {largest:.4g}"
+def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Cause:
+    limit, name = torch.finfo(dtype).max, _name(dtype)
+    largest = _largest(wide)
+    told = f"in {_name(wide.dtype)} the result is finite, up to {largest:.4g}"
     if largest > limit:
         return cause("overflow", f"{told}; {name} holds numbers up to {limit:.4g}")
     fits = f"{name} (up to {limit:.4g})"
     within = f"{told}: inside the operation a number was too large for {fits}"
-    if large := _too_large_inside(call, number, limit):
+    if large := _too_large_inside(call, index, limit):
         return cause("overflow", within, large)
-    other = _by_another_kernel(call, number)
+    other = _by_another_kernel(call, index)
     if _is_finite(other):
         another = (
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}"
         )
         return cause("kernel", f"{told}, which fits into {fits}", another)
-    if dtype == torch.float64:
+    if dtype == wide.dtype:
         return cause("unknown", "there is no wider format to repeat it in")
     return cause("overflow", within)
 
 
-def _too_large_inside(call: Call, number: int, limit: float) -> str:
+def _wider_format(call: Call, index: int) -> str:
+    """Return the narrowest format in which the result is finite; empty if there is none."""
+    dtype = _result(call, index).dtype
+    for formats in (_IN_SINGLE, _IN_DOUBLE):
+        if dtype not in formats or not _is_finite(_attempt(call, index, formats=formats)):
+            continue
+        name = _name(formats[dtype])
+        # The range of bfloat16 is that of float32.
+        return "bfloat16 or float32" if (dtype, name) == (torch.float16, "float32") else name
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _too_large_inside(call: Call, index: int, limit: float) -> str:
     """Return a sentence on inputs whose squares are too large for a format, if smaller ones are fine."""
     given = [elements(t) for t in call.tensors if is_real(t) and t.numel()]
     largest = max(map(_largest, given), default=0.0)
     squares = largest * largest * max((max(t.shape, default=1) for t in given), default=1)
-    if not squares > limit or not _is_finite(_attempt(call, number, factor=1 / largest)):
+    if not squares > limit or not _is_finite(_attempt(call, index, factor=1 / largest)):
         return ""
     return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
 
 
-def _by_another_kernel(call: Call, number: int) -> Tensor | None:
+def _by_another_kernel(call: Call, index: int) -> Tensor | None:
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
     other = None
     if (written := decomposition_table.get(call.func)) is not None:
-        other = _attempt(call, number, func=written)
+        other = _attempt(call, index, func=written)
     if other is None and any(tensor.device.type != "cpu" for tensor in call.tensors):
-        other = _attempt(call, number, device=torch.device("cpu"))
+        other = _attempt(call, index, device=torch.device("cpu"))
     return other
 
 
-def _attempt(call: Call, number: int, **options: Any) -> Tensor | None:
+def _attempt(call: Call, index: int, **options: Any) -> Tensor | None:
     try:
-        result = _result(call, number, **options)
+        result = _result(call, index, **options)
     except Exception:  # noqa: BLE001 # it does not accept these arguments
         return None
-    return result if options.get("dtype") in (None, result.dtype) and is_real(result) else None
+    formats = options.get("formats")
+    is_other = formats and result.dtype not in formats.values()
+    return None if is_other or not is_real(result) else result
 
 
 def _result(
     call: Call,
-    number: int,
+    index: int,
     *,
-    dtype: torch.dtype | None = None,
+    formats: Mapping[torch.dtype, torch.dtype] = _SAME,
     factor: float = 1.0,
     func: Callable[..., Any] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Repeat an operation on copies of its arguments, scaled by a factor, or in another way."""
+    """Repeat an operation on copies of its arguments, in other formats, scaled by a factor, or in another way."""
 
     def fresh(value: Any) -> Any:
         if isinstance(value, Tensor):
             part = _dist.local(value.detach())
-            part = part.to(device, dtype if part.dtype in _LESSER else None, copy=True)
+            part = part.to(device, formats.get(part.dtype), copy=True)
             return part.mul_(factor) if factor != 1.0 and is_real(part) else part
         if isinstance(value, torch.device):
             return device or value
         # Some operations take the dtype of the result as an argument.
-        return dtype or value if isinstance(value, torch.dtype) and value in _LESSER else value
+        return formats.get(value, value) if isinstance(value, torch.dtype) else value
 
     args, kwargs = tree_map(fresh, (call.args, call.kwargs))
-    return tensors_of((func or call.func)(*args, **kwargs))[number]
+    return tensors_of((func or call.func)(*args, **kwargs))[index]
 
 
 def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:

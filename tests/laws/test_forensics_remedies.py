@@ -11,6 +11,7 @@ from laws.test_forensics import TRAP, Net, batch, diagnosed, fault
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon.diagnosis import Cause
 
 INF = float("inf")
 GENERAL = (
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
         "a division by 0",
     ),
     "exponential": (lambda x: (x.abs() * 1e4).exp() * x, "aten.exp", False, "subtract the maximum"),
-    "product": (lambda x: x * 1e30 * (x * 1e30), "aten.mul", False, "float32 or wider"),
+    "product": (lambda x: x * 1e30 * (x * 1e30), "aten.mul", False, "scale the input down"),
     "singular": (
         lambda x: x @ torch.linalg.inv_ex((x.T @ x) * 0 + 1)[0],
         "aten.linalg_inv_ex",
@@ -78,6 +79,85 @@ def test_the_remedy_is_that_of_the_operation(name: str) -> None:
     assert fault(diagnosis) in ("mathematics", "overflow"), str(diagnosis)
     assert part in diagnosis.cause.advice, str(diagnosis)
     assert not any(text in diagnosis.cause.advice for text in GENERAL)
+
+
+# A number of each format whose square the format does not hold, and the advice on formats that hold it.
+LARGE = {torch.float16: 3e2, torch.bfloat16: 2e19, torch.float32: 2e19, torch.float64: 1.5e154}
+WIDER = {
+    torch.float16: ", or run it in bfloat16 or float32",
+    torch.bfloat16: ", or run it in float64",
+    torch.float32: ", or run it in float64",
+    torch.float64: "",
+}
+
+
+class Scaled(nn.Module):
+    """Multiplies the input by a large number, and acts on the product."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor], number: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8, 8), number, dtype=dtype))
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.weight * x)
+        return out.real if out.is_complex() else out
+
+
+def why(act: Callable[[Tensor], Tensor], number: float, dtype: torch.dtype) -> Cause:
+    x = torch.ones(8, 8, dtype=dtype)
+    diagnosis = diagnosed(Scaled(act, number, dtype), x)
+    assert diagnosis.cause is not None
+    return diagnosis.cause
+
+
+@pytest.mark.parametrize("dtype", WIDER, ids=str)
+@pytest.mark.parametrize(
+    ("act", "remedy"),
+    [
+        (Tensor.square, "scale the input down before it"),
+        (lambda x: x @ x, "look at the weights and the input (learning rate, initialization)"),
+        (
+            lambda x: (x * (x / 4)).sum(),
+            "the sum, or the squares in it, are too large: scale the input down",
+        ),
+    ],
+    ids=["square", "product", "sum"],
+)
+def test_an_overflow_is_sent_to_a_format_that_holds_the_result(
+    act: Callable[[Tensor], Tensor], remedy: str, dtype: torch.dtype
+) -> None:
+    cause = why(act, LARGE[dtype], dtype)
+    assert (cause.fault, cause.advice) == ("overflow", f"{remedy}{WIDER[dtype]}")
+
+
+def test_a_result_beyond_float32_is_sent_to_float64() -> None:
+    cause = why(lambda x: x.pow(20), 1e4, torch.float16)
+    assert cause.advice == "scale the input down before it, or run it in float64"
+
+
+def test_an_overflow_in_every_format_is_sent_to_none() -> None:
+    cause = why(lambda x: x.pow(99), 1e6, torch.float32)
+    assert (cause.fault, cause.advice) == ("overflow", "scale the input down before it")
+
+
+def test_complex_numbers_are_repeated_in_complex128() -> None:
+    cause = why(Tensor.square, 1e21, torch.complex64)
+    assert cause.evidence[0].startswith("in complex128 the result is finite, up to 1e+42")
+    assert cause.advice.endswith("find out why they grow, or run it in complex128")
+
+
+def test_no_clamp_is_advised_for_complex_numbers() -> None:
+    cause = why(lambda x: (x * 0).log(), 1.0, torch.complex64)
+    assert cause.fault == "mathematics"
+    assert "clamp" not in cause.advice
+
+
+def test_integers_that_are_divided_by_0_have_the_remedy_of_a_division() -> None:
+    counts = torch.tensor([1, 0])
+    cause = why(lambda x: x * (counts / (counts * 0)).sum(), 1.0, torch.float32)
+    assert cause.fault == "mathematics"
+    assert "a division by 0" in cause.advice
 
 
 def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before() -> None:
