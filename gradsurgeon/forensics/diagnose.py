@@ -13,9 +13,10 @@ from gradsurgeon.distributed import fully_shard
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
-from gradsurgeon.forensics.replay import INPUT, Replayed, replay
+from gradsurgeon.forensics.replay import INPUT, Replayed, input_name, replay
 from gradsurgeon.forensics.sources import BLANK, Source, held
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
+from gradsurgeon.tensors.structure import tensors_in
 
 _LONGEST = 300
 _NO_CALL = (
@@ -44,6 +45,7 @@ _DIVIDED = (
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
+_NOT_RUN = "the step was not run again: ranks do that together, and only for a trap"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 # The operations of nodes that keep all of their arguments.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -90,6 +92,20 @@ def diagnose(
         replay(replayed.call, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     return _told(replayed, source, failed, tuple(reasons))
+
+
+def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
+    """Return the diagnosis of a step whose model was given NaN, without a replay. Waits for the device."""
+    for call in failed.kept.calls:
+        module = call.module()
+        if module is None:
+            continue
+        for path, tensor in tensors_in([call.args, call.kwargs]):
+            if nonfinite_kind(tensor) == "NaN":
+                name = input_name(module, path)
+                source = held(0, "input", name, facts(tensor, name))
+                return _told(Replayed(call), source, failed, (_NOT_RUN,))
+    return None
 
 
 def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:

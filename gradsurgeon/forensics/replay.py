@@ -78,7 +78,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
     args, kwargs = Copied(
         (call.args, call.kwargs), lambda t: t.detach().clone().requires_grad_(t.requires_grad)
     ).value
-    inputs = {_input(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
+    inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
     provenance.memory.made((*buffers.values(), *inputs.values()))
     given: dict[Seed, dict[str, Tensor]] = {"weight": params, "buffer": buffers, "input": inputs}
     for what, named in given.items():
@@ -198,7 +198,7 @@ def _spelled(path: Sequence[int | str]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-def _input(module: nn.Module, path: Path) -> str:
+def input_name(module: nn.Module, path: Path) -> str:
     """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
     keyword, first, *rest = path
     if keyword == 0 and isinstance(first, int):

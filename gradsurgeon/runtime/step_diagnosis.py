@@ -13,7 +13,7 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
-from gradsurgeon.forensics import diagnose, with_bundle
+from gradsurgeon.forensics import diagnose, diagnose_inputs, with_bundle
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
@@ -58,13 +58,19 @@ class StepDiagnosis:
         return diagnoses
 
     def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
-        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help. For one process only."""
-        if not self.pending or _dist.world() > 1:
+        """Return the diagnosis of a step that a scaler skipped, if no loss scale can help."""
+        if not self.pending:
             return None
         with suppress(Exception), self._context.resting():  # a skip needs no diagnosis
-            found = diagnose(self._failed(step, scale, [report]))
+            failed = self._failed(step, scale, [report])
+            if _dist.world() > 1:
+                return diagnose_inputs(failed)
+            found = diagnose(failed)
             fault = "" if found.cause is None else found.cause.fault
-            return found if found.certainty == "reproduced" and fault in _NO_OVERFLOW else None
+            # The loss scale has no effect on what a model is given and makes of it. An infinity may be meant.
+            is_scaled = found.what != "NaN" or found.where == "backward"
+            if fault in _NO_OVERFLOW and (found.certainty == "reproduced" or not is_scaled):
+                return found
         return None
 
     def _failed(

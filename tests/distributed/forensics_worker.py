@@ -201,6 +201,25 @@ def train(
     }
 
 
+def scaled() -> list[str]:
+    """Train under a scaler, with NaN in the batch of rank 1 in one step; return the notices."""
+    model = Net(nn.Identity())
+    called = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
+    with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            given = torch.ones(4, 4)
+            if step == FAULT and dist.get_rank() == 1:
+                given[:, 0] = float("nan")
+            scaler.scale(called(given).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [event.message for event in session.events if event.kind == "notice"]
+
+
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
@@ -211,6 +230,7 @@ def main() -> dict[str, Any]:
     seen = {
         f"{kind} {then}": train(kind, then) for kind in kinds for then in ("raise", "skip-step")
     }
+    seen["scaled"] = {"notices": scaled()}
     seen["FSDP2 warn"] = train("FSDP2", "warn")
     seen["FSDP2 accumulated"] = train("FSDP2", "raise", MICRO_BATCHES)
     seen["FSDP2 paused"] = train("FSDP2", "raise", pauses=0)

@@ -45,6 +45,17 @@ def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], t
         assert BORN in guilty["error"]
 
 
+def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
+    ranks: list[dict[str, Any]],
+) -> None:
+    innocent, guilty = (rank["scaled"]["notices"] for rank in ranks)
+    assert innocent == []
+    (notice,) = guilty
+    assert f"step {FAULT}, rule trap: the GradScaler skips a step that no loss scale can" in notice
+    assert "the input x of the root (Net) was not finite when the model was called (NaN)" in notice
+    assert "the step was not run again" in notice
+
+
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
 @pytest.mark.parametrize(("kind", "dtype"), [("FSDP2", "float32"), ("FSDP2 halves", "bfloat16")])
 def test_a_model_that_fully_shard_divides_is_run_again_by_all_ranks(

@@ -174,7 +174,11 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rules(trap)) as session:
-        train(model, optimizer, scaler, steps=3)
+        with pytest.warns(
+            gradsurgeon.GradSurgeonWarning, match="the weight 0.weight was not finite"
+        ):
+            train(model, optimizer, scaler, steps=1)
+        train(model, optimizer, scaler, steps=2)
         with pytest.raises(
             NonFiniteGradientError, match=r"keeps skipping \(4 steps in a row\)"
         ) as e:
@@ -201,10 +205,13 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rules(trap)) as session:
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend"):
+            train(model, optimizer, scaler, steps=1)
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="its scale is below 1") as told:
-            train(model, optimizer, scaler, steps=6)
+            train(model, optimizer, scaler, steps=5)
         skip, trip = "scaler-skip", "trap"
-        assert [e.kind for e in session.events] == [skip] * 4 + [trip, skip] * 2 + [trip]
+        first = [skip, "notice", skip, skip, skip]
+        assert [e.kind for e in session.events] == first + [trip, skip] * 2 + [trip]
     assert len(told) == 1
     assert "\nthe GradScaler skips the update\n" in str(told[0].message)
 
@@ -238,6 +245,29 @@ def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
     assert "NaN born in the backward pass" in text
     assert "torch.sqrt(y - y)" in text
     assert "cause: mathematics" in text
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)], ids=["every row", "one row"])
+def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    x = data(0, 5, 4)
+    x[rows, 1] = float("nan")
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+        scaler.scale(model(x).sum()).backward()
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+            scaler.step(optimizer)
+        assert [event.kind for event in session.events] == ["scaler-skip", "notice"]
+    assert "the input of the root (Sequential) was not finite when" in str(told[0].message)
+
+
+def test_an_infinity_in_every_output_may_be_meant() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+        scaler.scale((model(data(0, 5, 4)) * 0).log().sum()).backward()
+        scaler.step(optimizer)
+        assert [event.kind for event in session.events] == ["scaler-skip"]
 
 
 @pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")
