@@ -80,7 +80,6 @@ def _end(pid: int, file: Path, *, dry_run: bool) -> None:
             "no rule acted: no torch optimizer was built on the parameters of a module; if the script updates weights by "
             "hand, call gradsurgeon.apply in it"
         )
-    elif (
-        dry_run
-    ):  # a script that only starts others may end without a message, but a plan was asked for
+    elif dry_run:
+        # A script that only starts others may end without a message, but here a plan was asked for.
         say("no rule acted: the script did not import torch, so there is no plan")
