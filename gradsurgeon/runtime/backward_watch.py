@@ -15,9 +15,15 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
+
+_TOGETHER = (
+    "two threads run backward passes through the same parameters, and one of them is a gradsurgeon.backward, which replaces "
+    "hooks meanwhile: run both passes in one thread"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +33,7 @@ class RunningPass:
     graph: BackwardGraph
     inputs: Sequence[Any] = ()
     tasks: list[int] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
 
     def reaches(self, leaves: Collection[int]) -> bool:
         """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
@@ -36,7 +43,8 @@ class RunningPass:
 
     def __enter__(self) -> None:
         with lock:
-            threads.add(threading.get_ident())
+            self.refuse_other_threads(_alone)
+            threads.add(self.thread)
             if len(threads) > 1:  # a thread that has ended trains nothing
                 threads.intersection_update(thread.ident for thread in threading.enumerate())
             _running.append(self)
@@ -45,8 +53,19 @@ class RunningPass:
         with lock:
             _running.remove(self)
 
+    def refuse_other_threads(self, passes: Sequence["RunningPass"]) -> None:
+        """Raise if one of some passes is of another thread and reaches the same leaves."""
+        others = [other for other in passes if other.thread != self.thread]
+        if not others:
+            return
+        leaves = set(map(id, self.graph.leaves()))
+        if any(other.reaches(leaves) for other in others):
+            raise GradSurgeonError(_TOGETHER)
+
 
 _running: list[RunningPass] = []
+# The calls of `gradsurgeon.backward` that take the gradients of single losses.
+_alone: list[RunningPass] = []
 # The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
 # even read the gradients that another thread is training.
 threads: set[int] = set()
@@ -54,6 +73,20 @@ threads: set[int] = set()
 lock = threading.RLock()
 # By thread, the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}
+
+
+@contextmanager
+def alone(graph: BackwardGraph) -> Iterator[None]:
+    """Keep passes of other threads off the leaves of a graph: they would see other hooks, and add to other gradients."""
+    call = RunningPass(graph)
+    with lock:
+        call.refuse_other_threads([*_running, *_alone])
+        _alone.append(call)
+    try:
+        yield
+    finally:
+        with lock:
+            _alone.remove(call)
 
 
 @contextmanager

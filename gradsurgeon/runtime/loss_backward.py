@@ -16,7 +16,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.backward_watch import taking
+from gradsurgeon.runtime.backward_watch import alone, taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
@@ -56,6 +56,8 @@ def backward(
         if sessions:
             leaves = list(graph.leaves())
             due += [one for rules in sessions for one in rules.due(leaves, losses)]
+        if due:
+            stack.enter_context(alone(graph))
         named = NamedPass(due)
         if parts := _parts(due, scaled):
             grads, tasks = _gradients(due, parts, total, list(modules))

@@ -1,4 +1,4 @@
-"""Threads and losses by name: passes of other threads are left alone."""
+"""Threads and losses by name: passes of two threads through one model are refused, other passes are left alone."""
 
 from __future__ import annotations
 
@@ -44,6 +44,56 @@ def at_once(*works: Callable[[], None]) -> None:
 def combined(model: Any, x: Tensor) -> Tensor:
     out: Tensor = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
     return out
+
+
+@pytest.mark.parametrize("other", ["named", "plain"])
+def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None:
+    model: Any = Heads()
+    x = torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    inside, refused = threading.Event(), threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        inside.set()
+        assert refused.wait(20)
+
+    model.seg.weight.register_hook(hold)
+
+    def second() -> None:
+        assert inside.wait(20)
+        with pytest.raises(gradsurgeon.GradSurgeonError, match="run both passes in one thread"):
+            if other == "named":
+                gradsurgeon.backward(two(model, x))
+            else:
+                two(model, x)["depth"].backward()
+        refused.set()
+
+    at_once(partial(gradsurgeon.backward, two(model, x)), second)
+    model.zero_grad()
+    gradsurgeon.backward(two(model, x))
+    found = torch.cat([param.grad.flatten() for param in trunk_of(model)])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, combined(model, x), rtol=1e-9, atol=1e-12)
+
+
+def test_a_named_pass_beside_a_running_plain_one_is_refused() -> None:
+    model: Any = Heads()
+    x = torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    inside, refused = threading.Event(), threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        inside.set()
+        assert refused.wait(20)
+
+    def second() -> None:
+        assert inside.wait(20)
+        with pytest.raises(gradsurgeon.GradSurgeonError, match="run both passes in one thread"):
+            gradsurgeon.backward(two(model, x))
+        refused.set()
+
+    handle = model.seg.weight.register_hook(hold)
+    at_once(sum(two(model, x).values()).backward, second)  # type: ignore[union-attr]
+    handle.remove()
 
 
 def test_gradients_that_a_hook_asks_for_are_those_without_rules() -> None:
