@@ -29,6 +29,8 @@ class ManualSteps:
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
+        # Whether no trap stopped the last update.
+        self._goes_on = True
 
     @property
     def active(self) -> bool:
@@ -79,6 +81,7 @@ class ManualSteps:
         """Run the rules at `step` and count an update; return its number and the decision on it."""
         step = Step(self._context.counters.common)
         number, decision = step.counter.step, self._events.step_starting(step)
+        self._goes_on = not decision.stops
         self._events.step_finished(step, took_place=True)
         if decision.error is not None:
             raise decision.error
@@ -97,4 +100,6 @@ class ManualSteps:
         self._refuse_freezes()
         counted, self._counts = self._counts == "passes", "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.
-        return counted or not self._update()[1].skip
+        if not counted:
+            self._update()
+        return self._goes_on

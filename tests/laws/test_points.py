@@ -554,6 +554,18 @@ def test_a_tick_says_whether_to_update() -> None:
     assert session.step == 2
 
 
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules({**SKIP, "then": then})) as session:
+        with pytest.raises(gradsurgeon.NonFiniteGradientError):
+            (model.w * float("nan")).sum().backward()
+        assert session.tick() is False
+        model.w.grad = None
+        (model.w * 1.0).sum().backward()
+        assert session.tick() is True
+
+
 def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
     model = Weight()
     with gradsurgeon.apply(model, rules(SKIP)) as session:
