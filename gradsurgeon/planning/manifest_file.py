@@ -12,7 +12,7 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from gradsurgeon.actions import described
-from gradsurgeon.errors import ManifestError, Place, Problem
+from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
 from gradsurgeon.schema import Built
 from gradsurgeon.store.files import begins, check_replaceable, replacing
@@ -130,21 +130,26 @@ def _from_weights(file: str) -> Manifest:
     entries.pop("__metadata__", None)
     tensors = _checked(dict[Name, _Tensor], entries, file)
     params = []
+    left_out = []
     # The root and every prefix of the names, each before the modules inside it.
     paths = {ROOT: None}
     for name in sorted(tensors):
         dtype, shape = tensors[name].dtype, tensors[name].shape
-        if not dtype.startswith(_WITHOUT_GRADIENT):
-            dtype = _DTYPES.get(dtype, dtype.lower())
-            params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
-            parts = name.split(".")
-            paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
-    note = (
+        if dtype.startswith(_WITHOUT_GRADIENT):
+            left_out.append(name)
+            continue
+        dtype = _DTYPES.get(dtype, dtype.lower())
+        params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
+        parts = name.split(".")
+        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+    notes = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
-    )
+    ]
+    if left_out:
+        notes.append(f"tensors of whole numbers are left out: {shorten_names(left_out)}")
     modules = tuple(Module(path, (), ()) for path in paths if path)
-    return Manifest(file, tuple(params), modules, notes=(note,))
+    return Manifest(file, tuple(params), modules, notes=tuple(notes))
 
 
 def _read_json(file: str, *, header: bool = False) -> object:

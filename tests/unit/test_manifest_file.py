@@ -294,6 +294,8 @@ class TestWeights:
         assert [one.name for one in plan.of("r1")] == ["h.10.fc", "h.2.fc"]
         assert plan.manifest.elements == 42
         assert any("does not tell buffers from parameters" in text for text in plan.warnings)
+        left_out = "tensors of whole numbers are left out: h.2.norm.num_batches_tracked"
+        assert left_out in plan.warnings
 
     @pytest.mark.parametrize(
         "rule",
