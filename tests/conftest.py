@@ -13,15 +13,20 @@ import gc
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
 import forks
 import pytest
+from packaging.requirements import Requirement
 from ranks import FINAL_WEIGHTS
 
+ROOT = Path(__file__).parents[1]
 MEASURES = "COVERAGE_PROCESS_CONFIG"
 # A file that is slow as a whole.
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
@@ -38,18 +43,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    # A worker begins with a part of the tests, in their order, and takes from the end of another's part when it is
+    # done: nearly all files stay whole, so tests of a file share what they start. A worker that crashes ends the run.
+    if getattr(config.option, "dist", "no") == "load":  # only if pytest-xdist is installed
+        config.option.dist = "worksteal"
+        config.option.maxworkerrestart = "0"
+
+
+# After the plugins, whose own warnings must not end a session.
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_whole(config):
         # Before `fuzzing` is imported.
         os.environ.setdefault("GRADSURGEON_TEST_SHARE", "0.1")
+    # Other releases of libraries have warnings of their own.
+    ours = "error::gradsurgeon.errors.GradSurgeonWarning"
+    config.addinivalue_line("filterwarnings", ours if _other_releases() else "error")
+
+
+def pytest_report_header() -> str | None:
+    others = _other_releases()
+    return (
+        f"warnings of libraries are no errors, because of: {', '.join(others)}" if others else None
+    )
+
+
+@cache
+def _other_releases() -> tuple[str, ...]:
+    """Return the requirements of the tests that the installed packages do not meet."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = map(Requirement, project["optional-dependencies"]["dev"])
+    return tuple(str(one) for one in wanted if not _is_met(one))
+
+
+def _is_met(wanted: Requirement) -> bool:
+    try:
+        return version(wanted.name) in wanted.specifier
+    except PackageNotFoundError:
+        return False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # Every worker imports every file, and with some of them a trainer or a tracker.
+    # Every worker imports every file, and with some of them a trainer or a tracker, which need not be installed.
+    if config.option.markexpr == "cuda" and not _needs_cuda(collection_path):
+        return True
     left_out = collection_path.name.startswith("test_") and not _is_whole(config)
     if left_out and SLOW_FILE.search(collection_path.read_text(encoding="utf-8")):
         return True
     return None
+
+
+def _needs_cuda(path: Path) -> bool:
+    files = path.rglob("test_*.py") if path.is_dir() else [path]
+    return any("pytest.mark.cuda" in file.read_text(encoding="utf-8") for file in files)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="waiting for a device needs a CUDA device"
     ),
+    # Torch says so once in a process that uses the mode.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
 ]
 
 OBSERVING = """
