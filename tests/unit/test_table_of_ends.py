@@ -39,6 +39,7 @@ def test_the_table_is_printed(tmp_path: Path, processes: str) -> None:
     case.write_text(CASE, encoding="utf-8")
     for name in ("conftest.py", "forks.py", "ranks.py", "bounds.py"):
         shutil.copy(TESTS / name, tmp_path / "tests")
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
     (tmp_path / "pytest.toml").write_text('[pytest]\npythonpath = ["tests"]\n', encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", processes, "--dist=worksteal", "tests"],
