@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -77,19 +78,43 @@ def is_capturing() -> bool:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Return whether a tensor has no numbers to read: on the meta device, in `torch.export`, `torch.func` or a batch."""
+    """Return whether a tensor has no numbers to read now.
+
+    It is on the meta device, in `torch.export`, `torch.func` or a batch, or its storage has been freed.
+    """
     functorch = torch._C._functorch  # noqa: SLF001
     return bool(
         tensor.is_meta
         or functorch.peek_interpreter_stack() is not None
         or functorch.is_legacy_batchedtensor(tensor)
         or (type(tensor) is not Tensor and _is_fake(tensor))
+        or is_freed(tensor)
     )
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Return whether the storage of a tensor is gone: FSDP frees whole parameters between passes. A read ends the process."""
+    if not torch._C._has_storage(tensor):  # noqa: SLF001 # a sparse tensor has none
+        return False
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _is_fake(tensor: Tensor) -> bool:
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor only wraps others, such as the result of a collective that is under way."""
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
+
+
+def runs_script(node: Any, saved: str) -> bool:
+    """Return whether reading what a node has saved would run code: an unpack hook, or a checkpointed forward pass."""
+    raw = getattr(node, f"_raw_saved_{saved}", None)
+    # Some nodes save several tensors under one name, and numbers are not packed.
+    tensors = raw if isinstance(raw, tuple) else (raw,)
+    return any(getattr(one, "unpack_hook", one) is not None for one in tensors)
 
 
 def lacks_operations(tensor: Tensor) -> bool:

@@ -216,7 +216,9 @@ def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
 
 
 def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:
-    found = [grads[t] for t in tensors if t in grads and grads[t].layout == torch.strided]
+    there = [grads[t] for t in tensors if t in grads]
+    # A rank may hold no element of a gradient, which has no maximum then.
+    found = [grad for grad in there if grad.layout == torch.strided and grad.numel()]
     if not found:
         return ()
     kinds = (2.0, float("inf"))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _live, _numbers
+from gradsurgeon import _dist, _live, _numbers
 from gradsurgeon.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
 # A look compares weights with those of ten updates earlier; after fifty updates, of a hundred updates earlier.
@@ -90,16 +91,18 @@ class UpdateCheck(Check):
     def after_pass(self, done: Pass) -> Iterator[Finding]:
         self._passes += 1
         for leaf in done.strangers() if self._passes <= 3 * WINDOW else ():
+            if (part := readable(leaf)) is None:
+                continue
             known = self._outside.get(id(leaf))
             if known is None or known[0] is not leaf:
                 # Held, so that no other leaf gets its id.
                 if len(self._outside) > WINDOW:
                     self._outside.clear()
-                self._outside[id(leaf)] = (leaf, sample(leaf), 1)
+                self._outside[id(leaf)] = (leaf, sample(part), 1)
                 continue
             _, first, passes = known
             self._outside[id(leaf)] = (leaf, first, passes + 1)
-            still = passes == 2 * WINDOW and torch.equal(sample(leaf), first)
+            still = passes == 2 * WINDOW and torch.equal(sample(part), first)
             if still and _is_homeless(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
@@ -183,6 +186,9 @@ class UpdateCheck(Check):
 
 
 def _is_homeless(leaf: Tensor) -> bool:
+    # `FullyShardedDataParallel` shows modules and optimizers views of its flat parameter.
+    if _dist.is_flattened(leaf):
+        return False
     held = [module.parameters(recurse=False) for module in _live.instances(nn.Module)]
     held += [
         g["params"] for o in _live.instances(Optimizer) for g in getattr(o, "param_groups", ())
@@ -253,8 +259,9 @@ def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
 
 
 def _rms(grad: Tensor) -> float:
-    values = _numbers.values(grad).float()
-    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+    values = _numbers.values(grad)
+    sizes = (values.abs() if values.is_complex() else values).float()
+    return float(sizes.square().mean().sqrt()) if sizes.numel() else 0.0
 
 
 def _usual_gradient(update: Update) -> float:

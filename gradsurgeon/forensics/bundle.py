@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _bounded_load
+from gradsurgeon import _bounded_load, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
@@ -91,7 +91,7 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         **{name: getattr(failed, name) for name in _STEP_NAMES},
         **{name: getattr(failed.kept, name) for name in _KEPT_NUMBERS},
         "losses": {
-            number: (loss.value, [(n.name, n.saved, n.made_of) for n in loss.nodes])
+            number: (loss.value, [(n.name, n.held(), n.made_of) for n in loss.nodes])
             for number, loss in failed.kept.losses.items()
         },
         "calls": [_written(call) for call in failed.kept.calls],
@@ -114,6 +114,8 @@ def _written(call: KeptCall) -> dict[str, Any]:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
+    if _torch.is_freed(tensor):
+        raise ValueError("a tensor of the step has no numbers any more")
     part = tensor.detach().resolve_conj().resolve_neg().cpu()
     # A file has whole storages: nothing of a large one that a small tensor is a part of.
     whole = part.untyped_storage().nbytes() if part.layout == torch.strided else part.nbytes

@@ -237,8 +237,8 @@ def _source_in(loss: KeptLoss) -> Source | None:
 
 
 def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
-    result = node.saved.get("result")
-    if isinstance(result, Tensor) and nonfinite_kind(result):
+    result = _tensors(node).get("result")
+    if result is not None and nonfinite_kind(result):
         return _made(node, loss, result)
     # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
     name, tensor = next(iter(bad.items()))
@@ -251,7 +251,7 @@ def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Sour
 
 
 def _tensors(node: LossNode) -> dict[str, Tensor]:
-    return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in node.held().items() if isinstance(value, Tensor)}
 
 
 def _nonfinite(node: LossNode) -> dict[str, Tensor]:
@@ -261,7 +261,8 @@ def _nonfinite(node: LossNode) -> dict[str, Tensor]:
 def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
     """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
     func, names = _AGAIN.get(node.name, (None, ()))
-    args = tuple(node.saved.get(name) for name in names)
+    kept = node.held()
+    args = tuple(kept.get(name) for name in names)
     # Nodes keep no numbers, and no tensors that need no gradient.
     if func is None or any(argument is None for argument in args):
         return None

@@ -14,6 +14,7 @@ from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 # Of the random states; Python keeps each of 625 words as an object.
@@ -97,7 +98,8 @@ class KeptCalls:
             self.step.problem = "the session was paused"
             return
         # The tables of scripted modules have no `get`.
-        buffers = {path: table[key] for path, table, key in self._buffers[name] if key in table}
+        places = [(path, table[key]) for path, table, key in self._buffers[name] if key in table]
+        buffers = [(path, b) for path, b in places if b is not None and readable(b) is not None]
         given: list[Tensor]
         if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
             iterators: list[str] = []
@@ -113,7 +115,7 @@ class KeptCalls:
             args,
             kwargs,
             RandomState.now(self._devices),
-            {path: b.detach().clone() for path, b in buffers.items() if b is not None},
+            {path: buffer.detach().clone() for path, buffer in buffers},
             {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
             compiled=compiled,
             iterators=tuple(iterators),
@@ -129,10 +131,11 @@ class KeptCalls:
         for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
-            call.outputs[path] = fingerprint(tensor)
-            sample = call.outputs[path][1]
-            call.versions[path] = _torch.writes(sample)
-            call.bytes += sample.numel() * sample.element_size()
+            if (known := fingerprint(tensor)) is not None:
+                sample = known[1]
+                call.outputs[path] = known
+                call.versions[path] = _torch.writes(sample)
+                call.bytes += sample.numel() * sample.element_size()
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
                 node.register_prehook(keep)

@@ -11,6 +11,7 @@ from gradsurgeon import _numbers, _torch
 from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
+from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import SAMPLE, sample
 from gradsurgeon.tensors.structure import Path
 
@@ -23,9 +24,14 @@ MOST_CALLS = 256
 _MOST_NODES = 64
 
 
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return what recognises a tensor; a small one is its own sample, unless a view would keep a larger one alive."""
-    part = _numbers.values(tensor).detach()
+def fingerprint(tensor: Tensor) -> Fingerprint | None:
+    """Return what recognises a tensor, ``None`` if the tensor cannot be read.
+
+    A small tensor is its own sample, unless a view would keep a larger one alive.
+    """
+    if (held := readable(tensor)) is None:
+        return None
+    part = _numbers.values(held)
     if part.numel() <= SAMPLE and part.untyped_storage().nbytes() == part.nbytes:
         return tuple(tensor.shape), part.flatten()
     return tuple(tensor.shape), sample(part)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Line, TensorFacts
 from gradsurgeon.planning import named_modules
 
@@ -101,8 +101,10 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as real numbers; of a sharded tensor, those of this rank."""
+    """Return the elements of a tensor that can be read as real numbers; of a sharded tensor, those of this rank."""
     part = _dist.local(tensor.detach())
+    if _torch.is_freed(part):
+        return part.new_empty(0)
     if part.layout != torch.strided:
         part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()
     return torch.view_as_real(part.resolve_conj()) if part.is_complex() else part

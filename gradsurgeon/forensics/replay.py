@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon import _torch
 from gradsurgeon.distributed.fully_shard import casts
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
@@ -21,6 +22,7 @@ from gradsurgeon.planning import named_modules, slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 INPUT = "input "
+_FREED = "an argument of the call has no numbers any more, such as a parameter that fully_shard has freed"
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
 # Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
@@ -74,10 +76,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
     buffers = {name: then[name].detach().clone() for name, _ in module.named_buffers()}
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
-    # Copies without their graph, so the forward pass may write to them.
-    args, kwargs = Copied(
-        (call.args, call.kwargs), lambda t: t.detach().clone().requires_grad_(t.requires_grad)
-    ).value
+    args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
     inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
     provenance.memory.made((*buffers.values(), *inputs.values()))
     given: dict[Seed, dict[str, Tensor]] = {"weight": params, "buffer": buffers, "input": inputs}
@@ -116,12 +115,20 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
         found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
 
 
+def _own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of an argument without its graph, so the forward pass may write to it."""
+    if _torch.is_freed(tensor):
+        raise RuntimeError(_FREED)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
-    if tensor is None or tuple(tensor.shape) != kept[0]:
+    now = None if tensor is None else fingerprint(tensor)
+    if now is None or now[0] != kept[0]:
         return {"other"}
-    (_, sample), (_, other) = fingerprint(tensor), kept
-    sample = sample.to(other.dtype)  # A later hook may have cast the output.
+    other = kept[1]
+    sample = now[1].to(other.dtype)  # A later hook may have cast the output.
     if torch.equal(sample.nan_to_num(7.0), other.nan_to_num(7.0)):
         return {"equal"} if bool(sample.isfinite().any()) else set()
     near = torch.allclose(sample, other, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -24,6 +24,7 @@ from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.store.layout import database_name, is_of_another_start
+from gradsurgeon.tensors.readable import readable
 
 
 @dataclass(slots=True, eq=False)
@@ -302,8 +303,8 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
 def _equal(copy: nn.Module, model: nn.Module) -> bool:
     ours, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
     return ours.keys() == theirs.keys() and all(
-        not (a.is_meta or b.is_meta) and torch.equal(_dist.local(a), _dist.local(b).to(a))
-        for a, b in zip(ours.values(), theirs.values(), strict=True)
+        a is not None and b is not None and torch.equal(a, b.to(a))
+        for a, b in zip(map(readable, ours.values()), map(readable, theirs.values()), strict=True)
     )
 
 

@@ -23,7 +23,7 @@ from gradsurgeon.runtime.scaler_watch import unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a transform of torch.func, is_grads_batched, the meta device, "
-    "torch.export): compute this part without that, or after session.remove()"
+    "torch.export, a parameter that FSDP has freed): compute this part without that, or after session.remove()"
 )
 _ODD = "torch has few operations for tensors that are nested, masked, compressed (CSR and the like) or in float8"
 _SHARDED = "did not measure a tensor that is sharded over ranks: log another module, or set `use_local_output=True`"

@@ -19,6 +19,7 @@ from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
+from gradsurgeon.tensors.readable import readable
 
 _TOGETHER = (
     "two threads run backward passes through the same parameters, and one of them is a gradsurgeon.backward, which replaces "
@@ -261,15 +262,21 @@ def around_passes(
             with _numbered(roots, [tasks.append]):
                 yield
         elif call.accumulates:
-            only = call.outputs[0] if len(call.outputs) == 1 else None
-            loss = only.detach() if isinstance(only, Tensor) and not only.dim() else None
-            graph = BackwardGraph(roots, loss=loss)
+            graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
             with _training(RunningPass(graph, call.inputs), known, begins):
                 yield
         else:
             yield
 
     return around
+
+
+def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
+    """Return the value that a pass begins from, ``None`` if it is not one number that this rank holds."""
+    only = outputs[0] if len(outputs) == 1 else None
+    if not isinstance(only, Tensor) or only.dim() or _dist.is_partial(only):
+        return None
+    return readable(only)
 
 
 @contextmanager

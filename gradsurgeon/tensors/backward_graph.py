@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradsurgeon import _torch
+from gradsurgeon.tensors.readable import readable
 
 # A node, or a leaf at which a pass begins: getting the node of a leaf takes longer than using it.
 Root = Node | Tensor
@@ -36,6 +37,14 @@ class LossNode:
     saved: dict[str, Any]
     made_of: list[int]
 
+    def held(self) -> dict[str, Any]:
+        """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
+        return {
+            name: value
+            for name, value in self.saved.items()
+            if not isinstance(value, Tensor) or readable(value) is not None
+        }
+
 
 # The saved attributes by type of node, with their names. Listing the attributes takes longer than reading them.
 _saved_names: dict[type, list[tuple[str, str]]] = {}
@@ -48,6 +57,8 @@ def _saved(node: Any) -> dict[str, Any]:
         _saved_names[kind] = [(name, name.removeprefix(_SAVED)) for name in names]
     found = {}
     for attribute, name in _saved_names[kind]:
+        if _torch.runs_script(node, name):
+            continue
         try:
             found[name] = getattr(node, attribute)
         except RuntimeError:

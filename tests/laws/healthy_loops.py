@@ -730,6 +730,21 @@ def rare_updates() -> Training:
     return Training(model, [often, rarely], loop)
 
 
+def complex_weights() -> Training:
+    """A complex gradient has a size, and torch warns of one that is made real without it."""
+    model = nn.Linear(16, 4, dtype=torch.complex64)
+    optimizer = Adam(model.parameters(), lr=1e-2)
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(8, 16, dtype=torch.complex64)
+            (model(x) - x[:, :4]).abs().square().mean().backward()
+            optimizer.step()
+
+    return Training(model, [optimizer], loop)
+
+
 HEALTHY: tuple[Callable[[], Training], ...] = tuple(
     value
     for name, value in list(globals().items())

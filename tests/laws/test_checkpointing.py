@@ -296,3 +296,41 @@ def test_a_block_without_trainable_parameters_is_watched(
     plain, _, norms, watched, same_norms = found
     assert norms == same_norms
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "hooks"])
+def test_what_a_loss_has_packed_is_unpacked_by_the_backward_pass_alone(how: str) -> None:
+    """The default pack keeps what a loss outside of the model has saved: reading that must not run code of the script."""
+    runs: list[str] = []
+
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        runs.append("forward")
+        return (out.exp() - y).square().mean()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        runs.append("unpack")
+        return tensor
+
+    def packed(out: Tensor, y: Tensor) -> Tensor:
+        if how == "checkpoint":
+            return checkpoint(criterion, out, y, use_reentrant=False)  # type: ignore[no-any-return]
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            return criterion(out, y)
+
+    def train(*, watched: bool) -> list[str]:
+        runs.clear()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = gradsurgeon.apply(model, "gradsurgeon:debug@1") if watched else None
+        for step in range(2):
+            optimizer.zero_grad()
+            packed(model(data(step, 3, 4)), torch.ones(3, 2)).backward()
+            optimizer.step()
+        if session is not None:
+            session.remove()
+        return list(runs)
+
+    plain = train(watched=False)
+    assert plain
+    assert train(watched=True) == plain
