@@ -101,11 +101,11 @@ class Mail:
         return range(_dist.world())
 
     @cached_property
-    def _store(self) -> Any:
-        return _dist.own_store(self._prefix)
+    def _store(self) -> _dist.OwnStore:
+        return _dist.OwnStore(self._prefix)
 
     def post(self, key: str, rows: Rows) -> None:
-        if self.rank:
+        if self.rank and self._store.is_served():
             with suppress(RuntimeError):
                 self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
 

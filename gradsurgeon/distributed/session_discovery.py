@@ -7,9 +7,10 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradsurgeon import _dist
 from gradsurgeon.planning import Plan, is_for, shortfalls
@@ -23,6 +24,9 @@ LIMIT = 10.0
 # these meetings on all ranks, in whichever order the sessions were applied. A count never goes back,
 # even if the groups are gone.
 _met: Counter[str] = Counter()
+
+# The key that closes a roll.
+_CLOSED = "closed"
 
 Names = dict[str, list[str]]
 
@@ -58,43 +62,77 @@ class Roll(NamedTuple):
     sessions: dict[int, SessionInfo]
 
 
-def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo) -> Roll:
-    """Return the sessions of the ranks of some groups, for the model with these shapes, that come in time."""
-    kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
-    # The ranks of a mesh belong to different groups each.
-    name = groups[0].group_name if len(groups) == 1 else ""
-    topic = f"{_dist.attempt()}/roll/{name}/{kind}"
-    while True:
-        prefix = f"{topic}/{_met[topic]}"
-        _met[topic] += 1
-        _publish(prefix, info)
-        wanted, here = _peers(prefix, info)
-        closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
-        # A roll that was closed earlier belonged to another session: other ranks have had one more.
-        if _dist.rank() in closed:
-            sessions = {rank: SessionInfo(*_published(prefix, rank)) for rank in closed}
-            # The rank that closed the roll may have known more peers.
-            peers = {rank for session in sessions.values() for rank in session.peers}
-            return Roll(f"{prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
+class Meeting:
+    """A session on its way to the sessions of the ranks of some groups, for the model with these shapes."""
 
+    def __init__(
+        self, groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo
+    ) -> None:
+        kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
+        # The ranks of a mesh belong to different groups each.
+        name = groups[0].group_name if len(groups) == 1 else ""
+        self._topic = f"{_dist.attempt()}/roll/{name}/{kind}"
+        # The process group may be gone when the meeting ends.
+        self._rank, self.info = _dist.rank(), info
+        self.store = _dist.OwnStore(self._topic)
+        self._enter()
 
-def _peers(prefix: str, info: SessionInfo) -> tuple[set[int], list[int]]:
-    """Return the ranks that share gradients, also through others, and the ranks that came."""
-    wanted: set[int] = set()
-    here, more = list[int](), set(info.peers)
-    while not more <= wanted:
-        wanted |= more
-        here = _dist.present(_dist.store(), prefix, wanted, LIMIT, f"{prefix}/closed")
-        more = {rank for one in here for rank in SessionInfo(*_published(prefix, one)).peers}
-    return wanted, here
+    def _enter(self) -> None:
+        self._prefix = f"{self._topic}/{_met[self._topic]}"
+        _met[self._topic] += 1
+        self.store = self.store.at(self._prefix)
+        # The rest of the session goes on without a store that has failed.
+        with suppress(RuntimeError):
+            self.store.set(str(self._rank), json.dumps(self.info))
 
+    def roll(self, limit: float) -> Roll | None:
+        """Return the sessions that come within some seconds. With a limit of 0, return ``None`` until all have come."""
+        try:
+            return self._roll(limit)
+        except RuntimeError:
+            own = {self._rank: self.info}
+            return Roll(f"{self._prefix}/votes", self.info.peers, own)
 
-def _publish(prefix: str, value: Any) -> None:
-    _dist.store().set(f"{prefix}/{_dist.rank()}", json.dumps(value))
+    def _roll(self, limit: float) -> Roll | None:
+        while True:
+            if not (limit or self._has_met(self.info.peers)):
+                return None
+            wanted, here = self._peers(limit)
+            if not (limit or self._has_met(wanted)):
+                return None
+            closed = json.loads(self.store.compare_set(_CLOSED, "", json.dumps(here)))
+            # A roll that was closed earlier belonged to another session: other ranks have had one more.
+            if self._rank in closed:
+                sessions = {rank: self._session(rank) for rank in closed}
+                # The rank that closed the roll may have known more peers.
+                peers = {rank for session in sessions.values() for rank in session.peers}
+                return Roll(f"{self._prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
+            self._enter()
 
+    def _peers(self, limit: float) -> tuple[set[int], list[int]]:
+        """Return the ranks that share gradients, also through others, and the ranks that came."""
+        wanted: set[int] = set()
+        here, more = list[int](), set(self.info.peers)
+        while not more <= wanted:
+            wanted |= more
+            here = _dist.present(self.store, wanted, limit, until=_CLOSED)
+            more = {rank for one in here for rank in self._session(one).peers}
+        return wanted, here
 
-def _published(prefix: str, rank: int) -> Any:
-    return json.loads(_dist.store().get(f"{prefix}/{rank}"))
+    def _session(self, rank: int) -> SessionInfo:
+        return SessionInfo(*json.loads(self.store.get(str(rank))))
+
+    def _has_met(self, ranks: Iterable[int]) -> bool:
+        """Tell whether some ranks have come, or another rank has closed the roll."""
+        return self.store.check(list(map(str, ranks))) or self.store.check([_CLOSED])
+
+    def leave(self) -> list[int]:
+        """Close the roll without this session, which later sessions must not take for theirs; return the missing ranks."""
+        here = [self._rank]
+        with suppress(RuntimeError):
+            self.store.compare_set(_CLOSED, "", "[]")
+            here = _dist.present(self.store, self.info.peers, 0.0)
+        return [rank for rank in self.info.peers if rank not in here]
 
 
 def unheard(ranks: Sequence[int]) -> str:
@@ -111,14 +149,16 @@ def lacking(
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
-    prefix = f"{_dist.attempt()}/matched/{rules.sha256}"
+    store = _dist.OwnStore(f"{_dist.attempt()}/matched/{rules.sha256}")
     mine = _matched.setdefault(rules.sha256, {})
     for plan in plans.values():
         for rule in rules.rules:
             names = [binding.name for binding in plan.of(rule.id)]
             # Only rules with `expect` need the number of names; for other rules one name is enough.
             mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
-    _publish(prefix, mine)
+    # A store that has failed must not end the script: no other rank can be asked then.
+    with suppress(RuntimeError):
+        store.set(str(_dist.rank()), json.dumps(mine))
     asked = [
         rule
         for rule in rules.rules
@@ -127,9 +167,11 @@ def lacking(
     ]
     if not asked:
         return [], {}
+    matched: dict[int, Names] = {_dist.rank(): mine}
     every = range(_dist.world())
-    here = _dist.present(_dist.store(), prefix, every, LIMIT)
-    matched: dict[int, Names] = {rank: _published(prefix, rank) for rank in here}
+    with suppress(RuntimeError):
+        here = _dist.present(store, every, LIMIT)
+        matched = {rank: json.loads(store.get(str(rank))) for rank in here}
     absent = [rank for rank in every if rank not in matched]
     errors: list[str] = []
     notes: dict[str, str] = {}

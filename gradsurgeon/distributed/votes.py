@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from gradsurgeon import _dist
 
@@ -49,21 +49,25 @@ def voted(value: int) -> int:
 class Counter:
     """The votes of ranks by key, 0 at first, in a store that only they use, given the host of each rank."""
 
-    def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
+    def __init__(self, store: _dist.OwnStore, hosts: Mapping[int, str]) -> None:
         rank = _dist.rank()
         here = [other for other, host in hosts.items() if host == hosts[rank]]
-        by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
+        self._by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
         self._store, self._number, self._here = store, len(hosts), len(here)
-        self._cleans, self.serves = min(hosts) == rank, by_host and min(here) == rank
+        self._cleans, self.serves = min(hosts) == rank, self._by_host and min(here) == rank
+        self._key = f"host/{hosts[rank]}"
         # The server of this host, if there is one, and the key that this rank reads for its host.
         self._host: Any = None
         self._reading = ""
-        if by_host:
-            key = f"host/{hosts[rank]}"
-            port = None if self.serves else int(store.get(key))
-            self._host = _dist.server(port, store.timeout)
-            if self.serves:
-                store.set(key, str(self._host.port))
+
+    def open(self) -> None:
+        """Start the server of this host, or connect to it, if the ranks of a host count together."""
+        if not self._by_host:
+            return
+        port = None if self.serves else int(self._store.get(self._key))
+        self._host = _dist.server(port, self._store.timeout)
+        if self.serves:
+            self._store.set(self._key, str(self._host.port))
 
     def is_complete(self, value: int) -> bool:
         return voted(value) == self._number
@@ -74,14 +78,14 @@ class Counter:
             # The last rank of a host reports for the host.
             if voted(vote) < self._here:
                 return 0
-        return int(self._store.add(key, vote))
+        return self._store.add(key, vote)
 
     def look(self, key: str) -> int:
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
             if self._host is not None and (known := self._known(key)) is not None:
                 return known
-        value = int(self._store.add(key, 0))
+        value = self._store.add(key, 0)
         if self._host is not None and self.is_complete(value):
             with suppress(RuntimeError):
                 self._host.add(f"{key}/known", value)
@@ -136,7 +140,7 @@ _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
 # Of voters that closed before other ranks: the store, the number of ranks, and whether this process serves others.
 # The process that hosts the store waits for them. A voter itself would keep its session alive.
-_left: list[tuple[Any, int, bool]] = []
+_left: list[tuple[_dist.OwnStore, int, bool]] = []
 
 
 class Voter:
@@ -158,8 +162,7 @@ class Voter:
         patience: float,
         tell: Callable[[str], None],
     ) -> None:
-        # The voter has its own connection: a waiting request would delay requests of the script.
-        self._store = _dist.own_store(prefix)
+        self._store = _dist.OwnStore(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
@@ -175,6 +178,8 @@ class Voter:
         self._is_left = False
         self.is_over = False
         _open.add(self)
+        with self._asking():
+            self._counter.open()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -219,9 +224,11 @@ class Voter:
         own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
         if not self.is_over:
             with self._asking():
-                self._store.set(own, cast("Any", pickle.dumps(value)))
+                self._store.set(own, pickle.dumps(value))
                 self._keys.append((self._passes, own))
-                here = _dist.present(self._store, prefix, self.ranks, limit, closed)
+                here = _dist.present(
+                    self._store, self.ranks, limit, under=f"{prefix}/", until=closed
+                )
                 agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
                 # The ranks of one job trust each other: torch sends pickled objects in the same way.
                 texts = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
@@ -255,7 +262,7 @@ class Voter:
             own = "vote" if self._counter.is_complete(value) else "go"
             if self._store.compare_set(f"{number}/late", "", own) != b"vote":
                 return _GO
-            value = int(self._store.add(str(number), 0))
+            value = self._store.add(str(number), 0)
         objecting = value % LATE // OBJECTS
         if not objecting:
             return _GO
@@ -268,7 +275,7 @@ class Voter:
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
             if gone or waited > self._patience:
-                value = int(self._store.add(key, LATE))
+                value = self._store.add(key, LATE)
                 if not is_complete(value):
                     lacking = len(self.ranks) - voted(value)
                     facts = {"lacking": lacking, "number": len(self.ranks), "waited": waited}
@@ -302,9 +309,9 @@ class Voter:
             self._store.delete_key(self._keys.popleft()[1])
 
 
-def _is_over(store: Any, number: int) -> bool:
+def _is_over(store: _dist.OwnStore, number: int) -> bool:
     try:
-        return int(store.add("gone", 0)) >= number
+        return store.add("gone", 0) >= number
     except RuntimeError:
         return True
 

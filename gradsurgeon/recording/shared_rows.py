@@ -6,7 +6,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +40,8 @@ class Share(NamedTuple):
     ranks: tuple[int, ...]
     places: tuple[int, ...]
 
-    @property
-    def leader(self) -> int:
-        return self.ranks[0] if self.ranks else _dist.rank()
+    def is_led_by(self, rank: int) -> bool:
+        return not self.ranks or self.ranks[0] == rank
 
 
 def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
@@ -88,12 +87,34 @@ class Row(NamedTuple):
         return Measured(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
+class Found(NamedTuple):
+    """The keys of the ranks that share some tensors, or the reason why these ranks cannot exchange rows."""
+
+    store: _dist.OwnStore
+    problem: str = ""
+
+
+class Search(Protocol):
+    """Looks for the ranks that share tensors, in the key-value store of the job."""
+
+    def find(self, limit: float) -> Found | None:
+        """Return what came of the search, ``None`` if not all ranks come within some seconds."""
+
+    def leave(self) -> str:
+        """End the search; return which ranks are missing."""
+
+
 class SharedRows:
     """Merges the rows of shared tensors by the key-value store of the job. No rank waits for another in training."""
 
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
         self._tell = tell
-        self._store: Any = None
+        # The process group may be newer than the session, and gone at its end.
+        self._rank = _dist.rank()
+        self._store: _dist.OwnStore | None = None
+        self._search: Search | None = None
+        # Whether all ranks began to exchange after the same backward pass, so that they can call collectives together.
+        self.together = False
         # Backward passes that gave a gradient to shared tensors.
         self.passes = 0
         self._ranks: dict[str, tuple[int, ...]] = {}
@@ -109,10 +130,40 @@ class SharedRows:
         self._ending = False
         self._asked: defaultdict[int, int] = defaultdict(int)
 
-    def open(self, prefix: str) -> None:
-        """Begin to exchange parts, under a key prefix that only these ranks use."""
+    def open(self, store: _dist.OwnStore) -> None:
+        """Begin to exchange parts, under keys that only these ranks use, and all of them from this pass on."""
         if self._store is None:
-            self._store = _dist.own_store(prefix)
+            self._store, self.together = store, True
+            self._rank = _dist.rank()
+
+    def seek(self, search: Search) -> None:
+        """Begin to exchange parts once the other ranks are found. Until then the rows wait."""
+        if self._store is None and self._search is None:
+            self._search = search
+            self._rank = _dist.rank()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._store is not None
+
+    def _look(self, limit: float) -> None:
+        """Look for the other ranks, for some seconds at most."""
+        found = None if self._search is None else self._search.find(limit)
+        if found is None:
+            return
+        self._search = None
+        if found.problem:
+            self._tell("shared rows", "", found.problem)
+        else:
+            self._store = found.store
+
+    def _give_up(self) -> None:
+        """End the search for the other ranks, if it is not over."""
+        search, self._search = self._search, None
+        if search is not None:
+            problem = search.leave()
+            if any(self._waiting.values()):
+                self._tell("shared rows", "", problem)
 
     def take(self, row: Row, values: Tensor) -> None:
         """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
@@ -122,9 +173,9 @@ class SharedRows:
         for share in row.shares:
             for place in share.places:
                 self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
-            if share.leader != _dist.rank():
+            if not share.is_led_by(self._rank):
                 part = _numbers.to_bytes(values[list(share.places)].contiguous())
-                self._outgoing[share.leader].append((_series(row, share), row.number, part))
+                self._outgoing[share.ranks[0]].append((_series(row, share), row.number, part))
         queue = self._waiting[row.key]
         # An earlier pass may feed the same update; its row may be complete, and is replaced then.
         if queue and queue[-1][0].step == row.step:
@@ -133,14 +184,18 @@ class SharedRows:
 
     def exchange(self) -> Iterator[tuple[Row, Tensor]]:
         """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
+        self._look(0.0)
         if self._store is not None:
             try:
-                self._send()
-                self._receive()
+                self._send(self._store)
+                self._receive(self._store)
             except RuntimeError as error:
                 self._store = None
                 self._tell("shared rows failed", "", _FAILED.format(reason=_told(error)))
-        self._outgoing.clear()
+        if any(len(queue) >= _MOST_WAITING for queue in self._waiting.values()):
+            self._give_up()
+        if self._search is None:
+            self._outgoing.clear()
         for queue in self._waiting.values():
             while queue and (len(queue) >= _MOST_WAITING or not any(self._awaited(queue[0][0]))):
                 yield from self._merged(*queue.popleft())
@@ -148,13 +203,16 @@ class SharedRows:
     def close(self) -> Iterator[tuple[Row, Tensor]]:
         """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
         yield from self.exchange()
+        if self._search is not None:
+            self._give_up()
+            yield from self.exchange()
         if self._store is None:
             return
         self._ending = True
         with suppress(RuntimeError):
-            self._store.set(f"closed/{_dist.rank()}", "")
+            self._store.set(f"closed/{self._rank}", "")
         end = time.monotonic() + LIMIT
-        while self._store is not None and any(self._waiting.values()) and time.monotonic() < end:
+        while self._is_open and any(self._waiting.values()) and time.monotonic() < end:
             time.sleep(_PAUSE)
             yield from self.exchange()
         self._store = None
@@ -165,7 +223,7 @@ class SharedRows:
 
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
-        ranks, rank = self._ranks.get(name, ()), _dist.rank()
+        ranks, rank = self._ranks_that_share(name), self._rank
         leads = not ranks or ranks[0] == rank
         if not ranks or (self._store is None and leads):
             return answer()
@@ -181,7 +239,7 @@ class SharedRows:
             if not leads:
                 self._store.set(f"{key}/{rank}", "")
             wanted = ranks[1:] if leads else ranks[:1]
-            here = _dist.present(self._store, key, wanted, LIMIT)
+            here = _dist.present(self._store, wanted, LIMIT, under=f"{key}/")
             if absent := [other for other in wanted if other not in here]:
                 error = RecordError(
                     f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
@@ -192,7 +250,7 @@ class SharedRows:
             else:
                 found, error = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
             if leads:
-                self._store.set(f"{key}/{leader}", cast("Any", pickle.dumps((found, error))))
+                self._store.set(f"{key}/{leader}", pickle.dumps((found, error)))
                 for other in ranks[1:]:
                     self._store.delete_key(f"{key}/{other}")
         except RuntimeError as failure:
@@ -201,45 +259,54 @@ class SharedRows:
             raise error
         return cast("Answer", found)
 
-    def _send(self) -> None:
-        for leader, parts in self._outgoing.items():
-            read, sent = (int(self._store.add(f"{leader}/{of}", 0)) for of in ("read", "sent"))
-            if sent - read < _MOST_UNREAD * _dist.world():
-                ticket = int(self._store.add(f"{leader}/sent", 1))
-                batch = pickle.dumps((_dist.rank(), parts))
-                self._store.set(f"{leader}/{ticket}", cast("Any", batch))
+    def _ranks_that_share(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that share a tensor. Waits for them if they are not found yet."""
+        ranks = self._ranks.get(name, ())
+        if ranks:
+            self._look(LIMIT)
+        return ranks
 
-    def _receive(self) -> None:
+    def _send(self, store: _dist.OwnStore) -> None:
+        for leader, parts in self._outgoing.items():
+            read, sent = (store.add(f"{leader}/{of}", 0) for of in ("read", "sent"))
+            if sent - read < _MOST_UNREAD * _dist.world():
+                ticket = store.add(f"{leader}/sent", 1)
+                store.set(f"{leader}/{ticket}", pickle.dumps((self._rank, parts)))
+
+    def _receive(self, store: _dist.OwnStore) -> None:
         waiting = [row for queue in self._waiting.values() for row, _ in queue]
         if not waiting:
             return
-        rank, closed = _dist.rank(), set[int]()
+        rank, closed = self._rank, set[int]()
         if self._ending:
             # Checked before the batches are read: a rank closes after it has sent its last batch.
             others = {other for share in waiting[0].shares for other in share.ranks}
-            closed = {other for other in others if self._store.check([f"closed/{other}"])}
-        sent = int(self._store.add(f"{rank}/sent", 0))
+            closed = {other for other in others if store.check([f"closed/{other}"])}
+        sent = store.add(f"{rank}/sent", 0)
         tickets = [f"{rank}/{ticket}" for ticket in range(self._read + 1, sent + 1)]
         # A rank draws a ticket before it writes its batch.
-        while tickets and not self._store.check(tickets):
+        while tickets and not store.check(tickets):
             tickets.pop()
         for ticket in tickets:
-            sender, parts = pickle.loads(self._store.get(ticket))  # noqa: S301 # as above
+            sender, parts = pickle.loads(store.get(ticket))  # noqa: S301 # as above
             for series, number, part in parts:
                 self._parts[series, sender][number] = part
                 self._newest[series, sender] = number
-            self._store.delete_key(ticket)
+            store.delete_key(ticket)
         if tickets:
             self._read += len(tickets)
-            self._store.add(f"{rank}/read", len(tickets))
+            store.add(f"{rank}/read", len(tickets))
         self._closed = closed
+
+    def _led(self, row: Row) -> list[Share]:
+        return [share for share in row.shares if share.is_led_by(self._rank)]
 
     def _awaited(self, row: Row) -> Iterator[bool]:
         """Yield of each part of another rank whether it is missing and may still come."""
-        for share in _led(row):
+        for share in self._led(row):
             series = _series(row, share)
             for rank in share.ranks[1:]:
-                gone = self._store is None or rank in self._closed
+                gone = (self._store is None and self._search is None) or rank in self._closed
                 has_come = row.number in self._parts[series, rank]
                 yield not (gone or has_come or self._newest.get((series, rank), -1) >= row.number)
 
@@ -247,7 +314,7 @@ class SharedRows:
         """Yield the columns of a row that this rank holds whole, or can merge."""
         found: dict[int, Tensor] = {}
         merge = measure.merge_of(row.key.stat)
-        for share in _led(row):
+        for share in self._led(row):
             own = values[list(share.places)]
             parts, series = [own.double()], _series(row, share)
             for rank in share.ranks[1:]:
@@ -272,10 +339,6 @@ def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | N
         return answer(), None
     except (KeyError, RecordError) as error:
         return None, error
-
-
-def _led(row: Row) -> Iterator[Share]:
-    return (share for share in row.shares if share.leader == _dist.rank())
 
 
 def _told(error: RuntimeError) -> str:

@@ -203,6 +203,8 @@ class Context:
         """Notice if this process is one of several ranks by now."""
         if self.ranks is not self._several and _dist.world() > 1:
             self.ranks = self._several
+            # Later the rank that hosts the store may have ended.
+            _dist.connect()
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and rule.steps.due(counter.step)

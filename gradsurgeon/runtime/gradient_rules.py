@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.errors import shorten_names
 from gradsurgeon.recording.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
@@ -20,6 +21,11 @@ from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, 
 from gradsurgeon.statistics import STATISTICS
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.sampling import sample
+
+_AWAITING = (
+    "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "
+    "wait for no rank. A rule at `step` that edits them makes the ranks agree first"
+)
 
 
 def after_pass(
@@ -53,13 +59,16 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
     """Record statistics, or keep copies, of the gradients that a rule matched, in true units."""
     rule, step = bound_rule.rule, bound_rule.counter.step
     tensors = gradients.having(bound_rule.tensors)
+    shared = _dist.any_sharded(gradients.of(tensors))
     if isinstance(rule, CaptureRule):
         for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
             # `keep` counts the firing.
             context.captures.keep(rule, context.program.names[tensor], step, true)
-    elif tensors:
+        return
+    if shared:
+        tensors = _recordable(context, bound_rule, gradients, tensors)
+    if tensors:
         columns = bound_rule.columns(tensors)
-        shared = _dist.any_sharded(gradients.of(tensors))
         for stat, keys in bound_rule.keys.items():
             grads: Sequence[Tensor] = ()
             if shared:
@@ -69,6 +78,19 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
             for key, numbers in by_column(keys, values, are_parts=shared):
                 context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         context.event_log.count_fired(rule.id, step, len(tensors))
+
+
+def _recordable(
+    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
+) -> Sequence[int]:
+    """Return the tensors that a rule can record without a collective that other ranks may not call."""
+    awaiting = [tensor for tensor in tensors if _dist.is_partial(gradients[tensor])]
+    if not awaiting or context.recorder.shared.together:
+        return tensors
+    names = shorten_names([context.program.names[tensor] for tensor in awaiting])
+    text, step = _AWAITING.format(names=names), bound_rule.counter.step
+    context.event_log.notice_once("awaiting", text, rule=bound_rule.rule.id, step=step)
+    return [tensor for tensor in tensors if tensor not in awaiting]
 
 
 def edit_one(

@@ -9,9 +9,10 @@ from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
-from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
+from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
 from gradsurgeon.errors import GradSurgeonError, shorten_names
+from gradsurgeon.recording.shared_rows import Found
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
@@ -24,6 +25,8 @@ _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
     "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
 )
+_REMEDY = "apply the same rules on all ranks, with the same `mode` and `start_step`"
+_UNRECORDED = f"records nothing of parameters that ranks share; {_REMEDY}"
 _ALONE = (
     "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
     "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
@@ -87,6 +90,7 @@ class RankAgreement:
         self._records = any(map(_records, context.rules))
         # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
+        self._seeks = False
         self._voters: dict[str, Voter] = {}
         self._voted: list[_Voted] = []
         # The rules, with their tensors, whose norms were checked.
@@ -103,13 +107,22 @@ class RankAgreement:
         return rule.target == "params" and (judges or getattr(edit, "by_norm", None) is not None)
 
     def find_sessions(self, done: BackwardPass) -> None:
-        """Find the other ranks after the first pass that all of them take together."""
+        """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
+        acts = self._measures or self._decides or self._drifts
         if self._measures or self._records:
-            roll = self.roll(self._context.ranks.shard_groups(done.tensors))
-            if roll is not None and self._records:
-                self._context.recorder.shared.open(f"{roll.prefix}/rows")
+            groups = self._context.ranks.shard_groups(done.tensors)
+            if not acts:
+                self._seek(groups)
+            elif (roll := self.roll(groups)) is not None and self._records:
+                self._context.recorder.shared.open(_dist.OwnStore(_rows_of(roll)))
         if self._decides or self._drifts:
             self.roll(self._groups(done))
+
+    def _seek(self, groups: _dist.Groups) -> None:
+        """Let the rows of shards wait for the ranks of some groups, once; training goes on."""
+        if groups and not self._seeks:
+            self._seeks = True
+            self._context.recorder.shared.seek(_RowSearch(self._meeting(groups)))
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
@@ -204,32 +217,43 @@ class RankAgreement:
             self._rolls[names] = self._call(groups)
         return self._rolls[names]
 
+    def _meeting(self, groups: _dist.Groups) -> Meeting:
+        """Tell the ranks of some groups that this session is there."""
+        context = self._context
+        peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
+        fingerprint = self._fingerprint(shared=self._shares(groups))
+        # An update that one rank makes alone shifts only schedules.
+        scheduled = any(not rule.steps.always for rule in context.rules)
+        host, step = platform.node(), context.counters.latest if scheduled else 0
+        info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
+        return Meeting(groups, context.ranks.shapes(groups), info)
+
+    def _shares(self, groups: _dist.Groups) -> bool:
+        """Tell whether parameters are divided over some of these groups."""
+        ranks = self._context.ranks
+        divided = ranks.shard_groups(range(len(self._context.program.names)))
+        return not set(divided).isdisjoint(groups)
+
     def _call(self, groups: _dist.Groups) -> Roll | None:
         context = self._context
         params = [param for param in context.parameters.params() if param is not None]
         for device in {_dist.local(param).device for param in params}:
             # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
             _dist.settle(device)
-        divided = context.ranks.shard_groups(range(len(params)))
-        shared = not set(divided).isdisjoint(groups)
-        peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
-        fingerprint = self._fingerprint(shared=shared)
-        # An update that one rank makes alone shifts only schedules.
-        scheduled = any(not rule.steps.always for rule in context.rules)
-        host, step = platform.node(), context.counters.latest if scheduled else 0
-        info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
-        roll = session_discovery.call(groups, context.ranks.shapes(groups), info)
-        lacking = _lacking(roll, info)
+        meeting = self._meeting(groups)
+        roll = meeting.roll(session_discovery.LIMIT)
+        assert roll is not None  # noqa: S101 # it has waited
+        lacking = _lacking(roll, meeting.info)
         if not lacking:
             return roll
-        remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
+        shared = self._shares(groups)
         measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
         if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
                 f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
-                f"would drift apart if a step is skipped or a final gradient edited; {remedy}"
+                f"would drift apart if a step is skipped or a final gradient edited; {_REMEDY}"
             )
-        text = f"{lacking}: this rank decides alone, and records nothing of parameters that ranks share; {remedy}"
+        text = f"{lacking}: this rank decides alone, and {_UNRECORDED}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 
@@ -275,6 +299,29 @@ def _lets_drift(rule: Rule) -> bool:
     """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
     edits = _changes(rule) and rule.target == "params" and rule.point == "step"
     return edits or getattr(rule, "then", "") == "skip-step"
+
+
+class _RowSearch:
+    """Looks for the sessions of the ranks that hold other shards, without waiting for any."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def find(self, limit: float) -> Found | None:
+        roll = self._meeting.roll(limit)
+        if roll is None:
+            return None
+        lacking = _lacking(roll, self._meeting.info)
+        problem = f"{lacking}: this rank {_UNRECORDED}" if lacking else ""
+        return Found(self._meeting.store.at(_rows_of(roll)), problem)
+
+    def leave(self) -> str:
+        absent = self._meeting.leave()
+        return f"nothing heard of rules on {_dist.named(absent)}: this rank {_UNRECORDED}"
+
+
+def _rows_of(roll: Roll) -> str:
+    return f"{roll.prefix}/rows"
 
 
 def _lacking(roll: Roll, info: SessionInfo) -> str:

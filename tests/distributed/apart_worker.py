@@ -157,7 +157,8 @@ class Run:
         events = []
         if self.session is not None:
             events = [(e.kind, e.step, e.name, e.message) for e in self.session.events]
-            self.session.remove()
+            with self.listening():
+                self.session.remove()
         return {
             "weights": self.weights,
             "said": self.said,

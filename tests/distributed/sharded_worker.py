@@ -268,6 +268,19 @@ def refused() -> dict[str, Any]:
     return found
 
 
+def above_flat_parameters() -> list[str]:
+    """Train a head on an encoder whose parameters are flat; return what checks of the head find."""
+    encoder = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
+    head = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    with gradsurgeon.apply(head, "gradsurgeon:debug@1", optimizer=optimizer) as session:
+        for step in range(25):
+            optimizer.zero_grad()
+            head(encoder(mine(step))).square().mean().backward()
+            optimizer.step()
+    return [event.message for event in session.events if event.kind == "check"]
+
+
 class Block(nn.Module):
     """What tensor parallelism divides: two projections after a norm."""
 
@@ -334,6 +347,7 @@ def tensor_parallel() -> dict[str, Any]:
                 found[f"{name} {kind}"] = {
                     "weights": [whole(param) for param in model.parameters()],
                     "told": told(session, columns(stats)) if stats else {},
+                    "notices": [(event.rule, event.message) for event in session.events],
                 }
     model = parallelize_module(Block(), mesh, plan)
     clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}
@@ -387,6 +401,7 @@ def main() -> dict[str, Any]:
         mixed_precision,
         late,
         refused,
+        above_flat_parameters,
         tensor_parallel,
         redundancy,
     )

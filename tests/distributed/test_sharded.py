@@ -162,6 +162,10 @@ def test_flat_parameters_are_refused(ranks: list[dict[str, Any]], how: str) -> N
         assert "torch.distributed.fsdp.fully_shard" in refused["text"]
 
 
+def test_flat_parameters_below_a_model_belong_to_a_module(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["above_flat_parameters"] for rank in ranks] == [[], []]
+
+
 @pytest.mark.cell("tensor parallel", "accumulated", "step", "modules")
 @pytest.mark.cell("tensor parallel", "backward")
 @pytest.mark.parametrize("point", ["step", "backward", "modules"])
@@ -198,6 +202,23 @@ def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_mee
         assert found["pending"]["text"].startswith(
             "rule b: norm.weight gets an addend that awaits a sum over ranks"
         )
+
+
+def test_a_rule_that_only_records_calls_no_collective_for_a_sum_over_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        whole, divided = (rank["tensor_parallel"][f"nothing {k}"] for k in ("whole", "divided"))
+        for key, values in whole["told"].items():
+            # The gradients of the norm await the sum: a rank without the rule would let the others wait.
+            wanted: Any = (
+                [] if key.startswith("norm.") else pytest.approx(values, rel=1e-4, abs=1e-6)
+            )
+            assert divided["told"][key] == wanted, key
+        ((rule, notice),) = divided["notices"]
+        assert rule == "only"
+        assert notice.startswith("has no records of norm.weight, norm.bias: these gradients await")
+        assert "await" not in str(rank["tensor_parallel"]["step divided"]["notices"])
 
 
 @pytest.mark.cell("`ZeroRedundancyOptimizer`", "backward", "accumulated", "step", "modules")

@@ -1,0 +1,110 @@
+"""Rows of shards wait until the ranks that share them are found, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gradsurgeon import _dist
+from gradsurgeon.recording import shared_rows
+from gradsurgeon.recording.shared_rows import Found, Row, Share, SharedRows
+from gradsurgeon.store import Key
+
+dist: Any = torch.distributed
+KEY = Key("norms", "l1", "accumulated", ("weight",))
+ALONE = "nothing heard of rank 1"
+
+
+@pytest.fixture(autouse=True)
+def _job() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Search:
+    """Finds the other rank when it is told to."""
+
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self.ends = 0
+
+    def find(self, limit: float) -> Found | None:
+        assert limit == 0.0
+        return self.found
+
+    def leave(self) -> str:
+        self.ends += 1
+        return ALONE
+
+
+class Rank:
+    """The rows of one of two ranks, and what was told of them."""
+
+    def __init__(self, number: int) -> None:
+        self.told: list[str] = []
+        self.rows = SharedRows(lambda _topic, _rule, text: self.told.append(text))
+        self.search = Search()
+        self.rows.seek(self.search)
+        self.rows._rank = number
+        self.passes = 0
+
+    def measure(self, number: float) -> None:
+        share = Share((0, 1), (0,))
+        row = Row(KEY, self.passes, [0], shares=(share,), number=self.passes)
+        self.rows.take(row, torch.tensor([[number]]))
+        self.passes += 1
+
+    def recorded(self) -> list[float]:
+        return [float(numbers) for _, numbers in self.rows.exchange()]
+
+
+def test_rows_that_came_before_the_other_rank_was_found_are_merged() -> None:
+    leader, other = Rank(0), Rank(1)
+    for number in (1.0, 2.0):
+        leader.measure(number)
+        other.measure(10 * number)
+        assert leader.recorded() == other.recorded() == []
+    store = _dist.OwnStore("rows")
+    # The ranks find each other one after the other.
+    other.search.found = Found(store)
+    assert other.recorded() == leader.recorded() == []
+    leader.search.found = Found(store)
+    assert leader.recorded() == [11.0, 22.0]
+    assert leader.told == other.told == []
+
+
+def test_a_rank_with_other_rules_is_told_and_not_waited_for() -> None:
+    leader = Rank(0)
+    leader.measure(1.0)
+    leader.search.found = Found(_dist.OwnStore("rows"), "rank 1 has other rules")
+    assert leader.recorded() == []
+    assert leader.told == ["rank 1 has other rules"]
+    assert list(leader.rows.close()) == []
+
+
+def test_the_search_ends_when_too_many_rows_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_rows, "_MOST_WAITING", 4)
+    leader = Rank(0)
+    for _ in range(3):
+        leader.measure(1.0)
+        assert leader.recorded() == []
+    assert leader.search.ends == 0
+    leader.measure(1.0)
+    assert leader.recorded() == []
+    assert leader.search.ends == 1
+    assert leader.told == [ALONE]
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_the_end_of_a_session_ends_the_search(*, measures: bool) -> None:
+    leader = Rank(0)
+    if measures:
+        leader.measure(1.0)
+    assert list(leader.rows.close()) == []
+    assert leader.search.ends == 1
+    # Without a row nothing is lost.
+    assert leader.told == [ALONE] * measures
