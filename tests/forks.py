@@ -39,6 +39,7 @@ POLL_SECONDS = 0.01
 MODULES = (
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "gradsurgeon.report",
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,48 @@ def start_ranks(worker: Path, out: Path, ranks: int, words: Sequence[str]) -> li
         )
         for rank in range(ranks)
     ]
+
+
+class Job:
+    """Commands on ranks, in forks, with all that torchrun does for them: it hosts their store, too.
+
+    Args:
+        commands: what comes after `python`, for each rank.
+        cwd: the working directory.
+        env: the environment, without what is about ranks.
+    """
+
+    def __init__(
+        self, commands: Sequence[Sequence[str]], *, cwd: Path, env: Mapping[str, str]
+    ) -> None:
+        import torch
+
+        # A port that is only free now may be taken when the first rank wants it.
+        distributed: Any = torch.distributed
+        self._store = distributed.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+        )
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(len(commands)),
+            "LOCAL_WORLD_SIZE": str(len(commands)),
+        }
+        self._forks = [
+            forks.start(
+                words, cwd=cwd, env={**env, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
+            for rank, words in enumerate(commands)
+        ]
+
+    def wait(self) -> list[subprocess.CompletedProcess[bytes]]:
+        """Return how each rank has ended; kill what is left of them at the timeout."""
+        try:
+            return [fork.wait(TIMEOUT) for fork in self._forks]
+        finally:
+            for fork in self._forks:
+                fork.kill()
 
 
 def _free_port() -> int:
