@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -171,6 +172,53 @@ def test_norms_of_large_tensors_have_six_digits(numel: int, dtype: torch.dtype) 
     exact = tensor.double().norm().item()
     assert measure.statistic("l2", tensor).item() == pytest.approx(exact, rel=1e-6)
     assert _numbers.norms([tensor]).item() == pytest.approx(exact, rel=1e-6)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3),
+    "every other column": lambda x: x.repeat_interleave(2, 3)[..., ::2],
+    "expanded": lambda x: x[:1, :1].expand(-1, 16, -1, -1),
+    "one number": lambda x: x[:1, :1, :1, :1].expand(2, 16, 256, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_have_six_digits_in_every_layout(layout: str, dtype: torch.dtype) -> None:
+    tensor = LAYOUTS[layout](random(16, 16, 64, 64, dtype=dtype).abs())
+    exact = tensor.double().norm().item()
+    assert _numbers.norm(tensor).item() == pytest.approx(exact, rel=1e-6)
+    assert _numbers.norms([tensor, torch.ones(3)])[0].item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_tensor_with_gaps_is_not_copied_whole() -> None:
+    gaps = random(2, 2**18)[:, ::2]
+    parts = list(_numbers._flat_parts(gaps))
+    assert [part.numel() for part in parts] == [2**17] * 2
+    assert torch.equal(torch.cat(parts), gaps.reshape(-1))
+    (dense,) = _numbers._flat_parts(random(512, 512).t())
+    assert dense.numel() == 2**18
+
+
+def test_records_and_clips_of_a_large_gradient_with_gaps_have_six_digits() -> None:
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "norms", "action": "norm-log", "params": "*", "at": "step"},
+            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "parameter"},
+        ],
+    }  # fmt: skip
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        grad = random(512, 1024).abs()[:, ::2]
+        model.weight.grad = grad.detach()
+        exact = grad.double().norm().item()
+        optimizer.step()
+        assert session.latest("weight", rule="norms") == pytest.approx(exact, rel=1e-6)
+        clipped = model.weight.grad.double().norm().item()
+    assert clipped == pytest.approx(1.0, rel=1e-6)
 
 
 def test_records_have_two_columns() -> None:
