@@ -1,7 +1,6 @@
 """``gradsurgeon report``: what a run looked like. Never imports torch."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +16,9 @@ from gradsurgeon.planning.table import count
 from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.rules_and_events import by_kind, event_lines
-from gradsurgeon.store.layout import RUN_FILE, json_text
+from gradsurgeon.store.layout import RUN_FILE, json_text, runs_inside
 from gradsurgeon.store.run import open_run
 
-# Processes and models of one script make two levels, and people sort their runs into folders.
-_DEEPEST = 6
 # A run, empty if that one run was asked for; the number of its ranks; the events that `--fail-on` names.
 _Failing = tuple[str, int, Sequence[Event]]
 
@@ -92,18 +89,6 @@ def _runs_of(folder: Path) -> list[Path]:
     """Return a run and those inside it, or those of a folder; of neither the folder, which then says so."""
     inside = runs_inside(folder)
     return [folder, *inside] if (folder / RUN_FILE).exists() or not inside else inside
-
-
-def runs_inside(folder: Path) -> list[Path]:
-    """Return the runs in the folders below; a link leads elsewhere and is not followed."""
-    found = []
-    for name, below, files in os.walk(folder):
-        place = Path(name)
-        if RUN_FILE in files and place != folder:
-            found.append(place)
-        if len(place.parts) - len(folder.parts) == _DEEPEST:
-            below.clear()
-    return sorted(found)
 
 
 def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:

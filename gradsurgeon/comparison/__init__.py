@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradsurgeon._libraries import library
-from gradsurgeon.report.run import open_run
+from gradsurgeon.comparison.models import Source, counterparts, models_of
 from gradsurgeon.store.run import Run
 
 if TYPE_CHECKING:
     from gradsurgeon.comparison.comparison import Comparison
-
-Source = str | os.PathLike[str] | Run
 
 
 def compare(
@@ -24,6 +23,8 @@ def compare(
     renamed: str | os.PathLike[str] | Mapping[str, str] | None = None,
 ) -> Comparison:
     """Return where a run parts from a reference. Needs numpy, but no torch.
+
+    Each model of a script that trains several is compared with the model of its name.
 
     Args:
         run: a run directory, recorded with the rules ``gradsurgeon:fingerprint@1``.
@@ -38,22 +39,48 @@ def compare(
         RuleFileError: the changed names are not those of the runs.
     """
     library("numpy", "report", "compare")
-    from gradsurgeon.comparison.comparison import compared  # noqa: PLC0415 # needs numpy
-    from gradsurgeon.comparison.reading import Words, read, renaming  # noqa: PLC0415 # the same
+    from gradsurgeon.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.comparison.reading import Words, read  # noqa: PLC0415 # the same
 
     sources = [noise] if isinstance(noise, str | os.PathLike | Run) else list(noise)
     with ExitStack() as stack:
-        a, b, *more = (
-            source if isinstance(source, Run) else stack.enter_context(open_run(source))
-            for source in (run, reference, *sources)
+        models, references, *noises = (
+            models_of(source, stack) for source in (run, reference, *sources)
         )
-        words = Words()
-        rename: Callable[[str], str] = str
-        if renamed is not None:
-            old, new = Words(), Words()
-            read(b, old, str), read(a, new, str)
-            rename = renaming(renamed, old.names, new.names)
-        # The reference comes first: its names make the order.
-        of_reference = read(b, words, rename)
-        of_run = read(a, words, str)
-        return compared(of_run, of_reference, [read(one, words, rename) for one in more], words)
+        rename = _renaming(renamed, references.values(), models.values())
+        same = counterparts(references, models)
+        same_in_noise = [counterparts(references, others) for others in noises]
+        found = []
+        for name, of_reference in references.items():
+            if name not in same:
+                continue
+            words = Words()
+            # The reference comes first: its names make the order.
+            b = read(of_reference, words, rename)
+            a = read(models[same[name]], words, str)
+            more = [
+                read(others[known[name]], words, rename)
+                for others, known in zip(noises, same_in_noise, strict=True)
+                if name in known
+            ]
+            found.append(replace(compared(a, b, more, words), model=name))
+        only_run = models.keys() - {*same.values()}
+        only_reference = references.keys() - same.keys()
+        return of_models(found, sorted(only_run), sorted(only_reference))
+
+
+def _renaming(
+    renamed: str | os.PathLike[str] | Mapping[str, str] | None,
+    references: Iterable[Run],
+    models: Iterable[Run],
+) -> Callable[[str], str]:
+    from gradsurgeon.comparison.reading import Words, read, renaming  # noqa: PLC0415 # needs numpy
+
+    if renamed is None:
+        return str
+    old, new = Words(), Words()
+    for model in references:
+        read(model, old, str)
+    for model in models:
+        read(model, new, str)
+    return renaming(renamed, old.names, new.names)

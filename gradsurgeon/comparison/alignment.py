@@ -21,10 +21,12 @@ _PAIR = np.dtype(
         ("call", np.int64),  # the call within the micro-batch
         ("place", np.int64),  # among all tensors of a step
         ("state", np.int64),
+        ("norm", np.float64),  # in the reference
         ("distance", np.float64),  # relative to the norm
         ("limit", np.float64),  # the distance that is allowed
         ("floor", np.float64),  # the distance that rounding to its dtype makes
         ("shift", np.float64),  # the relative difference of the norms
+        ("moved", np.float64),  # how far updates move a weight, relative to its norm
         ("numel", np.float64),
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
@@ -32,6 +34,8 @@ _PAIR = np.dtype(
 )
 # Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
 _LATE = 2**40
+# Calls in another order are so many times nearer to each other in the right one.
+_NEARER = 10.0
 _OTHER_BATCHES = (
     "only gradients and weights are compared: other ranks, batches or micro-batches divide the samples "
     "differently; with batch norm such runs truly differ"
@@ -71,7 +75,8 @@ class Pairs:
         return np.asarray(np.all(alike, axis=0))
 
     def of_base(self, base: str) -> Flags:
-        return np.asarray([self.kinds[kind].base == base for kind in self.cells["kind"]], bool)
+        are_of = np.array([kind.base == base for kind in self.kinds])
+        return np.asarray(are_of[self.cells["kind"]])
 
 
 def align(
@@ -85,55 +90,130 @@ def align(
     kinds, names = list(words.kinds), list(words.names)
     steps, both = _common(run, reference, noise, words)
     cells, values, found = _joined((run, reference, *noise), steps, both)
-    of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
-    other = of_modules & (np.diff(values[:2, :, 3], axis=0)[0] != 0)
-    other &= ~np.isnan(values[:2, :, 3]).any(axis=0)
-    cells["state"][other & (cells["state"] == BOTH)] = RESIZED
-    same = run.meta.get("ranks") == reference.meta.get("ranks")
-    lost, notes = _not_alignable(cells, found, of_modules, names, is_same_world=same)
-    bounds = [{*one.bound} for one in (run, reference, *noise)]
-    if left := bounds[0].union(*bounds) - bounds[0].intersection(*bounds):
-        told = ", ".join(" at ".join(kinds[kind]) for kind in sorted(left))
-        notes.append(f"not in all runs, so not compared: {told}")
-    cells, values, of_modules = cells[~lost], values[:, ~lost], of_modules[~lost]
+    _reorder_backward(cells, values, kinds)
+    is_same_world = run.meta.get("ranks") == reference.meta.get("ranks")
+    is_known, notes = _comparable(cells, values, found, words, is_same_world=is_same_world)
+    notes += _kinds_of_some_runs(kinds, (run, reference, *noise))
+    cells, values, found = cells[is_known], values[:, is_known], found[:, is_known]
     _need(cells, run, reference, "tensor", _RENAME)
-    dtypes = (run.dtypes, reference.dtypes)
-    cells["floor"] = tolerance.floors(cells["name"], of_modules, dtypes)
-    # The tensors of one structure, such as a tuple, are one group.
-    families = [(kind.base, kind.point) for kind in kinds]
-    groups = (
-        cells["step"] * len(kinds) + np.array(list(map(families.index, families)))[cells["kind"]]
-    )
-    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
-    drift: Floats = np.zeros(len(cells))
-    dtype = tolerance.coarsest(one for of in dtypes for one in of.values())
-    rule = tolerance.without_noise(run.meta, reference.meta, dtype)
-    if noise:
-        drift = tolerance.noise_of(values[2:, :, :3], values[1, :, :3])
-        first = cells["step"] == steps[0]
-        forward = first & (phases == "forward")
-        rule = tolerance.by_noise(drift[forward if forward.any() else first], dtype)
-        notes += [_FEW] if len(noise) < 3 else []  # noqa: PLR2004 # the trials had three
-    elif rule.kind == "bound":
-        drift = tolerance.vanishing(values[1, :, 0], groups)
-    tensors = cells["step"] * len(names) + cells["name"]
-    drift = tolerance.lifted(drift, groups, tensors, phases == "gradient", phases == "update")
-    cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
-    cells["distance"][cells["state"] != BOTH] = np.inf
-    cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
-    cells["numel"] = values[1, :, 3]
-    least = np.maximum(rule.least, cells["floor"]) if noise else rule.least
-    cells["limit"] = rule.times * drift + least
+    _measure(cells, values, kinds, run, reference)
+    dtype = tolerance.coarsest((*run.dtypes.values(), *reference.dtypes.values()))
+    drift, rule = _drift(cells, values, kinds, dtype)
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
-    cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
+    if noise:
+        cells["limit"] = rule.times * drift + np.maximum(rule.least, cells["floor"])
     _place(cells, values[1], kinds, names, reference.chains)
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
-    cells, values = cells[in_order], values[1:, in_order, :3]
-    found = found[2:, ~lost][:, in_order]
+    cells, values, found = cells[in_order], values[1:, in_order, :3], found[2:, in_order]
+    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
+    if not noise:
+        cells["limit"] = tolerance.grown(cells["step"], phases, cells["floor"])
+        return Pairs(kinds, names, cells), rule, notes
     is_early = steps[0] <= (reference.meta.get("start_step") or 0) + tolerance.EARLY
-    forward = (phases[in_order] == "forward") & (cells["step"] == steps[0]) & is_early
+    forward = (phases == "forward") & (cells["step"] == steps[0]) & is_early
     tolerance.refuse_unlike(noise, found, values, forward, lambda at: _told(words, cells[at]))
+    if len(noise) < 3:  # noqa: PLR2004 # the trials had three
+        notes.append(_FEW)
     return Pairs(kinds, names, cells), rule, notes
+
+
+def _drift(
+    cells: Any, values: Floats, kinds: Sequence[Kind], dtype: str
+) -> tuple[Floats, Tolerance]:
+    """Return how far rounding takes each tensor, by the noise runs or by its norm, and the rule of tolerances."""
+    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
+    # The tensors of one structure, such as a tuple, are one group.
+    families = [(kind.base, kind.point) for kind in kinds]
+    family = np.array([families.index(one) for one in families])[cells["kind"]]
+    groups = cells["step"] * len(kinds) + family
+    is_gradient, is_update = phases == "gradient", phases == "update"
+    if len(values) > 2:  # noqa: PLR2004 # there are noise runs
+        drift = tolerance.noise_of(values[2:, :, :3], values[1, :, :3])
+        first = cells["step"] == cells["step"].min()
+        forward = first & (phases == "forward")
+        rule = tolerance.by_noise(drift[forward if forward.any() else first], dtype)
+    else:
+        drift = np.zeros(len(cells))
+        drift[is_gradient] = tolerance.vanishing(
+            cells["norm"][is_gradient], groups[is_gradient], dtype
+        )
+        rule = tolerance.by_rounding(dtype)
+    tensors = cells["step"] * (1 + cells["name"].max()) + cells["name"]
+    return tolerance.lifted(drift, groups, tensors, is_gradient, is_update), rule
+
+
+def _measure(
+    cells: Any, values: Floats, kinds: Sequence[Kind], run: Reading, reference: Reading
+) -> None:
+    """Set what the values say of each tensor alone: norms, distances, the rounding of its dtype."""
+    of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
+    is_weight = np.array([kind.phase == "update" for kind in kinds])[cells["kind"]]
+    cells["norm"] = np.where(
+        cells["state"] == MISSING_IN_REFERENCE, values[0, :, 0], values[1, :, 0]
+    )
+    cells["numel"] = values[1, :, 3]
+    cells["floor"] = tolerance.floors(cells["name"], of_modules, (run.dtypes, reference.dtypes))
+    cells["distance"] = tolerance.distances(values[0, :, :3], values[1, :, :3])
+    # A gradient that does not come is like one of zeros.
+    is_absent = (cells["state"] != BOTH) & (cells["norm"] == 0)
+    cells["distance"][cells["state"] != BOTH] = np.inf
+    cells["distance"][is_absent] = 0.0
+    cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
+    cells["moved"][is_weight] = tolerance.moved(cells[is_weight], values[1, is_weight, :3])
+    cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
+
+
+def _comparable(
+    cells: Any, values: Floats, found: Flags, words: Words, *, is_same_world: bool
+) -> tuple[Flags, list[str]]:
+    """Return which tensors are the same calls in all runs, and notes on the others."""
+    kinds, names = list(words.kinds), list(words.names)
+    of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
+    sizes = values[:2, :, 3]
+    is_resized = of_modules & (sizes[0] != sizes[1]) & ~np.isnan(sizes).any(axis=0)
+    cells["state"][is_resized & (cells["state"] == BOTH)] = RESIZED
+    lone, odd = _unlike_calls(cells, found, kinds)
+    rest = of_modules & ~odd & ~lone
+    few = 2 * (is_resized & rest).sum() > rest.sum() or (odd.any() and not rest.any())
+    if few or not is_same_world:
+        return ~of_modules, [_OTHER_BATCHES]
+    notes = []
+    for state, where in ((MISSING_IN_REFERENCE, "run"), (MISSING_IN_RUN, "reference")):
+        here = cells[lone & (cells["state"] == state)]
+        texts = [kinds[cell["kind"]].text(names[cell["name"]]) for cell in here]
+        if texts:
+            tensors = shorten_names([*dict.fromkeys(texts)])
+            notes.append(f"only in the {where}, so not compared: {printable(tensors)}")
+    if odd.any():
+        ran = shorten_names([names[name] for name in dict.fromkeys(cells["name"][odd].tolist())])
+        at = ", ".join(map(str, np.unique(cells["step"][odd]).tolist()))
+        notes.append(f"not compared in step {at}: {ran}, {_CALLED}")
+    return ~(odd | lone), notes
+
+
+def _unlike_calls(cells: Any, found: Flags, kinds: Sequence[Kind]) -> tuple[Flags, Flags]:
+    """Return the tensors of modules that one run alone calls, and of those that runs call unlike numbers of times.
+
+    A gradient that one run lacks is a difference if both runs have the tensor.
+    """
+    phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
+    forward, backward = phases == "forward", phases == "backward"
+    keys = np.stack([cells[key] for key in ("step", "rank", "name")], axis=1)
+    of_call = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    odd = (forward | backward) & _other_calls(cells, found)
+    is_missing = np.isin(cells["state"], (MISSING_IN_RUN, MISSING_IN_REFERENCE)) & ~odd
+    lone = is_missing & forward
+    lone |= is_missing & backward & np.isin(of_call, of_call[lone])
+    odd &= ~(backward & np.isin(of_call, of_call[forward & ~odd]))
+    return lone, odd
+
+
+def _kinds_of_some_runs(kinds: Sequence[Kind], readings: Sequence[Reading]) -> list[str]:
+    bounds = [{*one.bound} for one in readings]
+    if not (left := bounds[0].union(*bounds) - bounds[0].intersection(*bounds)):
+        return []
+    texts = ", ".join(" at ".join(kinds[kind]) for kind in sorted(left))
+    return [f"not in all runs, so not compared: {texts}"]
 
 
 def _common(
@@ -153,22 +233,6 @@ def _common(
         shared = [kind for kind in common if both[kind, one.bound[kind]].any()]
         _need(shared, reference, one, "name of a tensor", "give noise runs of the reference")
     return steps, both
-
-
-def _not_alignable(
-    cells: Any, found: Flags, of_modules: Flags, names: Sequence[str], *, is_same_world: bool
-) -> tuple[Flags, list[str]]:
-    """Return which tensors of modules are not the same calls in all runs, and a note that says so."""
-    odd = of_modules & _other_calls(cells, found)
-    rest, unlike = of_modules & ~odd, (cells["state"] != BOTH) & of_modules
-    few = 2 * (unlike & rest).sum() > rest.sum() or (odd.any() and not rest.any())
-    if few or not is_same_world:
-        return of_modules, [_OTHER_BATCHES]
-    if not odd.any():
-        return odd, []
-    ran = shorten_names([names[name] for name in dict.fromkeys(cells["name"][odd].tolist())])
-    at = ", ".join(map(str, np.unique(cells["step"][odd]).tolist()))
-    return odd, [f"not compared in step {at}: {ran}, {_CALLED}"]
 
 
 def _told(words: Words, cell: Any) -> str:
@@ -201,6 +265,26 @@ def _joined(readings: Sequence[Reading], steps: Ints, both: Flags) -> tuple[Any,
     cells["state"] = np.where(found[0], BOTH, MISSING_IN_RUN)
     cells["state"][~found[1]] = MISSING_IN_REFERENCE
     return cells, values, found
+
+
+def _reorder_backward(cells: Any, values: Floats, kinds: Sequence[Kind]) -> None:
+    """Give the calls of a module in backward passes of the run the order that they have in the reference.
+
+    One backward pass of two losses comes to the last call first; two backward passes come to the first.
+    """
+    begins = np.flatnonzero(starts(cells))
+    ends = np.append(begins[1:], len(cells))
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        if end - begin == 1 or kinds[cells["kind"][begin]].phase != "backward":
+            continue
+        rows = values[:2, begin:end, :3]
+        if not np.isfinite(rows).all():
+            continue
+        distances = np.abs(rows[0][:, None] - rows[1][None, :]).max(axis=2)
+        nearest = distances.argmin(axis=0)
+        is_other = distances.min(axis=0).max() * _NEARER < distances.diagonal().max()
+        if is_other and len(np.unique(nearest)) == len(nearest):
+            values[0, begin:end] = values[0, begin:end][nearest]
 
 
 def _place(

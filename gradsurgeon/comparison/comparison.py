@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradsurgeon._libraries import library
-from gradsurgeon.comparison import findings
+from gradsurgeon.comparison import findings, limits
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.reading import Reading, Words
-from gradsurgeon.comparison.tolerance import BOUND, Tolerance
+from gradsurgeon.comparison.tolerance import AUTOCAST, BOUND, Tolerance
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import abridged, count
 from gradsurgeon.report.tables import Table
@@ -49,6 +49,8 @@ class Comparison:
         undecided: tensors that rounding decides in some step, so that they say nothing there.
         tolerance: how tolerances came about.
         notes: what else a reader has to know.
+        model: the name of the model, empty if the runs have one each.
+        others: the comparisons of the other models, if the runs have several. This one parts first.
     """
 
     alike: bool
@@ -69,37 +71,19 @@ class Comparison:
     tolerance: Tolerance
     notes: tuple[str, ...]
     pairs: Pairs = field(repr=False, compare=False)
+    model: str = ""
+    others: tuple[Comparison, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self, self._verdict()))
-
-    def _verdict(self) -> str:
-        largest, kind = self.largest, self.tolerance.kind
-        if self.first:
-            first = self.first[0]
-            far = max(BOUND, float(self.pairs.cells["floor"].max()))
-            is_open = kind == "rounded-away" or (kind == "exact" and first.distance <= far)
-            ask = "; this may be rounding, which noise runs would tell" if is_open else ""
-            return f"They part at step {self.step}, {self.phase}: {printable(first.text)}{ask}."
-        if largest is None:
-            return "Nothing can be said: rounding decides every tensor."
-        tensors = count(sum(step.compared for step in self.steps), "tensor")
-        said = f"in {tensors} of {count(len(self.steps), 'step')}"
-        if kind == "exact":
-            said = f"They are equal bit for bit {said}"
-        else:
-            share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
-            where = f"{printable(largest.text)}, step {largest.step}"
-            said = f"They agree within rounding {said}: the largest distance is {share} ({where})"
-        if self.alike:
-            return f"{said}."
-        return f"{said}, but have other parameters."
+        return "\n".join(_lines(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `gradsurgeon compare --format json`; ``None`` stands for an infinite distance."""
-        shown = [one.name for one in fields(self) if one.name not in ("pairs", "alike")]
+        apart = ("pairs", "alike", "others")
+        shown = [one.name for one in fields(self) if one.name not in apart]
         plain = {name: _plain(getattr(self, name)) for name in shown}
-        return {"version": VERSION, "alike": self.alike, "verdict": self._verdict(), **plain}
+        plain["others"] = [other.to_dict() for other in self.others]
+        return {"version": VERSION, "alike": self.alike, "verdict": _verdict(self), **plain}
 
     def plot(self) -> Figure:
         """Draw a map of distances over steps and the order of execution, with the border marked.
@@ -111,8 +95,7 @@ class Comparison:
             GradSurgeonError: matplotlib is missing.
         """
         library("matplotlib", "plot", "plot")
-        exact = self.tolerance.kind == "exact"
-        return _drawn(self.pairs, f"{self.run} against {self.reference}", exact=exact)
+        return _drawn(self.pairs, f"{self.run} against {self.reference}")
 
 
 def _plain(value: Any) -> Any:
@@ -128,7 +111,7 @@ def compared(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> Comparison:
     pairs, tolerance, notes = align(run, reference, noise, words)
-    notes += findings.allow_kinks(pairs, tolerance.times) if noise else ()
+    notes += limits.settle(pairs, tolerance)
     last, first = findings.border_of(pairs)
     only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)
     largest = findings.largest_of(pairs)
@@ -161,6 +144,41 @@ def compared(
     )
 
 
+def of_models(
+    found: Sequence[Comparison], only_run: Sequence[str], only_reference: Sequence[str]
+) -> Comparison:
+    """Return the comparison of the model that parts first, with those of the others."""
+    if len(found) == 1 and not only_run and not only_reference:
+        return replace(found[0], model="")
+    first = min(found, key=_begins)
+    return replace(
+        first,
+        alike=all(one.alike for one in found) and not only_run and not only_reference,
+        only_run=(*first.only_run, *(f"model {name}" for name in only_run)),
+        only_reference=(*first.only_reference, *(f"model {name}" for name in only_reference)),
+        others=tuple(one for one in found if one is not first),
+    )
+
+
+def _begins(one: Comparison) -> tuple[float, ...]:
+    """Return a key by which the model that parts first comes first, and models that agree last.
+
+    In one step, a difference that begins with a gradient or an update is the model's own. One that begins with the
+    first input or the last output gradient came from elsewhere, such as from another model, and has become smaller.
+    """
+    if not one.first:
+        return math.inf, 2.0 * one.alike + (one.largest is None)
+    first = one.first[0]
+    doubt = 0
+    if one.phase == "forward":
+        is_input = first.tensor.startswith("input")
+        doubt = 1 if one.inside or not is_input else 3
+    elif one.phase == "backward":
+        is_inner = one.last and one.last[-1].phase == "backward"
+        doubt = 2 if is_inner else 3
+    return first.step, doubt, -first.distance
+
+
 def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
     found: dict[str, bool] = {}
@@ -170,9 +188,39 @@ def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
     return found
 
 
-def _lines(answer: Comparison, verdict: str) -> Iterator[str]:
-    yield verdict
+def _verdict(answer: Comparison) -> str:
+    said = _said(answer)
+    return f"{printable(answer.model)}: {said}" if answer.model else said
+
+
+def _said(answer: Comparison) -> str:
+    largest, kind = answer.largest, answer.tolerance.kind
+    if answer.first:
+        first = answer.first[0]
+        far = max(BOUND, float(answer.pairs.cells["floor"].max()))
+        ask = ""
+        if kind == "rounded-away" or (kind == "rounding" and first.distance <= far):
+            ask = "; this may be rounding, which noise runs would tell"
+        elif kind == "rounding" and first.distance <= AUTOCAST:
+            ask = "; under autocast this may be rounding, which noise runs would tell"
+        return f"They part at step {answer.step}, {answer.phase}: {printable(first.text)}{ask}."
+    if largest is None:
+        return "Nothing can be said: rounding decides every tensor."
+    tensors = count(sum(step.compared for step in answer.steps), "tensor")
+    where = f"in {tensors} of {count(len(answer.steps), 'step')}"
+    if kind == "rounding" and not answer.pairs.cells["distance"].any():
+        said = f"They are equal bit for bit {where}"
+    else:
+        share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
+        place = f"{printable(largest.text)}, step {largest.step}"
+        said = f"They agree within rounding {where}: the largest distance is {share} ({place})"
+    return f"{said}." if answer.alike else f"{said}, but have other parameters."
+
+
+def _lines(answer: Comparison) -> Iterator[str]:
+    yield _verdict(answer)
     yield f"run {printable(answer.run)}, reference {printable(answer.reference)}"
+    yield from map(_verdict, answer.others)
     for told, names in (("run", answer.only_run), ("reference", answer.only_reference)):
         if names:
             yield f"only in the {told}: {abridged(names, {})}"
@@ -226,7 +274,7 @@ def _cells(*values: object) -> tuple[str, ...]:
     return tuple(f"{one:.2g}" if isinstance(one, float) else printable(str(one)) for one in values)
 
 
-def _drawn(pairs: Pairs, title: str, *, exact: bool) -> Figure:
+def _drawn(pairs: Pairs, title: str) -> Figure:
     """Draw one row per tensor of a step and one column per step, coloured by distance over tolerance."""
     from matplotlib.patches import Patch, Rectangle  # noqa: PLC0415 # optional
 
@@ -238,18 +286,18 @@ def _drawn(pairs: Pairs, title: str, *, exact: bool) -> Figure:
     row, (steps, column) = row.reshape(-1), np.unique(cells["step"], return_inverse=True)
     values = np.full((len(first), len(steps)), np.nan)
     with np.errstate(divide="ignore"):
-        logs = np.log10(cells["distance"] if exact else pairs.ratio)
-    low, high, colors = (-8.0, 1.0, "viridis") if exact else (-3.0, 3.0, "RdBu_r")
+        logs = np.log10(pairs.ratio)
+    low, high = -3.0, 3.0
     values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, low, high))
     names = [plain(findings.tensor_of(pairs, at).text) for at in first.tolist()]
     height = max(3.6, min(12.0, 1.4 + 0.18 * len(names)))
     figure = Picture(9 + 0.06 * max(map(len, names)), height)
     axes = figure.subplots()
-    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": colors}
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "RdBu_r"}
     image = axes.imshow(values, vmin=low, vmax=high, **look)
     axes.set_facecolor(ZERO)
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-    bar.set_label(f"log10 of the distance{'' if exact else ' / tolerance'}", fontsize=9)
+    bar.set_label("log10 of the distance / tolerance", fontsize=9)
     every = -(-len(names) // _NAMED)
     axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
     shown = np.linspace(0, len(steps) - 1, min(len(steps), 12)).round().astype(int)

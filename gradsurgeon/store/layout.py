@@ -17,6 +17,8 @@ from typing import Any
 FORMAT = 2
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
 RUN_FILE = "run.json"
+# Processes and models of one script make two levels, and people sort their runs into folders.
+_DEEPEST = 6
 SERIES_BITS = 32
 # A row of 500 parameters fills the default pages of 4 kB badly, and a row of 600 wastes half of them.
 PAGE = 16384
@@ -149,3 +151,15 @@ def is_of_another_start(folder: Path) -> bool:
         theirs = {}  # a run of a single process, or one that is being removed
     same = ("attempt", "parent") if theirs.get("host") == ours["host"] else ("attempt", "launch")
     return any(theirs.get(key) != ours[key] for key in same)
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """Return the runs in the folders below; a link leads elsewhere and is not followed."""
+    found = []
+    for name, below, files in os.walk(folder):
+        place = Path(name)
+        if RUN_FILE in files and place != folder:
+            found.append(place)
+        if len(place.parts) - len(folder.parts) == _DEEPEST:
+            below.clear()
+    return sorted(found)

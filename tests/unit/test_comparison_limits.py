@@ -1,0 +1,172 @@
+"""Limits in the order of execution: what rounding carries on, and a few elements at a kink, which are no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradsurgeon.comparison.alignment import _PAIR, BOTH, Pairs
+from gradsurgeon.comparison.limits import settle
+from gradsurgeon.comparison.reading import Kind
+from gradsurgeon.comparison.tolerance import Tolerance
+
+OUTPUT, BACK = Kind("output", "forward"), Kind("output.grad", "backward")
+GRADIENT, WEIGHT = Kind("grad", "accumulated"), Kind("value", "updated")
+KINDS = [BACK, GRADIENT, WEIGHT]
+LIMIT, NUMEL = 1e-4, 10_000
+NOISE = Tolerance("noise", 10.0, LIMIT, "")
+ROUNDING = Tolerance("rounding", 10.0, LIMIT, "")
+
+
+def pairs(*distances: Sequence[float], kinds: Sequence[Kind] = KINDS, **fields: Any) -> Pairs:
+    """Return the tensors of some steps: one of each kind, with these distances."""
+    cells: Any = np.zeros(len(kinds) * len(distances), _PAIR)
+    cells["step"] = np.repeat(np.arange(len(distances)), len(kinds))
+    cells["kind"] = np.tile(np.arange(len(kinds)), len(distances))
+    cells["distance"] = np.ravel(distances)
+    cells["limit"], cells["numel"], cells["norm"], cells["state"] = LIMIT, NUMEL, 1.0, BOTH
+    for name, value in fields.items():
+        cells[name] = value
+    return Pairs(list(kinds), ["relu"], cells)
+
+
+def apart(found: Pairs) -> list[int]:
+    return np.flatnonzero(found.apart).tolist()
+
+
+FINE = (1e-6, 1e-6, 1e-6)
+
+
+class TestKinksOfModules:
+    @pytest.mark.parametrize("step", [0, 1, 2])
+    def test_a_few_elements_in_one_step_are_rounding(self, step: int) -> None:
+        found = pairs(*[(0.02, 0.05, 2e-4) if at == step else FINE for at in range(3)])
+        (note,) = settle(found, NOISE)
+        assert note.startswith(
+            f"step {step}, output gradient of relu: the distance 0.02 is that of"
+        )
+        assert not found.apart.any()
+
+    def test_later_steps_begin_with_other_weights(self) -> None:
+        found = pairs((0.02, 0.05, 3e-4), (2e-4, 2e-4, 2e-4), (1e-6, 1e-6, 0.9))
+        assert len(settle(found, NOISE)) == 1
+        assert apart(found) == [8]
+
+    def test_other_weights_move_elements_over_the_kink_as_well(self) -> None:
+        # Of elements of a usual spread, a share of 1e-4 lies so near to the kink: 1% of the norm.
+        kinds = [OUTPUT, BACK, GRADIENT, WEIGHT]
+        steps = [(1e-6, 0.02, 0.05, 1e-5), (1e-4, 0.015, 0.02, 1e-5), (1e-4, 1e-4, 1e-4, 1e-5)]
+        found = pairs(*steps, kinds=kinds)
+        (note,) = settle(found, NOISE)
+        assert note.startswith("step 0, output gradient of relu and 1 more: the distance 0.02 is ")
+        assert apart(found) == []
+        fault = pairs(steps[0], (1e-6, 0.015, 0.02, 1e-5), steps[2], kinds=kinds)
+        assert settle(fault, NOISE) == []
+        assert apart(fault)[0] == 1
+
+    @pytest.mark.parametrize(
+        "found",
+        [
+            pairs((0.02, 1e-6, 1e-6), (0.02, 1e-6, 1e-6)),  # in each step
+            pairs(FINE, *[(0.02, 1e-6, 1e-6)] * 3),  # in each step from one on
+            pairs(FINE, (0.02, 1e-6, 1e-6), shift=0.02),  # a factor
+            pairs(FINE, (0.2, 1e-6, 1e-6)),  # too large for a few of so many elements
+            pairs(FINE, (0.2, 1e-6, 1e-6), numel=1024),  # as if one sample of 16 were missing
+            pairs((0.02, 1e-6, 1e-6)),  # no other step
+            pairs(FINE, (1e-6, 0.02, 1e-6)),  # a gradient of a parameter
+            pairs(FINE, (float("inf"), 1e-6, 1e-6)),
+        ],
+        ids=["again", "from one on", "factor", "large", "sample", "alone", "parameter", "infinite"],
+    )
+    def test_others_are_faults(self, found: Pairs) -> None:
+        border = apart(found)[0]
+        assert settle(found, NOISE) == []
+        assert apart(found)[0] == border
+
+    def test_what_comes_after_is_judged_by_the_size_of_the_kink(self) -> None:
+        found = pairs(FINE, (0.02, 0.5, 1e-6))
+        assert len(settle(found, NOISE)) == 1
+        assert apart(found) == [4]
+
+
+class TestKinksOfOptimizers:
+    """Adam makes a full step of an element, whichever sign rounding gives its gradient."""
+
+    @staticmethod
+    def weights(*distances: float, shift: float = 0.0) -> Pairs:
+        found = pairs([1e-6] * 4, distances, kinds=[WEIGHT] * 4, moved=0.1, shift=shift)
+        found.cells["name"] = np.tile(np.arange(4), 2)
+        return Pairs(found.kinds, ["a.w", "b.w", "c.w", "d.w"], found.cells)
+
+    def test_a_few_elements_of_some_weights_are_rounding(self) -> None:
+        # Four of 10,000 elements that step the other way: 4% of the update, which is 10% of the weight.
+        found = self.weights(1e-6, 3e-3, 1e-6, 1e-6)
+        (note,) = settle(found, NOISE)
+        assert note.startswith("step 1, weight b.w after the update: the distance is that of a few")
+        assert apart(found) == []
+
+    @pytest.mark.parametrize(
+        "found",
+        [
+            weights(3e-3, 3e-3, 1e-6, 1e-6),  # half of the weights, as of a group
+            weights(1e-6, 8e-3, 1e-6, 1e-6),  # more than four elements
+            weights(1e-6, 3e-3, 1e-6, 1e-6, shift=3e-3),  # along itself, as another decay
+        ],
+        ids=["group", "large", "decay"],
+    )
+    def test_others_are_faults(self, found: Pairs) -> None:
+        assert settle(found, NOISE) == []
+        assert found.apart.any()
+
+    def test_one_step_alone_does_not_tell(self) -> None:
+        found = self.weights(1e-6, 3e-3, 1e-6, 1e-6)
+        found.cells["moved"] = 0.0
+        assert settle(found, NOISE) == []
+        assert apart(found) == [5]
+
+
+class TestRounding:
+    """Without noise runs, what came before says how far rounding goes."""
+
+    kinds = (OUTPUT, BACK, GRADIENT, WEIGHT)
+
+    def test_it_goes_on_within_a_step(self) -> None:
+        found = pairs((9e-5, 8e-4, 7e-3, 6e-2), kinds=self.kinds)
+        assert settle(found, ROUNDING) == []
+        assert apart(found) == []
+        assert apart(pairs((9e-5, 8e-4, 7e-3, 6e-2), kinds=self.kinds)) == [1, 2, 3]
+
+    @pytest.mark.parametrize("at", range(4))
+    def test_what_jumps_is_a_fault(self, at: int) -> None:
+        distances = [9e-5] * 4
+        distances[at] = 1e-3
+        found = pairs(distances, kinds=self.kinds, shift=1e-3)
+        settle(found, ROUNDING)
+        assert apart(found) == [at]
+
+    def test_later_steps_begin_with_the_distance_of_the_weights(self) -> None:
+        later = (2e-2, 9e-5, 9e-5, 9e-5)
+        found = pairs((9e-5, 9e-5, 8e-4, 3e-3), later, kinds=self.kinds)
+        settle(found, ROUNDING)
+        assert apart(found) == []
+        found = pairs((9e-5, 9e-5, 8e-4, 9e-5), later, kinds=self.kinds)
+        settle(found, ROUNDING)
+        assert apart(found) == [4]
+
+    @pytest.mark.parametrize(("gradient", "decides"), [(1e-6, False), (9e-4, True)])
+    def test_it_decides_an_update_by_a_coarse_gradient(
+        self, gradient: float, decides: bool
+    ) -> None:
+        # Of so many elements the sign of the gradient is rounding alone. The update is all of the weight, as of a bias.
+        found = pairs((9e-5, 9e-5, gradient, 0.5), kinds=self.kinds, moved=1.0)
+        settle(found, ROUNDING)
+        assert found.cells["undecided"].tolist() == [False, False, False, decides]
+        assert apart(found) == ([] if decides else [3])
+
+    def test_what_parted_allows_nothing(self) -> None:
+        found = pairs((0.5, 0.5, 0.5, 0.5), kinds=self.kinds)
+        settle(found, ROUNDING)
+        assert apart(found) == [0, 1, 2, 3]
