@@ -305,7 +305,8 @@ class Discriminator(nn.Sequential):
 def pictures(recording: Recording) -> None:
     """Train a GAN: two models with an optimizer each."""
     how = recording.how
-    generator = Generator(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 36), nn.Tanh())
+    act = nn.LeakyReLU(0.05) if how == "another activation of the generator" else nn.ReLU()
+    generator = Generator(nn.Linear(8, 32), act, nn.Linear(32, 36), nn.Tanh())
     critic = Discriminator(nn.Linear(36, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     of_generator = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     rate = 2.02e-4 if how == "another rate of the discriminator" else 2e-4
@@ -392,6 +393,7 @@ FAULTS = (
     Trial("codes", "divergence halved", ("backward", "output gradient of ")),
     Trial("pictures", "another rate of the discriminator", ("Discriminator", "update", "weight 0.weight after the update")),
     Trial("pictures", "labels smoothed", ("Discriminator", "backward", "output gradient of 2")),
+    Trial("pictures", "another activation of the generator", ("Generator", "forward", "output of 1")),
     Trial("pictures", "noise of another size", ("Generator", "forward", "input of 0")),
     Trial("pictures", "discriminator not recorded", ("model Discriminator",)),
 )  # fmt: skip

@@ -156,6 +156,18 @@ class TestRounding:
         settle(found, ROUNDING)
         assert apart(found) == [4]
 
+    def test_a_module_goes_by_its_own_weights(self) -> None:
+        # All weights together are hardly apart: the bias of `fc` has a small norm.
+        found = pairs((1e-6, 1e-6, 1e-3), (5e-3, 1e-6, 1e-3), kinds=[OUTPUT, WEIGHT, WEIGHT])
+        found.cells["norm"] = np.tile([1.0, 100.0, 0.01], 2)
+        found.cells["name"] = np.tile([0, 1, 2], 2)
+        found.cells["undecided"] = found.cells["name"] == 2
+        for names, parted in ((["fc", "b.w", "fc.b"], []), (["a", "b.w", "fc.b"], [3])):
+            found.cells["limit"] = LIMIT
+            settled = Pairs(found.kinds, names, found.cells)
+            settle(settled, ROUNDING)
+            assert apart(settled) == parted
+
     @pytest.mark.parametrize(("gradient", "decides"), [(1e-6, False), (9e-4, True)])
     def test_it_decides_an_update_by_a_coarse_gradient(
         self, gradient: float, decides: bool

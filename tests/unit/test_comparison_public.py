@@ -26,6 +26,7 @@ QUICK = {
     "sigmoid by a method",
     "one backward pass of both losses",
     "another rate of the discriminator",
+    "another activation of the generator",
     "discriminator not recorded",
     "state not kept",
 }
