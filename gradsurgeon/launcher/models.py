@@ -35,6 +35,8 @@ class AttachedModel:
     session: Attachment
     record: Path | None
     start: int
+    # The ids of its parameters when the rules were bound. Between passes a sharded model may show others.
+    owned: frozenset[int]
     begun: bool = False
     replaced: bool = False
 
@@ -106,7 +108,7 @@ class Models:
                 write(self._header(model, optimizers), self.rank)
 
     def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
-        params = {id(param) for param in model.params()}
+        params = {id(param) for param in model.params()} | model.owned
         owners = [
             type(optimizer).__name__
             for optimizer in optimizers
@@ -147,7 +149,8 @@ class Models:
         session, record = self._attach(root, plan, options)
         self._resume(session, plan.title)
         self.rank = _dist.rank()
-        self.attached.append(AttachedModel(weakref.ref(root), session, record, session.step))
+        owned = frozenset(map(id, root.parameters()))
+        self.attached.append(AttachedModel(weakref.ref(root), session, record, session.step, owned))
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
             for model in self.attached:
@@ -239,6 +242,11 @@ class Models:
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the models that have some parameters; a script may replace a wrapper around one of them."""
+    return [planning.unwrapped(root) for root in _outermost(params)]
+
+
+def _outermost(params: Sequence[Tensor]) -> list[nn.Module]:
     wanted = {id(param) for param in params}
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()

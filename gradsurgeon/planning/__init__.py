@@ -12,6 +12,7 @@ from gradsurgeon.planning.manifest import from_model as from_model
 from gradsurgeon.planning.manifest import is_scripted as is_scripted
 from gradsurgeon.planning.manifest import named_modules as named_modules
 from gradsurgeon.planning.manifest import slots as slots
+from gradsurgeon.planning.manifest import unwrapped as unwrapped
 from gradsurgeon.planning.matching import Match as Match
 from gradsurgeon.planning.matching import Matcher as Matcher
 from gradsurgeon.planning.matching import is_for as is_for

@@ -154,6 +154,16 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the module inside `DistributedDataParallel`: the wrapper holds nothing of its own, and may be exchanged."""
+    while "DistributedDataParallel" in class_names(model):
+        kind: Any = type(model)
+        if "module" not in _transparent(kind):
+            break
+        model = model.module
+    return model
+
+
 def slots(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> Iterator[ParameterSlot]:
     for path, module in tree or walk(model):
         # `named_parameters` shows a tied parameter once, under its first name.

@@ -13,7 +13,7 @@ from torch import nn
 from gradsurgeon import _live, _torch
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import Plan, unwrapped
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import session_state
@@ -63,7 +63,7 @@ class Attachment:
             refuse_scaling(self.context.program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
-        self.controller = Controller(model, self.context, plan, options)
+        self.controller = Controller(unwrapped(model), self.context, plan, options)
         self.model = weakref.ref(model)
         self.removed = False
         self._when_removed: Callable[[], None] | None = None

@@ -46,6 +46,40 @@ HOW = {
 }
 
 
+# Where the wrapper is there before the optimizer, it comes first, and is exchanged.
+WRAPPED_ANEW = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+for stage in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).square().sum().backward()
+        optimizer.step()
+    model = DistributedDataParallel(model.module)
+dist.destroy_process_group()
+"""
+# Only the root is sharded, so its parameters are whole when the first backward pass begins.
+SHARDED_ROOT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).square().sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture(scope="module")
 def unwrapped(tmp_path_factory: pytest.TempPathFactory) -> str:
     done = Folder(tmp_path_factory.mktemp("plain")).run(
@@ -68,3 +102,20 @@ def test_rules_go_on_as_if_nothing_were_wrapped(how: str, tmp_path: Path, unwrap
     assert folder.steps("0.weight") == folder.steps("1.bias") == [0, 1, 2]
     assert "gradsurgeon: Sequential, 3 steps" in done.lines
     assert not [line for line in done.lines if "never" in line or "hook-" in line]
+
+
+def test_a_model_that_is_wrapped_anew_is_the_same_model(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    done = folder.run(WRAPPED_ANEW, rules=RULES)
+    assert done.code == 0, done.lines
+    assert len(done.headers()) == 1
+    assert "gradsurgeon: Sequential, 6 steps" in done.lines
+    assert not [line for line in done.lines if "is gone" in line or "hook-" in line]
+    assert folder.steps("0.weight") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_header_names_the_optimizer_of_a_sharded_root(tmp_path: Path) -> None:
+    done = Folder(tmp_path).run(SHARDED_ROOT)
+    assert done.code == 0, done.lines
+    (header,) = done.headers()
+    assert header.endswith("(4 parameters, 13 elements, updated by AdamW)")
