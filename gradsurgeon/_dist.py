@@ -159,11 +159,26 @@ def sharing(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _ranks_sharing(mesh: Any, placements: Any) -> tuple[int, ...]:
-    kinds = zip(mesh.get_coordinate(), placements, strict=True)
     # Along the other dimensions all ranks hold the same elements.
-    index = tuple(slice(None) if kind.is_shard() else own for own, kind in kinds)
-    ranks = sorted(mesh.mesh[index].flatten().tolist())
-    return tuple(ranks) if len(ranks) > 1 else ()
+    ranks = _ranks_along(mesh, [kind.is_shard() for kind in placements])
+    return ranks if len(ranks) > 1 else ()
+
+
+def _ranks_along(mesh: Any, dims: Sequence[bool]) -> tuple[int, ...]:
+    """Return the ranks that differ from this one along some dimensions of a mesh alone, ascending; itself included."""
+    pairs = zip(mesh.get_coordinate(), dims, strict=True)
+    index = tuple(slice(None) if is_free else own for own, is_free in pairs)
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def holders(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold the same elements of a tensor, as far as its kind shows, ascending."""
+    if is_flattened(tensor):
+        return (rank(),)
+    if not is_sharded(tensor):
+        return tuple(range(world()))
+    sharded: Any = tensor
+    return _ranks_along(sharded.device_mesh, [not kind.is_shard() for kind in sharded.placements])
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
@@ -339,6 +354,15 @@ class OwnStore:
         except RuntimeError:
             self._connection.store = None
             raise
+
+
+def has_store() -> bool:
+    """Tell whether the store is there: it ends with the process group, unless the agent of `torchrun` hosts it."""
+    return is_used() or is_hosted_by_agent()
+
+
+def is_hosted_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def attempt() -> str:

@@ -44,7 +44,12 @@ def run_ranks(
 
 
 def start_ranks(worker: Path, out: Path, ranks: int, words: Sequence[str]) -> list[forks.Fork]:
-    """Start a script on several ranks, in forks that have the environment which torchrun would give them."""
+    """Start a worker on several ranks."""
+    return start_words([str(worker), str(out), *words], Path.cwd(), ranks)
+
+
+def start_words(words: Sequence[str], cwd: Path, ranks: int) -> list[forks.Fork]:
+    """Start what comes after `python` on several ranks, in forks that have the environment of torchrun."""
     # Where it finds `worker`.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     shared = {
@@ -56,8 +61,8 @@ def start_ranks(worker: Path, out: Path, ranks: int, words: Sequence[str]) -> li
     }
     return [
         forks.start(
-            [str(worker), str(out), *words],
-            cwd=Path.cwd(),
+            words,
+            cwd=cwd,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)

@@ -10,19 +10,23 @@ class CheckRanks(CheckRule):
     """Find ranks whose gradients or weights differ although they train replicas.
 
     ## What it finds
-    Gradients that differ between ranks at the update: a forward pass that went around `DistributedDataParallel`, a
-    collective that one rank left out, a device that lost data. Weights that differ although gradients are alike:
-    ranks that began with different weights, or an update that one rank skipped. Ranks are compared by backward passes.
+    Under `DistributedDataParallel`, gradients that differ between the ranks of the wrapper at the update: a forward pass
+    around the wrapper, a second backward pass through one forward pass, parameters that the wrapper does not know, a clip
+    that one rank makes, a device that lost data. Weights that differ although gradients are alike: ranks that began
+    with different weights, or an update that one rank skipped.
+
+    Ranks that average gradients by hand, and replicas of shards, are compared as well. Gradients that were equal in each
+    bit in three updates in a row, and not zero or constant, show which parameters the ranks share. A difference is
+    reported only if the weights differ and the gradients are equal again.
 
     ## What stays quiet
-    Ranks that train apart, as in a sweep: only ranks under `DistributedDataParallel`, or ranks whose gradients were
-    alike in three updates in a row, count as replicas. Sharded parameters, which differ rightly. Updates on
-    passes under `no_sync`. Differences of rounding, below a ten-thousandth.
+    Ranks that train apart: sweeps, local SGD, stages of a pipeline, own heads and experts, wrappers with process groups of
+    their own, training before the wrapper. Parts of a sharded parameter. Differences of rounding, below a ten-thousandth.
 
     ## Cost
-    The norm of each gradient in each due update, which a `nan-trap` on the same gradients has measured already. The norm of
-    1,024 elements of each weight in the first 32 passes, then in each eighth. Each rank sends eight rows at a
-    time to the store of the job, and waits for nobody; the first rank compares.
+    The norm of each gradient in each due update, which a `nan-trap` on the same gradients has measured already. A norm and
+    a sum of 1,024 elements of each gradient and weight in the first 32 passes, then of an eighth of the parameters. Each
+    rank sends its numbers to the store of the job and waits for no other rank; the first rank of each group compares.
     """
 
     action: Literal["check-ranks"] = "check-ranks"

@@ -1,27 +1,20 @@
-"""The facts that a check receives, with messages of other ranks, and the findings that it returns."""
+"""The facts that a check receives, and the findings that it returns."""
 
 from __future__ import annotations
 
-import json
 import weakref
-import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, _numbers
+from gradsurgeon.checks.mail import Mail
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# The sessions of this process so far, by their parameters: ranks apply theirs in one order.
-_sessions: Counter[str] = Counter()
-# Numbers by the count of passes.
-Rows = Mapping[int, Sequence[float]]
 # Modules that compute something else in evaluation mode.
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
@@ -71,54 +64,29 @@ class Model:
         return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
 
 
-class Mail:
-    """Exchanges rows of numbers with the ranks that hold replicas of the parameters.
+Missed = Literal["bypassed", "twice", "alone", "unknown"]
 
-    Args:
-        names: the parameters of the session; sessions with the same parameters share a prefix of keys.
-        averaged: returns the parameters whose gradients `DistributedDataParallel` averages; none without a wrapper.
-        is_local: tells whether the gradients of this update are meant for this rank alone, as in `no_sync`.
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Parameters of one update that several ranks hold alike, or may hold alike.
+
+    Attributes:
+        key: a name for these parameters that all of these ranks use.
+        indices: the parameters, as numbers of the session.
+        ranks: the ranks, ascending.
+        passes: the passes that `DistributedDataParallel` averaged so far, and the passes since then, alike on all ranks.
+        promised: whether `DistributedDataParallel` keeps them alike; otherwise only their gradients can show it.
+        missed: by parameter, why its last gradient was not averaged: the forward pass went around the wrapper, a second
+            pass used one forward pass of the wrapper, it ran under `no_sync`, or the wrapper does not know it.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        averaged: Callable[[], Collection[int]],
-        is_local: Callable[[], bool],
-    ) -> None:
-        number = zlib.crc32("\n".join(names).encode())
-        prefix = f"{_dist.attempt()}/replicas/{number}"
-        _sessions[prefix] += 1
-        self._prefix = f"{prefix}/{_sessions[prefix]}"
-        self.averaged, self.is_local = averaged, is_local
-
-    @property
-    def rank(self) -> int:
-        return _dist.rank()
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return range(_dist.world())
-
-    @cached_property
-    def _store(self) -> _dist.OwnStore:
-        return _dist.OwnStore(self._prefix)
-
-    def post(self, key: str, rows: Rows) -> None:
-        if self.rank and self._store.is_served():
-            with suppress(RuntimeError):
-                self._store.set(f"{key}/{self.rank}", json.dumps([*rows.items()]))
-
-    def take(self, key: str) -> Sequence[Rows] | None:
-        """Return and remove what the other ranks have sent, in their order; ``None`` if not all have yet."""
-        keys = [f"{key}/{rank}" for rank in self.ranks[1:]]
-        with suppress(RuntimeError):
-            if keys and self._store.check(keys):
-                found = [dict(json.loads(self._store.get(one))) for one in keys]
-                for one in keys:
-                    self._store.delete_key(one)
-                return found
-        return None
+    key: str
+    indices: Sequence[int]
+    ranks: Sequence[int]
+    passes: tuple[int, int]
+    promised: bool = False
+    missed: Mapping[int, Missed] = field(default_factory=dict)
 
 
 class _Looked(Mapping[int, Tensor]):
@@ -206,8 +174,10 @@ class Update(Moment):
         owner: a value that stands for the optimizer.
         optimizer: the optimizer, ``None`` if the script updates by hand.
         evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
-        mail: reaches the ranks that train replicas; ``None`` if there are none.
+        mail: reaches the other ranks; ``None`` if there are none.
+        find_replicas: returns which of some parameters other ranks hold as well.
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
+        has_moved: whether the optimizer has moved weights already, and evaluates its closure where they are now.
         took_place: whether the optimizer was allowed to update; known after the update.
         frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
         known_norms: returns the norms that a trap has just measured, if one has.
@@ -218,7 +188,9 @@ class Update(Moment):
     optimizer: Optimizer | None
     evaluations: int | None
     mail: Mail | None
+    find_replicas: Callable[[Sequence[int]], Sequence[Replicas]]
     scale: float | None = None
+    has_moved: bool = False
     took_place: bool = True
     frozen: Mapping[int, str] = field(default_factory=dict)
     known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
@@ -232,6 +204,11 @@ class Update(Moment):
     def state(self) -> Mapping[int, Mapping[str, Any]]:
         found = self.optimizer.state if self.optimizer is not None else {}
         return self._by_tensor({id(param): state for param, state in found.items()})
+
+    @cached_property
+    def replicas(self) -> Sequence[Replicas]:
+        """The parameters of an optimizer that other ranks hold as well."""
+        return self.find_replicas([tensor for tensor in self.tensors if tensor in self.groups])
 
     def norms(self, tensors: Sequence[int]) -> Tensor:
         """Return the norms of gradients on one device."""
@@ -268,4 +245,8 @@ class Check:
 
     def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right after an update."""
+        return ()
+
+    def at_end(self) -> Iterable[Finding]:
+        """Return what has not been told when the session, or its process group, ends."""
         return ()

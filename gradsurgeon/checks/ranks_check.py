@@ -1,186 +1,200 @@
 """Finds ranks whose gradients or weights differ although they should be replicas of one another."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.checks.base import Check, Finding, Mail, Pass, Rows, Update
-from gradsurgeon.tensors.sampling import by_device, sample
+from gradsurgeon.checks.base import Check, Finding, Replicas, Update
+from gradsurgeon.checks.mail import Mail
+from gradsurgeon.checks.replica_comparison import ReplicaComparison, Row
+from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
-# Ranks send rows of so many updates together.
-BATCH = 8
-# Ranks whose final gradients were alike in so many updates in a row average them, whatever averages them.
-ALIKE_UPDATES = 3
-# After so many passes, weights are compared in each eighth only: a difference of weights stays.
-_SETTLED, _LATER = 32, 8
-# Rows of so many batches wait for a rank that is late; older ones are dropped.
-_MOST_WAITING = 16
-# Ranks may sum in another order: differences below this share of a number are rounding.
-_ROUNDING = 1e-4
+# Rows are sent so many together.
+_BATCH = 8
+# Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
+_FEW_RANKS, _FIRST = 64, 32
+# So many batches wait for a rank that is late; older ones are dropped.
+_MOST_WAITING = 32
+# After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
+_SETTLED = 32
+_MOST_PARTS, _PART = 8, 4
 
-_GRADIENTS = (
-    "{ranks} differ in the gradients of {{names}}: the norm of the first is {ours:.3g} on rank 0 and {theirs:.3g} on rank "
-    "{other}. "
-)
-_WEIGHTS = (
-    "{ranks} differ in the weights {{names}}, although their gradients are alike. Broadcast the weights of rank 0 before "
-    "training, and look for an update, a weight decay or an assignment that only some ranks make"
-)
-_BYPASSED = "DistributedDataParallel did not average: call the wrapper in the forward pass, not `model.module`"
-_LOST = "Look for code between `backward()` and `step()` that only some ranks run, and a collective that loses data"
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    step: int
-    # Ranks are compared by passes: a rank that skips an update does not skip the pass.
-    passes: int
-    numbers: tuple[float, ...]  # norms of gradients, then in some rows numbers of weights
-
-
-@dataclass(slots=True)
-class _Owner:
-    place: int
-    rows: list[_Row] = field(default_factory=list)
-    sent: int = 0
-    # By number of batch, this rank's own rows and the tensors that they are about.
-    waiting: dict[int, tuple[list[_Row], Sequence[int]]] = field(default_factory=dict)
-    alike: int = 0
-    is_local: bool = False
-    is_averaged: bool = False
-    # A difference without a wrapper: a fault if the ranks are alike again, else they train apart.
-    parted: Finding | None = None
+# A row on its way: passes, step, and the numbers as bytes.
+_Packed = tuple[tuple[int, int], int, bytes]
 
 
 class RanksCheck(Check):
     def __init__(self) -> None:
-        self._owners: dict[Hashable, _Owner] = {}
-        self._passes = 0
-
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
-        del done
-        self._passes += 1
-        return ()
+        self._series: dict[str, _Series] = {}
 
     def before_edits(self, update: Update) -> Iterable[Finding]:
-        mail = update.mail
-        if mail is None:
+        if update.mail is None:
             return ()
-        owner = self._owners.setdefault(update.owner, _Owner(len(self._owners)))
-        # Ranks that update alone, even once, drift apart: local SGD averages their weights now and then.
-        owner.is_local |= mail.is_local()
-        if owner.is_local:
-            return ()
-        averaged, passes = mail.averaged(), self._passes
-        tensors = [
-            t for t in update.tensors if t in update.groups and (t in averaged or not averaged)
-        ]
-
-        def arrived(values: Tensor) -> Iterator[Finding]:
-            owner.rows.append(_Row(update.step, passes, tuple(values.tolist())))
-            yield from _exchanged(owner, tensors, mail)
-
-        owner.is_averaged = bool(averaged)
-        if tensors:
-            has_weights = passes <= _SETTLED or passes % _LATER == 0
-            update.later(_measured(update, tensors, has_weights=has_weights), arrived)
+        for replicas in update.replicas:
+            if replicas.key not in self._series:
+                self._series[replicas.key] = _Series(replicas, update.mail)
+            series = self._series[replicas.key]
+            # A closure may be evaluated away from the weights that ranks have in common.
+            sampled = () if update.has_moved else series.part(replicas.passes)
+            values = _measured(update, replicas.indices, sampled)
+            update.later(values, partial(series.add, replicas, update.step))
         return ()
 
+    def at_end(self) -> Iterator[Finding]:
+        for series in self._series.values():
+            yield from series.close()
 
-def _exchanged(owner: _Owner, tensors: Sequence[int], mail: Mail) -> Iterator[Finding]:
-    if len(owner.rows) < min(BATCH, 1 + owner.sent):
-        return
-    rows, owner.rows = owner.rows, []
-    mail.post(f"{owner.place}/{owner.sent}", {row.passes: row.numbers for row in rows})
-    if mail.rank == mail.ranks[0]:
-        owner.waiting[owner.sent] = rows, tensors
-        for number in sorted(owner.waiting)[:-_MOST_WAITING]:
-            del owner.waiting[number]
-    owner.sent += 1
-    for number in sorted(owner.waiting):
-        theirs = mail.take(f"{owner.place}/{number}")
-        if theirs is None:
+
+class _Series:
+    """The rows of some replicas: each rank sends its own, and the first rank compares them."""
+
+    def __init__(self, replicas: Replicas, mail: Mail) -> None:
+        self._key = replicas.key
+        self._mail = mail
+        # The process group may be gone when the session ends.
+        self._rank = _dist.rank()
+        self._first, *self._others = replicas.ranks
+        self._are_few = len(replicas.ranks) <= _FEW_RANKS
+        self._indices = replicas.indices
+        self._batch: list[Row] = []
+        self._sent = 0
+        # What follows is for the first rank.
+        self._own: dict[tuple[int, int], tuple[Row, Replicas]] = {}
+        self._theirs: dict[int, dict[tuple[int, int], Row]] = {rank: {} for rank in self._others}
+        # How many batches of each rank have come, and the passes of its newest row.
+        self._received = dict.fromkeys(self._others, 0)
+        self._newest = dict.fromkeys(self._others, (-1, -1))
+        self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
+
+    def part(self, passes: tuple[int, int]) -> Sequence[int]:
+        """Return the parameters whose weights a row has. All ranks choose alike for the same passes."""
+        parts = min(_MOST_PARTS, len(self._indices) // _PART)
+        if sum(passes) <= _SETTLED or parts < 2:  # noqa: PLR2004 # all of them
+            return self._indices
+        # Drawn: passes may come in fours.
+        first = zlib.crc32(repr(passes).encode()) % parts
+        return self._indices[first::parts]
+
+    def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
+        """Add the row of an update of this rank."""
+        row = Row(replicas.passes, step, values.T.contiguous())
+        self._batch.append(row)
+        is_early = self._are_few and self._sent < _FIRST
+        is_complete = is_early or len(self._batch) >= _BATCH
+        if self._rank != self._first:
+            self._send(is_complete=is_complete)
+        else:
+            self._own.setdefault(row.passes, (row, replicas))
+            while len(self._own) > _MOST_WAITING * _BATCH:
+                del self._own[min(self._own)]
+        if is_complete:
+            self._batch = []
+            self._sent += 1
+            if self._rank == self._first:
+                while self._receive(self._others):
+                    pass
+                # Another rank may be ahead.
+                yield from self._compared(min(row.passes, *self._newest.values()))
+
+    def close(self) -> Iterator[Finding]:
+        """Send the last rows, or compare what the other ranks have sent so far."""
+        if self._rank != self._first:
+            if self._batch:
+                self._mail.post(self._key_of("last", self._rank), _packed(self._batch))
             return
-        ours, matched = owner.waiting.pop(number)
-        others = dict(zip(mail.ranks[1:], theirs, strict=True))
-        yield from _compared(owner, matched, ours, others)
+        for rank in self._others:
+            while self._receive([rank]):
+                pass
+            for batch in self._mail.take([self._key_of("last", rank)]) or ():
+                self._take_in(rank, batch)
+        yield from self._compared(max(self._own, default=(0, 0)))
+
+    def _send(self, *, is_complete: bool) -> None:
+        if is_complete:
+            self._mail.post(self._key_of(self._sent, self._rank), _packed(self._batch))
+            # The first rank may have ended, or have no session.
+            self._mail.drop(self._key_of(self._sent - _MOST_WAITING, self._rank))
+        elif self._are_few:
+            self._mail.post(self._key_of("last", self._rank), _packed(self._batch))
+
+    def _key_of(self, batch: int | str, rank: int) -> str:
+        return f"{self._key}/{batch}/{rank}"
+
+    def _receive(self, ranks: Sequence[int]) -> bool:
+        """Take in the next batch of each of some ranks; tell whether all of these had come."""
+        keys = [self._key_of(self._received[rank], rank) for rank in ranks]
+        batches = self._mail.take(keys)
+        if batches is None:
+            return False
+        for rank, batch in zip(ranks, batches, strict=True):
+            self._take_in(rank, batch)
+            self._received[rank] += 1
+        return True
+
+    def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
+        for passes, step, content in batch:
+            numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
+            row = Row(passes, step, numbers.view(4, -1))
+            self._theirs[rank].setdefault(row.passes, row)
+            self._newest[rank] = max(self._newest[rank], row.passes)
+
+    def _compared(self, last: tuple[int, int]) -> Iterator[Finding]:
+        """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
+        for passes in sorted(self._own):
+            if passes > last:
+                break
+            row, replicas = self._own.pop(passes)
+            others = {rank: rows[passes] for rank, rows in self._theirs.items() if passes in rows}
+            yield from self._comparison.compare(row, others, replicas)
+        for rank, rows in self._theirs.items():
+            self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
 
 
-def _measured(update: Update, tensors: Sequence[int], *, has_weights: bool) -> Tensor:
-    """Return the norm of each gradient, -1 without one, and perhaps of a sample of each weight."""
-    device = update.params[tensors[0]].device
-    norms: dict[int, Tensor] = {}
-    for some in by_device([t for t in tensors if t in update.grads], update.grads):
-        norms |= zip(some, update.norms(some).unbind(), strict=True)
-    absent = torch.tensor(-1.0, device="cpu")
-    numbers = [norms.get(t, absent) for t in tensors]
-    if has_weights:
-        weights: dict[int, Tensor] = {}
-        for some in by_device(tensors, update.params):
-            samples = _numbers.norms([sample(update.params[t]) for t in some])
-            weights |= zip(some, samples.unbind(), strict=True)
-        numbers += [weights[t] for t in tensors]
-    return torch.stack([number.to(device) for number in numbers])
+def _packed(batch: Sequence[Row]) -> list[_Packed]:
+    return [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in batch]
 
 
-def _compared(
-    owner: _Owner, tensors: Sequence[int], ours: Sequence[_Row], theirs: Mapping[int, Rows]
-) -> Iterator[Finding]:
-    count = len(tensors)
-    for row in ours:
-        others = {rank: rows.get(row.passes, ()) for rank, rows in theirs.items()}
-        if any(len(numbers) != len(row.numbers) for numbers in others.values()):
-            continue
-        apart = _differing(row.numbers[:count], {r: n[:count] for r, n in others.items()})
-        if apart:
-            remedy = _LOST if owner.alike or not owner.is_averaged else _BYPASSED
-            found = _finding("gradients", _GRADIENTS + remedy, row, tensors, apart)
-            if owner.is_averaged:
-                yield found
-            elif owner.parted is not None:
-                # Alike for a while, then apart: a sweep, or local SGD.
-                owner.is_local = True
-                return
-            elif owner.alike >= ALIKE_UPDATES:
-                owner.parted = found
-            owner.alike = 0
-            continue
-        owner.alike += 1
-        if owner.parted is not None and owner.alike >= ALIKE_UPDATES:
-            yield owner.parted
-            owner.parted = None
-        apart = _differing(row.numbers[count:], {r: n[count:] for r, n in others.items()})
-        if apart and (owner.is_averaged or owner.alike >= ALIKE_UPDATES):
-            yield _finding("weights", _WEIGHTS, row, tensors, apart)
+def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:
+    """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
+    device = update.params[indices[0]].device
+    grads = {index: update.grads[index] for index in indices if index in update.grads}
+    dense = {i: grads[i] for i in sampled if i in grads and grads[i].layout is torch.strided}
+    weights = {index: update.params[index] for index in sampled}
+
+    def norms(group: Sequence[int]) -> Tensor:
+        return update.norms(group).unsqueeze(1)
+
+    def sums(group: Sequence[int]) -> Tensor:
+        return norms_and_sums([sample(dense[index]) for index in group])[:, 1:]
+
+    def of_weights(group: Sequence[int]) -> Tensor:
+        return norms_and_sums([sample(weights[index]) for index in group])
+
+    # A missing gradient counts as zero.
+    of_gradients = _by_parameter(indices, grads, norms, torch.zeros(1, device=device))
+    unknown = torch.full((2,), math.nan, device=device)
+    signed = _by_parameter(indices, dense, sums, unknown[:1])
+    return torch.cat(
+        [of_gradients, signed, _by_parameter(indices, weights, of_weights, unknown)], 1
+    )
 
 
-def _differing(
-    ours: Sequence[float], theirs: dict[int, Sequence[float]]
-) -> dict[int, tuple[int, float, float]]:
-    """Return, by place of a tensor, the first rank that differs there, with its number and ours."""
-    found: dict[int, tuple[int, float, float]] = {}
-    for rank, numbers in theirs.items():
-        for place, (mine, other) in enumerate(zip(ours, numbers, strict=True)):
-            # A NaN is the trap's to tell.
-            finite = math.isfinite(mine) and math.isfinite(other)
-            if finite and abs(mine - other) > _ROUNDING * max(abs(mine), abs(other)):
-                found.setdefault(place, (rank, other, mine))
-    return found
-
-
-def _finding(
-    cause: str,
-    text: str,
-    row: _Row,
-    tensors: Sequence[int],
-    apart: dict[int, tuple[int, float, float]],
-) -> Finding:
-    other, theirs, ours = next(iter(apart.values()))
-    # The first rank compares.
-    ranks = _dist.named([0, *sorted({rank for rank, _, _ in apart.values()})])
-    text = text.format(ranks=ranks, other=other, theirs=theirs, ours=ours)
-    return Finding(cause, text, tuple(tensors[place] for place in apart), step=row.step)
+def _by_parameter(
+    indices: Sequence[int],
+    tensors: Mapping[int, Tensor],
+    measure: Callable[[Sequence[int]], Tensor],
+    otherwise: Tensor,
+) -> Tensor:
+    """Measure tensors device by device; return a row for each index, the last argument if there is no tensor."""
+    groups = by_device(tensors, tensors)
+    if len(groups) == 1 and len(tensors) == len(indices):  # nearly always
+        return measure(groups[0]).to(otherwise.device)
+    rows: dict[int, Tensor] = {}
+    for group in groups:
+        rows |= zip(group, measure(group).to(otherwise.device).unbind(), strict=True)
+    return torch.stack([rows.get(index, otherwise) for index in indices])

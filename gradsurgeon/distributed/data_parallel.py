@@ -18,6 +18,8 @@ from gradsurgeon._patching import Patch
 
 # By wrapper: the ids of the parameters that it averages, taken when it was first seen.
 _averages: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+# By wrapper: how many passes it averaged while it was watched, alike on all of its ranks.
+_passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The wrappers that average in the next pass that reaches one of their parameters.
 _awaiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -49,11 +51,29 @@ _torch.compile_within_caller(_prepared)
 
 
 def averages_plainly(wrapper: Any) -> bool:
-    return not wrapper._comm_hooks  # noqa: SLF001 # there is no public name
+    """Tell whether a wrapper averages over all of its ranks: not by a communication hook, and not under `Join`."""
+    # There are no public names.
+    return not (wrapper._comm_hooks or wrapper._join_config.enable)  # noqa: SLF001
 
 
-def ran_alone(wrapper: Any) -> bool:
-    return not wrapper.require_forward_param_sync
+def runs_alone(wrapper: Any) -> bool:
+    """Tell whether a wrapper is under `no_sync`, or was at its last forward pass."""
+    return not (wrapper.require_forward_param_sync and wrapper.require_backward_grad_sync)
+
+
+def passes(wrapper: Any) -> int:
+    return _passes.get(wrapper, 0)
+
+
+def ids_averaged_by(wrapper: Any) -> frozenset[int]:
+    return _averages[wrapper]
+
+
+def ids_ignored_by(wrapper: Any) -> set[int]:
+    """Return the ids of the parameters that the script told a wrapper to ignore."""
+    ignored = wrapper.parameters_to_ignore
+    named = wrapper.module.named_parameters(remove_duplicate=False)
+    return {id(param) for name, param in named if name in ignored}
 
 
 def find(params: Iterable[Tensor]) -> None:
@@ -97,6 +117,8 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
         if (failed or _is_reduced(wrapper)) and reaches(_averages[wrapper])
     ]
     _awaiting.difference_update(over)
+    for wrapper in over:
+        _passes[wrapper] = passes(wrapper) + 1
     return over
 
 

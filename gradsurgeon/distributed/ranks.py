@@ -64,6 +64,10 @@ class Ranks:
     def wrappers(self) -> list[Any]:
         return [wrapper for wrapper, _ in self._live()]
 
+    def inside(self, wrapper: Any) -> frozenset[int]:
+        """Return the indices of the parameters inside a wrapper that `wrappers` has returned."""
+        return self._wrappers[wrapper]
+
     def look_again(self) -> None:
         self._known = not self.are_several
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import pickle
 import time
 import weakref
@@ -321,8 +320,7 @@ def _leave() -> None:
     for voter in list(_open):
         voter.close()
     end = time.monotonic() + LINGER
-    # `torchrun` hosts the store in its agent, a separate process.
-    hosts = _dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = _dist.rank() == 0 and not _dist.is_hosted_by_agent()
     for left in _left:
         while (left[2] or hosts) and not _is_over(*left[:2]):
             if time.monotonic() > end:

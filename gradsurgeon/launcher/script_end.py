@@ -90,6 +90,8 @@ class ScriptEnd:
                     model.session.discard()
                 else:
                     model.session.remove(ended_by)
+                    # A session that ended with its model may not have heard the last of other ranks.
+                    model.session.controller.checks.conclude()
         if models.attached and not refused:  # A refusal has a traceback.
             self._say()
 

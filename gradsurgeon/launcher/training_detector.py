@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -89,6 +90,11 @@ class TrainingDetector:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
         self._undo.callback(registry.unwatch_steps)
+        distributed: Any = torch.distributed
+        if distributed.is_available():
+            # Early: a script that imports the function by name gets the patched one.
+            patch = Patch(distributed, "destroy_process_group", self._before_destruction)
+            self._undo.callback(patch.undo)
         self._undo.callback(self._stop_waiting)
 
     def uninstall(self) -> None:
@@ -110,6 +116,12 @@ class TrainingDetector:
         with _live.uncollected():
             construct(optimizer, *args, **kwargs)
         self._search(optimizer)
+
+    def _before_destruction(self, destroy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
+        for model in self._models.attached:
+            model.session.controller.checks.conclude()
+        destroy(*args, **kwargs)
 
     def _stop_waiting(self) -> None:
         if self._end_waiting is not None:

@@ -151,6 +151,7 @@ class Attachment:
             stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
             stack.callback(self.controller.detach)
             self.context.event_log.settle()
+            self.controller.checks.conclude()
 
     @property
     def step(self) -> int:

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Examination
-from gradsurgeon.checks.base import Check, Finding, Mail, Model, Pass, Update
+from gradsurgeon.checks.base import Check, Finding, Model, Pass, Update
+from gradsurgeon.checks.mail import Mail
 from gradsurgeon.compiler import Stage
-from gradsurgeon.distributed import data_parallel
+from gradsurgeon.distributed.replication import Replication
 from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.planning import slots
@@ -55,12 +56,17 @@ class Checks:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
-            self._mail = Mail(context.program.names, self._averaged, self._is_local)
+            self._mail = Mail(context.program.names)
+            self._replication = Replication(
+                context.program.names, lambda: context.ranks, context.parameters.params
+            )
 
     def before_pass(self, graph: BackwardGraph) -> None:
         self._look_at_pass("before_pass", (), graph)
 
     def after_pass(self, done: BackwardPass) -> None:
+        if self._having["before_edits"] and _dist.world() > 1:
+            self._replication.passed(done.tensors, done.averaging)
         self._look_at_pass("after_pass", done.tensors, done.graph)
 
     def _look_at_pass(
@@ -92,7 +98,9 @@ class Checks:
         self._look("before_update", step.counter, step.optimizer())
 
     def before_edits(self, step: Step, gradients: Gradients | None) -> None:
-        facts = {} if gradients is None else {"known_norms": gradients.known_norms}
+        facts: dict[str, Any] = {"has_moved": step.has_moved}
+        if gradients is not None:
+            facts["known_norms"] = gradients.known_norms
         self._look("before_edits", step.counter, step.optimizer(), **facts)
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
@@ -102,6 +110,13 @@ class Checks:
         frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, step.optimizer(), **facts)
+        if self._running:
+            self._replication.updated(step.counter.tensors)
+
+    def conclude(self) -> None:
+        """Let the checks tell what they know so far. More may come."""
+        for running in self._having["at_end"]:
+            self._tell(running, self._context.counters.latest, running.check.at_end())
 
     def _due(
         self, method: str, counter: StepCounter | None = None
@@ -127,6 +142,7 @@ class Checks:
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
                     mail=self._mail if several else None,
+                    find_replicas=self._replication.replicas,
                     **facts,
                 )
                 self._tell(running, update.step, getattr(running.check, method)(update))
@@ -158,20 +174,6 @@ class Checks:
             tensors = [tensor for tensor in stage.tensors if counters[tensor] in known]
             self._tensors[stage.rule.id, counter] = counters.version, tensors
         return tensors
-
-    def _averaged(self) -> frozenset[int]:
-        """Return the parameters whose gradients `DistributedDataParallel` averages."""
-        wrappers = self._context.ranks.wrappers()
-        held = {id(param) for one in wrappers for param in data_parallel.averaged_by(one)}
-        params = enumerate(self._context.parameters.params() if held else ())
-        return frozenset(tensor for tensor, param in params if id(param) in held)
-
-    def _is_local(self) -> bool:
-        """Tell whether the gradients of an update are meant for this rank alone, as in `no_sync`."""
-        return any(
-            data_parallel.ran_alone(one) or not data_parallel.averages_plainly(one)
-            for one in self._context.ranks.wrappers()
-        )
 
     def _tell(self, running: _Running, step: int, findings: Iterable[Finding]) -> None:
         """Make events of findings, each cause once for each tensor; errors are raised at the next update."""

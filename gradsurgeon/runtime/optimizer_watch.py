@@ -276,6 +276,7 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update, *, has_moved: bool = False) -> None:
         self._context.refuse_graph_capture()
+        update.has_moved = has_moved
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)

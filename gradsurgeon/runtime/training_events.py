@@ -92,6 +92,8 @@ class Step:
     overflow: Tensor | None = None
     # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
+    # The optimizer has moved weights already: it evaluates its closure several times, or somewhere else.
+    has_moved: bool = False
     # A trap held the update back.
     skipped: bool = False
     # Returns the optimizer, if there is one.

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gradsurgeon import _numbers
 
@@ -28,6 +29,23 @@ def sample(tensor: Tensor, most: int = SAMPLE) -> Tensor:
     if tensor.numel() <= most:
         return tensor.flatten().clone()
     return torch.take(tensor, _places(tensor.numel(), most, tensor.device))
+
+
+@lru_cache(maxsize=16)
+def _signs(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return (torch.randint(2, (count,), generator=generator) * 2.0 - 1.0).to(device)
+
+
+def norms_and_sums(samples: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each sample, and a sum with fixed signs, on their device. Shape ``[n, 2]``, float32.
+
+    Two samples of equal norm have different sums, unless they are equal or the difference happens to cancel.
+    """
+    reals = [torch.view_as_real(one) if one.is_complex() else one for one in samples]
+    rows = pad_sequence([real.flatten().float() for real in reals], batch_first=True)
+    sums = (rows * _signs(rows.shape[1], rows.device)).sum(1)
+    return torch.stack([torch.linalg.vector_norm(rows, dim=1), sums], 1)
 
 
 def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:

@@ -1,86 +1,120 @@
-"""`check-ranks` on two ranks: it names what differs, and nothing where ranks may differ."""
+"""`check-ranks` names ranks that differ and should not, with a remedy, and says nothing of ranks that may differ."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.faulty_ranks import FAULTY
+from distributed.healthy_ranks import HEALTHY
+from pairs import slow
 from ranks import run_ranks
+
+Found = list[dict[str, list[dict[str, Any]]]]
+# Of each kind of training, and of each kind of fault, one; the others are slow.
+QUICK = [
+    "accumulating",
+    "every_other_update_alone",
+    "group_of_its_own",
+    "own_head_by_hand",
+    "sharded",
+    "skipping_together",
+    "sweep_of_learning_rates",
+    "sweep_of_seeds",
+    "training_before_the_wrapper",
+    "wrapped_anew",
+    "bypassed",
+    "data_lost_by_hand",
+    "layer_replaced_after_the_wrapper",
+    "one_of_twelve_updates_skipped",
+    "one_rank_clips",
+    "two_passes_of_one_forward_pass",
+    "unlike_from_the_start",
+    "weight_changed_on_one_rank",
+]
+
+
+def every(names: Sequence[str]) -> list[Any]:
+    """Return the names, of which most are slow."""
+    quick = [name for name in names if name in QUICK]
+    return [*quick, *slow(*(name for name in names if name not in QUICK))]
+
+
+def trained(names: Sequence[str], folder: Path, ranks: int = 2) -> Found:
+    worker = Path(__file__).with_name("checks_worker.py")
+    return run_ranks(worker, folder / "seen", ranks, names)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("checks_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("checks") / "seen")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return trained([*QUICK, "sharded_at_rest"], tmp_path_factory.mktemp("quick"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "healthy",
-        "healthy_by_hand",
-        "accumulating",
-        "sweep",
-        "sharded",
-        "own_layer",
-        "parting",
-        "skipping_together",
-    ],
-)
-def test_ranks_that_may_differ_get_no_finding(ranks: list[dict[str, Any]], case: str) -> None:
-    assert [rank[case] for rank in ranks] == [[], []]
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    names = [name for name in (*HEALTHY[2], *FAULTY[2]) if name not in QUICK]
+    return trained(names, tmp_path_factory.mktemp("others"))
 
 
-def only(ranks: list[dict[str, Any]], case: str) -> dict[str, Any]:
-    """Return the one finding, which the first rank tells."""
-    assert ranks[1][case] == []
-    (event,) = ranks[0][case]
-    found: dict[str, Any] = event
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return trained([*HEALTHY[4], *FAULTY[4]], tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.fixture
+def of_two(request: pytest.FixtureRequest) -> Callable[[str], Found]:
+    def found(name: str) -> Found:
+        ranks: Found = request.getfixturevalue("quick" if name in QUICK else "others")
+        return ranks
+
     return found
 
 
-def test_a_forward_pass_around_the_wrapper(ranks: list[dict[str, Any]]) -> None:
-    event = only(ranks, "bypassed")
-    assert event["step"] == 0
-    assert "ranks 0, 1 differ in the gradients of 0.weight" in event["message"]
-    assert "call the wrapper in the forward pass, not `model.module`" in event["message"]
+@pytest.mark.parametrize("name", every([*HEALTHY[2]]))
+def test_ranks_that_may_differ_get_no_finding(of_two: Callable[[str], Found], name: str) -> None:
+    assert [rank[name] for rank in of_two(name)] == [[], []]
 
 
-def test_a_device_that_lost_data_once(ranks: list[dict[str, Any]]) -> None:
-    first, second = ranks[0]["lost"]
-    assert (first["step"], first["name"]) == (15, "0.weight")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY[4])
+def test_four_ranks_that_may_differ_get_no_finding(four: Found, name: str) -> None:
+    assert [rank[name] for rank in four] == [[], [], [], []]
+
+
+@pytest.mark.parametrize("name", every([*FAULTY[2]]))
+def test_a_fault_is_told_with_its_place_and_a_remedy(
+    of_two: Callable[[str], Found], name: str
+) -> None:
+    told_first(of_two(name), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTY[4])
+def test_a_fault_among_four_ranks(four: Found, name: str) -> None:
+    told_first(four, name)
+
+
+def told_first(ranks: Found, name: str) -> None:
+    fault = FAULTY[len(ranks)][name]
+    # The first of the ranks that should be alike compares them.
+    assert [number for number, rank in enumerate(ranks) if rank[name]] == [fault.rank]
+    first = ranks[fault.rank][name][0]
+    assert (first["step"], first["name"]) == (fault.step, fault.name)
+    for part in fault.parts:
+        assert part in first["message"]
+
+
+def test_weights_are_told_after_the_gradient_that_was_lost(quick: Found) -> None:
+    first, second = quick[0]["data_lost_by_hand"]
     assert "0.bias" not in first["message"]
-    assert "and 0 on rank 1" in first["message"]
-    # Since then the weights have been apart.
     assert second["step"] > 15
     assert "ranks 0, 1 differ in the weights 0.weight" in second["message"]
 
 
-def test_weights_that_differ_from_the_start(ranks: list[dict[str, Any]]) -> None:
-    event = only(ranks, "unlike_from_the_start")
-    assert event["name"] == "3.weight"
-    assert "Broadcast the weights of rank 0" in event["message"]
-
-
-def test_weights_that_one_rank_changes(ranks: list[dict[str, Any]]) -> None:
-    event = only(ranks, "drifting")
-    assert (event["step"], event["name"]) == (21, "3.weight")
-    assert "an assignment that only some ranks make" in event["message"]
-
-
-def test_an_update_that_one_rank_skips(ranks: list[dict[str, Any]]) -> None:
-    """Its gradients are alike: they are those of the same pass, though not of the same update."""
-    event = only(ranks, "skipping")
-    assert 21 <= event["step"] <= 22
-    assert "ranks 0, 1 differ in the weights 0.weight" in event["message"]
-    assert (
-        "an update, a weight decay or an assignment that only some ranks make" in event["message"]
-    )
-
-
-def test_parts_of_parameters_that_do_not_move(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_parts_of_parameters_that_do_not_move(quick: Found) -> None:
+    for rank in quick:
         (event,) = rank["sharded_at_rest"]
         assert event["name"] == "0.weight"
         assert "0.weight, 0.bias did not move in 10 updates" in event["message"]

@@ -1,0 +1,142 @@
+"""Which ranks hold the parameters of a session alike, and which of their gradients `DistributedDataParallel` averaged."""
+
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.checks.base import Missed, Replicas
+from gradsurgeon.distributed import data_parallel
+from gradsurgeon.distributed.ranks import Ranks
+
+
+class Replication:
+    """Follows the backward passes of a session, and names the replicas of each update.
+
+    Args:
+        names: the parameters of the session.
+        ranks: returns the ranks of this process as they are known now.
+        params: returns the parameters, ``None`` for those that are gone.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        ranks: Callable[[], Ranks],
+        params: Callable[[], Sequence[Tensor | None]],
+    ) -> None:
+        self._names = names
+        self._ranks = ranks
+        self._params = params
+        self._passes = 0
+        # Why the last pass of a parameter did not average its gradient, and the parameters that a pass averaged; both
+        # since the last update.
+        self._missed: dict[int, Missed] = {}
+        self._averaged: set[int] = set()
+        # By wrapper: the last pass that it averaged, and the number of passes through its parameters since then.
+        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # Wrappers that may leave ranks apart: with a communication hook, under `Join`, or after an update without them.
+        self._unpromised: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Wrappers in the order in which they were met, among those of the same ranks.
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._met: Counter[tuple[int, ...]] = Counter()
+        self._hashes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def passed(self, reached: Collection[int], averaging: Collection[Any]) -> None:
+        """Note a backward pass, and the wrappers that averaged in it."""
+        self._passes += 1
+        averaged = set[int]()
+        for wrapper in averaging:
+            averaged |= self._averaged_by(wrapper)
+            self._last[wrapper] = self._passes
+            self._since[wrapper] = 0
+        self._averaged |= averaged
+        for index in averaged:
+            self._missed.pop(index, None)
+        for wrapper in self._ranks().wrappers():
+            missed = self._averaged_by(wrapper).intersection(reached) - averaged
+            if missed:
+                self._since[wrapper] = self._since.get(wrapper, 0) + 1
+                self._note_missed(missed, is_alone=data_parallel.runs_alone(wrapper))
+
+    def _note_missed(self, indices: Collection[int], *, is_alone: bool) -> None:
+        for index in indices:
+            if is_alone:
+                self._missed[index] = "alone"
+            elif index in self._averaged:
+                self._missed[index] = "twice"
+            else:
+                self._missed[index] = "bypassed"
+
+    def updated(self, indices: Collection[int]) -> None:
+        """Note that an update has used the gradients of some parameters."""
+        self._averaged.difference_update(indices)
+        for index in indices:
+            self._missed.pop(index, None)
+
+    def replicas(self, indices: Sequence[int]) -> list[Replicas]:
+        """Return which parameters of an update other ranks hold as well."""
+        found: list[Replicas] = []
+        ranks = self._ranks()
+        rest = list(indices)
+        # If several wrappers have a parameter, the one that averaged it last counts.
+        for wrapper in sorted(ranks.wrappers(), key=lambda one: -self._last.get(one, 0)):
+            wrapped = ranks.inside(wrapper) - self._ignored_by(wrapper)
+            own = [index for index in rest if index in wrapped]
+            rest = [index for index in rest if index not in wrapped]
+            if own and len(_dist.members(wrapper.process_group)) > 1:
+                found.append(self._of_wrapper(wrapper, own))
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        params = self._params()
+        for index in rest:
+            if (param := params[index]) is not None:
+                by_ranks.setdefault(_dist.holders(param), []).append(index)
+        for holders, own in by_ranks.items():
+            if len(holders) > 1:
+                key = f"by-hand/{self._hash(holders, own)}"
+                found.append(Replicas(key, own, holders, (0, self._passes)))
+        return found
+
+    def _of_wrapper(self, wrapper: Any, indices: Sequence[int]) -> Replicas:
+        ranks = tuple(_dist.members(wrapper.process_group))
+        if wrapper not in self._numbers:
+            self._numbers[wrapper] = self._met[ranks]
+            self._met[ranks] += 1
+        missed = {index: self._missed[index] for index in indices if index in self._missed}
+        known = self._averaged_by(wrapper)
+        missed |= {index: "unknown" for index in indices if index not in known}
+        if "alone" in missed.values() or not data_parallel.averages_plainly(wrapper):
+            self._unpromised.add(wrapper)
+        return Replicas(
+            f"{self._numbers[wrapper]}/{self._hash(ranks, indices)}",
+            indices,
+            ranks,
+            (data_parallel.passes(wrapper), self._since.get(wrapper, 0)),
+            promised=wrapper not in self._unpromised,
+            missed=missed,
+        )
+
+    def _averaged_by(self, wrapper: Any) -> set[int]:
+        ids = data_parallel.ids_averaged_by(wrapper)
+        return {index for index, param in enumerate(self._params()) if id(param) in ids}
+
+    def _ignored_by(self, wrapper: Any) -> set[int]:
+        if not wrapper.parameters_to_ignore:
+            return set()
+        ids = data_parallel.ids_ignored_by(wrapper)
+        return {index for index, param in enumerate(self._params()) if id(param) in ids}
+
+    def _hash(self, ranks: tuple[int, ...], indices: Sequence[int]) -> int:
+        """Return a number that ranks have in common if they have these parameters in common."""
+        wanted = ranks, tuple(indices)
+        if wanted not in self._hashes:
+            params = self._params()
+            shapes = [tuple(getattr(params[index], "shape", ())) for index in indices]
+            names = [self._names[index] for index in indices]
+            self._hashes[wanted] = zlib.crc32(repr((ranks, names, shapes)).encode())
+        return self._hashes[wanted]
