@@ -9,19 +9,20 @@ from typing import Any, cast
 
 from gradsurgeon import _dist
 
-# The sessions of this process so far, by their parameters: ranks apply theirs in one order.
+# The sessions of this process so far, by rule and parameters: ranks apply theirs in one order.
 _sessions: Counter[str] = Counter()
 
 
 class Mail:
-    """Messages of the sessions that several ranks have for the same parameters.
+    """Messages of one rule of the sessions that several ranks have for the same parameters.
 
     Args:
-        names: the parameters; sessions with the same parameters share a prefix of keys.
+        rule: the id of the rule.
+        names: the parameters.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        number = zlib.crc32("\n".join(names).encode())
+    def __init__(self, rule: str, names: Sequence[str]) -> None:
+        number = zlib.crc32("\n".join([rule, *names]).encode())
         prefix = f"{_dist.attempt()}/replicas/{number}"
         _sessions[prefix] += 1
         self._prefix = f"{prefix}/{_sessions[prefix]}"
@@ -34,12 +35,6 @@ class Mail:
         if self._is_open():
             with self._noting_failure():
                 self._store.set(key, cast("Any", pickle.dumps(message)))
-
-    def drop(self, key: str) -> None:
-        """Remove a message, if it is still there."""
-        if self._is_open():
-            with self._noting_failure():
-                self._store.delete_key(key)
 
     def take(self, keys: Sequence[str]) -> list[Any] | None:
         """Return and remove some messages; ``None`` unless all of them are there."""

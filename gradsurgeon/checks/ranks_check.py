@@ -18,7 +18,7 @@ from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 _BATCH = 8
 # Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
 _FEW_RANKS, _FIRST = 64, 32
-# So many batches wait for a rank that is late; older ones are dropped.
+# So many batches wait for a rank that is late, or has no session; newer ones replace older ones.
 _MOST_WAITING = 32
 # After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
 _SETTLED = 32
@@ -66,8 +66,8 @@ class _Series:
         # What follows is for the first rank.
         self._own: dict[tuple[int, int], tuple[Row, Replicas]] = {}
         self._theirs: dict[int, dict[tuple[int, int], Row]] = {rank: {} for rank in self._others}
-        # How many batches of each rank have come, and the passes of its newest row.
-        self._received = dict.fromkeys(self._others, 0)
+        # The number of the next batch of each rank, and the passes of its newest row.
+        self._next = dict.fromkeys(self._others, 0)
         self._newest = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 
@@ -86,54 +86,48 @@ class _Series:
         self._batch.append(row)
         is_early = self._are_few and self._sent < _FIRST
         is_complete = is_early or len(self._batch) >= _BATCH
-        if self._rank != self._first:
-            self._send(is_complete=is_complete)
-        else:
+        is_first = self._rank == self._first
+        if is_first:
             self._own.setdefault(row.passes, (row, replicas))
             while len(self._own) > _MOST_WAITING * _BATCH:
                 del self._own[min(self._own)]
+        elif is_complete or self._are_few:
+            self._post(str(self._sent % _MOST_WAITING) if is_complete else "last")
         if is_complete:
             self._batch = []
             self._sent += 1
-            if self._rank == self._first:
-                while self._receive(self._others):
-                    pass
-                # Another rank may be ahead.
-                yield from self._compared(min(row.passes, *self._newest.values()))
+        if is_complete and is_first:
+            # Another rank may be ahead: what it sends then waits in the store.
+            while min(self._newest.values()) < row.passes and self._receive(self._others):
+                pass
+            yield from self._compared(min(row.passes, *self._newest.values()))
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""
         if self._rank != self._first:
             if self._batch:
-                self._mail.post(self._key_of("last", self._rank), _packed(self._batch))
+                self._post("last")
             return
         for rank in self._others:
             while self._receive([rank]):
                 pass
-            for batch in self._mail.take([self._key_of("last", rank)]) or ():
+            for _, batch in self._mail.take([f"{self._key}/last/{rank}"]) or ():
                 self._take_in(rank, batch)
         yield from self._compared(max(self._own, default=(0, 0)))
 
-    def _send(self, *, is_complete: bool) -> None:
-        if is_complete:
-            self._mail.post(self._key_of(self._sent, self._rank), _packed(self._batch))
-            # The first rank may have ended, or have no session.
-            self._mail.drop(self._key_of(self._sent - _MOST_WAITING, self._rank))
-        elif self._are_few:
-            self._mail.post(self._key_of("last", self._rank), _packed(self._batch))
-
-    def _key_of(self, batch: int | str, rank: int) -> str:
-        return f"{self._key}/{batch}/{rank}"
+    def _post(self, name: str) -> None:
+        batch = [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in self._batch]
+        self._mail.post(f"{self._key}/{name}/{self._rank}", (self._sent, batch))
 
     def _receive(self, ranks: Sequence[int]) -> bool:
         """Take in the next batch of each of some ranks; tell whether all of these had come."""
-        keys = [self._key_of(self._received[rank], rank) for rank in ranks]
-        batches = self._mail.take(keys)
-        if batches is None:
+        keys = [f"{self._key}/{self._next[rank] % _MOST_WAITING}/{rank}" for rank in ranks]
+        messages = self._mail.take(keys)
+        if messages is None:
             return False
-        for rank, batch in zip(ranks, batches, strict=True):
+        for rank, (number, batch) in zip(ranks, messages, strict=True):
             self._take_in(rank, batch)
-            self._received[rank] += 1
+            self._next[rank] = number + 1
         return True
 
     def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
@@ -153,10 +147,6 @@ class _Series:
             yield from self._comparison.compare(row, others, replicas)
         for rank, rows in self._theirs.items():
             self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
-
-
-def _packed(batch: Sequence[Row]) -> list[_Packed]:
-    return [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in batch]
 
 
 def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:

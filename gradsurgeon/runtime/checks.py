@@ -56,7 +56,8 @@ class Checks:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
-            self._mail = Mail(context.program.names)
+            rules = [running.stage.rule.id for running in self._running]
+            self._mails = {rule: Mail(rule, context.program.names) for rule in rules}
             self._replication = Replication(
                 context.program.names, lambda: context.ranks, context.parameters.params
             )
@@ -141,7 +142,7 @@ class Checks:
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
-                    mail=self._mail if several else None,
+                    mail=self._mails[running.stage.rule.id] if several else None,
                     find_replicas=self._replication.replicas,
                     **facts,
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from distributed.healthy_ranks import Case
-from distributed.rank_job import Job, average, data, fit, loss_of, net, passes
+from distributed.rank_job import Job, average, average_weights, data, fit, loss_of, net, passes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,11 @@ def last_update_of_an_epoch_alone(job: Job) -> None:
 def one_rank_clips(job: Job) -> None:
     model = DistributedDataParallel(net())
     optimizer = job.sgd(model)
-    for _ in passes(model, optimizer):
+    for _ in range(12):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model).backward()
+        loss_of(model).backward()
         if job.rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -261,6 +265,30 @@ def _change(
         if (step, job.rank) == (9, job.world - 1):
             with torch.no_grad():
                 local.mul_(0.5)
+
+
+@faulty(15, "0.weight", _WEIGHTS, _ASSIGNED)
+def weight_changed_after_a_lone_update(job: Job) -> None:
+    """The lone update is no fault: the weights are averaged after it."""
+    model = net()
+    optimizer = job.sgd(model)
+    for step in passes(model, optimizer):
+        if step != 5:
+            average(model)
+        optimizer.step()
+        average_weights(model)
+        if (step, job.rank) == (14, 1):
+            with torch.no_grad():
+                model.get_parameter("0.weight").mul_(0.5)
+
+
+@faulty(10, "2.weight", _WEIGHTS, _ASSIGNED)
+def weight_changed_under_a_second_wrapper(job: Job) -> None:
+    model = net()
+    first = DistributedDataParallel(model)
+    second = DistributedDataParallel(model)
+    _change(job, second, model.get_parameter("2.weight"))
+    del first
 
 
 @faulty(1, "0.weight", _WEIGHTS, _ASSIGNED)
