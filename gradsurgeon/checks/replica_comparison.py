@@ -124,6 +124,9 @@ class ReplicaComparison:
             averaged = self._equal >= _PROOF
             least = _UNSEEN * weights[0].nan_to_num().max().item()
         unlike = _differs(weights, weights_there, least)
+        # An update less shows in any digit, however small the learning rate is.
+        have_skipped = torch.tensor([self._has_skipped(own, others, r) for r in self._others])
+        unlike |= have_skipped.unsqueeze(1) & (weights_there - weights).abs().gt(0).any(1)
         alike = (weights + weights_there).isfinite().all(1) & ~unlike
         self._met |= alike
         told = apart & ~self._told["gradients"]
@@ -137,6 +140,10 @@ class ReplicaComparison:
         told = averaged & unlike & ~self._told["weights"]
         found = self._differences_of_weights(own, others, theirs, told, replicas)
         yield from self._findings("weights", found)
+
+    def _has_skipped(self, own: Row, others: Mapping[int, Row], rank: int) -> bool:
+        """Tell whether a rank, or the first one, has left out an update since their first rows."""
+        return rank in others and others[rank].step - own.step != self._leads[rank]
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
@@ -192,7 +199,7 @@ class ReplicaComparison:
             rank = self._others[number]
             met = replicas.promised or self._met[number, place]
             remedy = _SINCE_THEN if met else _FROM_THE_START
-            if others[rank].step - own.step != self._leads[rank]:
+            if self._has_skipped(own, others, rank):
                 remedy = _SKIPPED
             steps = {"ours": own.step, "theirs": others[rank].step}
             text = remedy.format(first=self._first, other=rank, **steps)
