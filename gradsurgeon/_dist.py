@@ -356,11 +356,6 @@ class OwnStore:
             raise
 
 
-def has_store() -> bool:
-    """Tell whether the store is there: it ends with the process group, unless the agent of `torchrun` hosts it."""
-    return is_used() or is_hosted_by_agent()
-
-
 def is_hosted_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
