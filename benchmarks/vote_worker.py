@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import distributed
 
-from gradsurgeon import _dist
+from gradsurgeon import _job_store
 from gradsurgeon.distributed.votes import Voter
 
 _PASSES = 200
@@ -54,7 +54,7 @@ def real() -> list[dict[str, Any]]:
 
 def simulated(port: int, ranks: int, passes: int) -> list[dict[str, Any]]:
     """Return how long the store takes for the votes of a pass and for the looks at them, in microseconds."""
-    stores = [_dist.server(port, timedelta(seconds=60)) for _ in range(_AT_ONCE)]
+    stores = [_job_store.server(port, timedelta(seconds=60)) for _ in range(_AT_ONCE)]
     shares = [len(range(place, ranks, _AT_ONCE)) for place in range(_AT_ONCE)]
     took = []
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from benchmarks import workers
 from benchmarks.overhead import Row
-from gradsurgeon import _dist
+from gradsurgeon import _job_store
 
 GROUP = "votes"
 WORLDS = (2, 4, 8)
@@ -31,7 +31,7 @@ def measured(device: str, *, quick: bool) -> Iterator[Row]:
 
 
 def _simulated(voters: int) -> Row:
-    server = _dist.server(None, timedelta(seconds=60))
+    server = _job_store.server(None, timedelta(seconds=60))
     command = ("-m", "benchmarks.vote_worker")
     numbers = map(str, (server.port, voters, 50))
     (row,) = workers.rows(command, "simulated", *numbers, timeout=_TIMEOUT)

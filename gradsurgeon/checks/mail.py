@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _job_store
 
 # The sessions of this process so far, by rule and parameters: ranks apply theirs in one order.
 _sessions: Counter[str] = Counter()
@@ -23,10 +23,10 @@ class Mail:
 
     def __init__(self, rule: str, names: Sequence[str]) -> None:
         number = zlib.crc32("\n".join([rule, *names]).encode())
-        prefix = f"{_dist.attempt()}/replicas/{number}"
+        prefix = f"{_job_store.attempt()}/replicas/{number}"
         _sessions[prefix] += 1
         self._prefix = f"{prefix}/{_sessions[prefix]}"
-        self._opened: _dist.OwnStore | None = None
+        self._opened: _job_store.OwnStore | None = None
 
     def post(self, key: str, message: object) -> None:
         """Leave a message; it replaces an earlier message with this key."""
@@ -44,10 +44,10 @@ class Mail:
                 return messages
         return None
 
-    def _store(self) -> _dist.OwnStore | None:
+    def _store(self) -> _job_store.OwnStore | None:
         """Return the store, ``None`` before the process group is there and after the store has ended."""
         if self._opened is None and _dist.is_used():
-            self._opened = _dist.OwnStore(self._prefix)
+            self._opened = _job_store.OwnStore(self._prefix)
         if self._opened is None or not self._opened.is_served():
             return None
         return self._opened

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _job_store
 from gradsurgeon.planning import Plan, is_for, shortfalls
 from gradsurgeon.schema import RuleSet
 
@@ -71,10 +71,10 @@ class Meeting:
         kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
         # The ranks of a mesh belong to different groups each.
         name = groups[0].group_name if len(groups) == 1 else ""
-        self._topic = f"{_dist.attempt()}/roll/{name}/{kind}"
+        self._topic = f"{_job_store.attempt()}/roll/{name}/{kind}"
         # The process group may be gone when the meeting ends.
         self._rank, self.info = _dist.rank(), info
-        self.store = _dist.OwnStore(self._topic)
+        self.store = _job_store.OwnStore(self._topic)
         self._enter()
 
     def _enter(self) -> None:
@@ -115,7 +115,7 @@ class Meeting:
         here, more = list[int](), set(self.info.peers)
         while not more <= wanted:
             wanted |= more
-            here = _dist.present(self.store, wanted, limit, until=_CLOSED)
+            here = _job_store.present(self.store, wanted, limit, until=_CLOSED)
             more = {rank for one in here for rank in self._session(one).peers}
         return wanted, here
 
@@ -131,7 +131,7 @@ class Meeting:
         here = [self._rank]
         with suppress(RuntimeError):
             self.store.compare_set(_CLOSED, "", "[]")
-            here = _dist.present(self.store, self.info.peers, 0.0)
+            here = _job_store.present(self.store, self.info.peers, 0.0)
         return [rank for rank in self.info.peers if rank not in here]
 
 
@@ -149,7 +149,7 @@ def lacking(
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
-    store = _dist.OwnStore(f"{_dist.attempt()}/matched/{rules.sha256}")
+    store = _job_store.OwnStore(f"{_job_store.attempt()}/matched/{rules.sha256}")
     mine = _matched.setdefault(rules.sha256, {})
     for plan in plans.values():
         for rule in rules.rules:
@@ -170,7 +170,7 @@ def lacking(
     matched: dict[int, Names] = {_dist.rank(): mine}
     every = range(_dist.world())
     with suppress(RuntimeError):
-        here = _dist.present(store, every, LIMIT)
+        here = _job_store.present(store, every, LIMIT)
         matched = {rank: json.loads(store.get(str(rank))) for rank in here}
     absent = [rank for rank in every if rank not in matched]
     errors: list[str] = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _job_store
 
 # If there are more ranks, each host sums up its own.
 MANY = 64
@@ -48,7 +48,7 @@ def voted(value: int) -> int:
 class Counter:
     """The votes of ranks by key, 0 at first, in a store that only they use, given the host of each rank."""
 
-    def __init__(self, store: _dist.OwnStore, hosts: Mapping[int, str]) -> None:
+    def __init__(self, store: _job_store.OwnStore, hosts: Mapping[int, str]) -> None:
         rank = _dist.rank()
         here = [other for other, host in hosts.items() if host == hosts[rank]]
         self._by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
@@ -64,7 +64,7 @@ class Counter:
         if not self._by_host:
             return
         port = None if self.serves else int(self._store.get(self._key))
-        self._host = _dist.server(port, self._store.timeout)
+        self._host = _job_store.server(port, self._store.timeout)
         if self.serves:
             self._store.set(self._key, str(self._host.port))
 
@@ -139,7 +139,7 @@ _GO = Decision()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
 # Of voters that closed before other ranks: the store, the number of ranks, and whether this process serves others.
 # The process that hosts the store waits for them. A voter itself would keep its session alive.
-_left: list[tuple[_dist.OwnStore, int, bool]] = []
+_left: list[tuple[_job_store.OwnStore, int, bool]] = []
 
 
 class Voter:
@@ -161,7 +161,7 @@ class Voter:
         patience: float,
         tell: Callable[[str], None],
     ) -> None:
-        self._store = _dist.OwnStore(prefix)
+        self._store = _job_store.OwnStore(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
         self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
@@ -225,7 +225,7 @@ class Voter:
             with self._asking():
                 self._store.set(own, pickle.dumps(value))
                 self._keys.append((self._passes, own))
-                here = _dist.present(
+                here = _job_store.present(
                     self._store, self.ranks, limit, under=f"{prefix}/", until=closed
                 )
                 agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
@@ -308,7 +308,7 @@ class Voter:
             self._store.delete_key(self._keys.popleft()[1])
 
 
-def _is_over(store: _dist.OwnStore, number: int) -> bool:
+def _is_over(store: _job_store.OwnStore, number: int) -> bool:
     try:
         return store.add("gone", 0) >= number
     except RuntimeError:
@@ -320,7 +320,7 @@ def _leave() -> None:
     for voter in list(_open):
         voter.close()
     end = time.monotonic() + LINGER
-    hosts = _dist.rank() == 0 and not _dist.is_hosted_by_agent()
+    hosts = _dist.rank() == 0 and not _job_store.is_hosted_by_agent()
     for left in _left:
         while (left[2] or hosts) and not _is_over(*left[:2]):
             if time.monotonic() > end:

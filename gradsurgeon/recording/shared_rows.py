@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers
+from gradsurgeon import _dist, _job_store, _numbers
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store import Key
 from gradsurgeon.store.memory import Measured
@@ -90,7 +90,7 @@ class Row(NamedTuple):
 class Found(NamedTuple):
     """The keys of the ranks that share some tensors, or the reason why these ranks cannot exchange rows."""
 
-    store: _dist.OwnStore
+    store: _job_store.OwnStore
     problem: str = ""
 
 
@@ -111,7 +111,7 @@ class SharedRows:
         self._tell = tell
         # The process group may be newer than the session, and gone at its end.
         self._rank = _dist.rank()
-        self._store: _dist.OwnStore | None = None
+        self._store: _job_store.OwnStore | None = None
         self._search: Search | None = None
         # Whether all ranks began to exchange after the same backward pass, so that they can call collectives together.
         self.together = False
@@ -130,7 +130,7 @@ class SharedRows:
         self._ending = False
         self._asked: defaultdict[int, int] = defaultdict(int)
 
-    def open(self, store: _dist.OwnStore) -> None:
+    def open(self, store: _job_store.OwnStore) -> None:
         """Begin to exchange parts, under keys that only these ranks use, and all of them from this pass on."""
         if self._store is None:
             self._store, self.together = store, True
@@ -239,7 +239,7 @@ class SharedRows:
             if not leads:
                 self._store.set(f"{key}/{rank}", "")
             wanted = ranks[1:] if leads else ranks[:1]
-            here = _dist.present(self._store, wanted, LIMIT, under=f"{key}/")
+            here = _job_store.present(self._store, wanted, LIMIT, under=f"{key}/")
             if absent := [other for other in wanted if other not in here]:
                 error = RecordError(
                     f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
@@ -266,14 +266,14 @@ class SharedRows:
             self._look(LIMIT)
         return ranks
 
-    def _send(self, store: _dist.OwnStore) -> None:
+    def _send(self, store: _job_store.OwnStore) -> None:
         for leader, parts in self._outgoing.items():
             read, sent = (store.add(f"{leader}/{of}", 0) for of in ("read", "sent"))
             if sent - read < _MOST_UNREAD * _dist.world():
                 ticket = store.add(f"{leader}/sent", 1)
                 store.set(f"{leader}/{ticket}", pickle.dumps((self._rank, parts)))
 
-    def _receive(self, store: _dist.OwnStore) -> None:
+    def _receive(self, store: _job_store.OwnStore) -> None:
         waiting = [row for queue in self._waiting.values() for row, _ in queue]
         if not waiting:
             return

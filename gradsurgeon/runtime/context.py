@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _job_store, _torch
 from gradsurgeon.actions import Decision, EditRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.distributed.ranks import Ranks
@@ -204,7 +204,7 @@ class Context:
         if self.ranks is not self._several and _dist.world() > 1:
             self.ranks = self._several
             # Later the rank that hosts the store may have ended.
-            _dist.connect()
+            _job_store.connect()
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and rule.steps.due(counter.step)

@@ -5,7 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _job_store
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
@@ -114,7 +114,7 @@ class RankAgreement:
             if not acts:
                 self._seek(groups)
             elif (roll := self.roll(groups)) is not None and self._records:
-                self._context.recorder.shared.open(_dist.OwnStore(_rows_of(roll)))
+                self._context.recorder.shared.open(_job_store.OwnStore(_rows_of(roll)))
         if self._decides or self._drifts:
             self.roll(self._groups(done))
 

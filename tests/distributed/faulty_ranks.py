@@ -189,7 +189,7 @@ def first_rank_skips_an_update(job: Job) -> None:
     _skip(job, DistributedDataParallel(net()), rank=0, step=5, steps=12, lr=1e-5)
 
 
-@faulty(38, "4.2.weight", _WEIGHTS, "Rank 1 has made 37 updates and rank 0 38", _SKIPPED)
+@faulty(38, "0.0.weight", _WEIGHTS, "Rank 1 has made 37 updates and rank 0 38", _SKIPPED)
 def update_skipped_late(job: Job) -> None:
     """Later rows have the weights of some parameters, and come in batches, of which this is the last."""
     layers = nn.Sequential(*(net(seed, out=16) for seed in range(6)))

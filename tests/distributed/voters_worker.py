@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsurgeon import _dist
+from gradsurgeon import _job_store
 from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
@@ -47,7 +47,7 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
             decisions[number] = told(voter.decision(number))
         if number in (40, PASSES):
             dist.barrier()
-            keys.append(_dist.store().num_keys())
+            keys.append(_job_store.store().num_keys())
             dist.barrier()
     earlier = told(voter.decision(PASSES - 5))
     found = {"serves": voter._counter.serves, "decisions": decisions, "keys": keys, "said": said}

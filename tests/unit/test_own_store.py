@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurgeon import _dist
+from gradsurgeon import _job_store
 from gradsurgeon.distributed.session_discovery import Meeting, SessionInfo
 
 dist: Any = torch.distributed
@@ -28,7 +29,7 @@ def job() -> Iterator[None]:
 
 @pytest.mark.usefixtures("job")
 def test_keys_are_apart_by_prefix() -> None:
-    one, other = _dist.OwnStore("one"), _dist.OwnStore("other")
+    one, other = _job_store.OwnStore("one"), _job_store.OwnStore("other")
     one.set("key", "value")
     assert one.get("key") == b"value"
     assert not other.check(["key"])
@@ -37,21 +38,21 @@ def test_keys_are_apart_by_prefix() -> None:
 
 @pytest.mark.usefixtures("job")
 def test_one_failed_request_is_the_last_one() -> None:
-    one, other = _dist.OwnStore("one"), _dist.OwnStore("other")
-    _dist.connect().store.set_timeout(timedelta(milliseconds=1))
+    one, other = _job_store.OwnStore("one"), _job_store.OwnStore("other")
+    _job_store.connect().store.set_timeout(timedelta(milliseconds=1))
     with pytest.raises(RuntimeError):
         one.get("never set")
-    for store in (one, other, one.at("third"), _dist.OwnStore("fourth")):
+    for store in (one, other, one.at("third"), _job_store.OwnStore("fourth")):
         assert not store.is_served()
         with pytest.raises(RuntimeError, match="has failed before"):
             store.set("key", "value")
     # The connection of the script is another one.
-    _dist.store().set("key", "value")
+    _job_store.store().set("key", "value")
 
 
 @pytest.mark.usefixtures("job")
 def test_the_connection_outlives_the_process_groups() -> None:
-    store = _dist.OwnStore("one")
+    store = _job_store.OwnStore("one")
     dist.destroy_process_group()
     store.at("other").set("key", "value")
     assert store.at("other").check(["key"])
@@ -66,11 +67,30 @@ def test_no_connection_is_tried_to_a_host_that_has_ended(
     dist.init_process_group("gloo", store=client, rank=0, world_size=1)
     try:
         del host
-        assert not _dist.OwnStore("one").is_served()
+        assert not _job_store.OwnStore("one").is_served()
     finally:
         dist.destroy_process_group()
     # A connection that is tried in vain is told there, many lines long.
     assert capfd.readouterr().err == ""
+
+
+def test_questions_make_no_connections_and_notice_the_end_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, None, is_master=False)
+    dist.init_process_group("gloo", store=client, rank=0, world_size=1)
+    try:
+        store = _job_store.OwnStore("one")
+        made: list[object] = []
+        monkeypatch.setattr(socket, "create_connection", lambda *args: made.append(args))
+        assert all(store.is_served() for _ in range(50))
+        store.set("key", "value")
+        assert made == []
+        del host
+        assert not store.is_served()
+    finally:
+        dist.destroy_process_group()
 
 
 def meeting() -> Meeting:
@@ -115,7 +135,7 @@ def test_a_session_that_leaves_is_not_taken_for_a_later_one() -> None:
 @pytest.mark.usefixtures("job")
 def test_without_a_store_a_session_finds_itself_alone() -> None:
     met = meeting()
-    _dist.connect().store = None
+    _job_store.connect().store = None
     roll = met.roll(0.0)
     assert roll is not None
     assert roll.sessions == {0: INFO}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurgeon import _dist
+from gradsurgeon import _job_store
 from gradsurgeon.recording import shared_rows
 from gradsurgeon.recording.shared_rows import Found, Row, Share, SharedRows
 from gradsurgeon.store import Key
@@ -68,7 +68,7 @@ def test_rows_that_came_before_the_other_rank_was_found_are_merged() -> None:
         leader.measure(number)
         other.measure(10 * number)
         assert leader.recorded() == other.recorded() == []
-    store = _dist.OwnStore("rows")
+    store = _job_store.OwnStore("rows")
     # The ranks find each other one after the other.
     other.search.found = Found(store)
     assert other.recorded() == leader.recorded() == []
@@ -80,7 +80,7 @@ def test_rows_that_came_before_the_other_rank_was_found_are_merged() -> None:
 def test_a_rank_with_other_rules_is_told_and_not_waited_for() -> None:
     leader = Rank(0)
     leader.measure(1.0)
-    leader.search.found = Found(_dist.OwnStore("rows"), "rank 1 has other rules")
+    leader.search.found = Found(_job_store.OwnStore("rows"), "rank 1 has other rules")
     assert leader.recorded() == []
     assert leader.told == ["rank 1 has other rules"]
     assert list(leader.rows.close()) == []
