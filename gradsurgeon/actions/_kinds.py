@@ -36,9 +36,20 @@ _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
 
 
 class EditRule(Rule):
-    """A rule that changes its matches."""
+    """A rule that changes its matches.
+
+    A class says what its edit never does. If the edit of a sum is the sum of the edits, ``linear`` is True: then `at: backward`
+    warns of no accumulation. If the edit of a finite gradient is finite, `may_overflow` is False: then a trap does not
+    judge the gradient again.
+    """
 
     role: ClassVar[Role] = "edit"
+    linear: ClassVar[bool] = False
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether the edit can make a finite gradient non-finite."""
+        return True
 
     @abstractmethod
     def compile(self) -> Edit:

@@ -44,7 +44,6 @@ class Clamp(EditRule):
     """
 
     needs_at: ClassVar[bool] = True
-    linear: ClassVar[bool] = False
     either: ClassVar = ("min", "max")
     EXAMPLES: ClassVar = (
         Example({"at": "step", "min": -1.0, "max": 1.0}, [-3.0, 0.5, 2.0], expect=[-1.0, 0.5, 1.0]),
@@ -70,6 +69,10 @@ class Clamp(EditRule):
         elif low is not None and high is not None and low > high:
             message = f"min ({low:g}) is greater than max ({high:g})"
             yield Flaw("min", message, "exchange them, or leave one out")
+
+    @property
+    def may_overflow(self) -> bool:
+        return False
 
     @property
     def keeps_zero(self) -> bool:

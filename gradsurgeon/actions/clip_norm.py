@@ -43,7 +43,6 @@ class ClipNorm(EditRule):
     """
 
     points: ClassVar = ("step", "backward")
-    linear: ClassVar[bool] = False
     measures: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         Example({"max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
@@ -73,6 +72,10 @@ class ClipNorm(EditRule):
             message = "gradients exist one at a time here: there is no norm over the rule"
             hint = "use `per: parameter`, or `params` and `at: step`"
             yield Flaw("per", message, hint)
+
+    @property
+    def may_overflow(self) -> bool:
+        return False
 
     def compile(self) -> Edit:
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same

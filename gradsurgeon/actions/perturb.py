@@ -37,12 +37,15 @@ class Perturb(EditRule):
     One draw and two passes over the tensor; never waits for the device.
     """
 
-    linear: ClassVar[bool] = False
     EXAMPLES: ClassVar = (Example({"eps": 1e-6}, [0.0, 0.0], expect=[0.0, 0.0]),)
 
     action: Literal["perturb"] = "perturb"
     eps: Annotated[float, Field(gt=0, lt=1, description="The size of the noise, such as 1e-6.")]
     seed: Annotated[int, Field(ge=0, lt=2**63, description="The seed of the noise.")] = 0
+
+    @property
+    def may_overflow(self) -> bool:
+        return False
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ class Sanitize(EditRule):
     """
 
     points: ClassVar = ("backward",)
+    linear: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         Example({}, [1.0, float("nan"), float("-inf")], expect=[1.0, 0.0, 0.0]),
         Example({}, [1.0, -2.0], expect=[1.0, -2.0]),
@@ -43,6 +44,10 @@ class Sanitize(EditRule):
     @property
     def hides_overflow(self) -> bool:
         return self.target == "params" or self.ref.grad
+
+    @property
+    def may_overflow(self) -> bool:
+        return False
 
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch

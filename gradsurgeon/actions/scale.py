@@ -38,6 +38,7 @@ class Scale(EditRule):
     One pass over the tensor; never waits for the device.
     """
 
+    linear: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         Example({"factor": 2.0}, [-3.0, 0.5], expect=[-6.0, 1.0]),
         Example({"factor": -0.5, "at": "step"}, [2.0, 0.0], expect=[-1.0, 0.0]),

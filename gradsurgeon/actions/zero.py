@@ -30,6 +30,7 @@ class Zero(EditRule):
     One write per tensor; never waits for the device.
     """
 
+    linear: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         Example({}, [-3.0, 0.5, float("nan"), float("inf")], expect=[0.0, 0.0, 0.0, 0.0]),
         Example({"at": "step"}, [0.0, 0.0], expect=[0.0, 0.0]),
@@ -40,6 +41,10 @@ class Zero(EditRule):
     @property
     def notes(self) -> tuple[str, ...]:
         return ("zero is not freeze: weight decay and momentum still move the weight",)
+
+    @property
+    def may_overflow(self) -> bool:
+        return False
 
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch

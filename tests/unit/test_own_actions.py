@@ -6,8 +6,9 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, ClassVar, Literal, Self
 
 import models
 import pytest
@@ -230,6 +231,65 @@ rules:
         assert kinds.count("skipped-step") == skipped
         assert torch.equal(model.weight, before) == (skipped > 0)
         session.remove()
+
+    @pytest.mark.parametrize("then", ["skip-step", "raise"])
+    def test_a_nan_that_an_edit_makes_moves_no_weight(self, then: str) -> None:
+        class Normalize(gradsurgeon.EditRule):
+            action: Literal["normalize"] = "normalize"
+
+            def compile(self) -> gradsurgeon.Edit:
+                def apply(grad: torch.Tensor) -> torch.Tensor:
+                    return torch.div(grad, torch.linalg.vector_norm(grad))
+
+                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                    for grad in grads:
+                        grad.copy_(apply(grad))
+
+                return gradsurgeon.Edit(apply, apply_, lambda grad: grad.isfinite().any())
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+        unit = {"id": "unit", "action": "normalize", "params": "*", "at": "step"}
+        rules = {"version": 1, "rules": [trap, unit]}
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+            (model(torch.randn(8, 4)) * 0).sum().backward()  # no gradient has a length
+            with suppress(gradsurgeon.NonFiniteGradientError):
+                optimizer.step()
+        assert session.events[0].kind == "trap"
+        assert "finite before the rules at `step`" in session.events[0].message
+        assert all(map(torch.equal, model.parameters(), before))
+
+    @pytest.mark.parametrize("linear", [True, False])
+    def test_an_edit_of_parts_of_a_sum_is_told_unless_it_is_linear(self, linear: bool) -> None:
+        told = linear
+
+        class Half(gradsurgeon.EditRule):
+            action: Literal["half"] = "half"
+            if told:
+                linear: ClassVar[bool] = True
+
+            def compile(self) -> gradsurgeon.Edit:
+                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                    for grad in grads:
+                        grad.mul_(0.5)
+
+                return gradsurgeon.Edit(
+                    lambda grad: grad * 0.5, apply_, lambda grad: (grad != 0).any().clone()
+                )
+
+        model = torch.nn.Linear(4, 1)
+        rule = {"id": "half", "action": "half", "params": "*", "at": "backward"}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        warned = nullcontext() if linear else pytest.warns(gradsurgeon.GradSurgeonWarning)
+        rules = {"version": 1, "rules": [rule]}
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session, warned:
+            for _ in range(2):
+                model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+        assert len(session.events) == (0 if linear else 1)
 
     def test_what_a_trap_asks_is_in_what_it_compiles_to(self, own: Any) -> None:
         rule = own.SizeTrap(id="trap", params="*", limit=2.0, then="skip-step")
