@@ -47,12 +47,12 @@ _running: list[BackwardCall] = []
 
 def before(call: Before) -> Callable[[], None]:
     """Call a function before each backward pass, which may call `around` for it; return a function that ends this."""
-    return _added(_before, call)
+    return _added(_before, call, len(_before))
 
 
-def around(context: Around) -> Callable[[], None]:
-    """Enter the context that a function returns for each backward pass; return a function that ends this."""
-    return _added(_around, context)
+def around(context: Around, *, outermost: bool = False) -> Callable[[], None]:
+    """Enter the context that a function returns for each pass, ``outermost`` before earlier ones; return a function that ends this."""
+    return _added(_around, context, 0 if outermost else len(_around))
 
 
 def is_only_grad() -> bool:
@@ -60,8 +60,8 @@ def is_only_grad() -> bool:
     return bool(_running) and not any(call.accumulates for call in _running)
 
 
-def _added(watching: list[Any], one: object) -> Callable[[], None]:
-    watching.append(one)
+def _added(watching: list[Any], one: object, place: int) -> Callable[[], None]:
+    watching.insert(place, one)
     if not _installed:
         _installed.append(_install())
 

@@ -25,16 +25,20 @@ class Patch:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
-        self._ours = staticmethod(patched) if isinstance(self._stored, staticmethod) else patched
+        self._ours: Any = patched
+        if isinstance(self._stored, staticmethod):
+            self._ours = staticmethod(patched)
         setattr(owner, name, self._ours)
 
     def undo(self) -> bool:
         """Restore the function and return True; if a script replaced ours, forward calls while ``active`` is not set again."""
         self.active = False
-        if inspect.getattr_static(self._owner, self._name, None) is not self._ours:
+        if inspect.getattr_static(self._owner, self._name, _ABSENT) is not self._ours:
             return False
         if self._stored is _ABSENT:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._stored)
+        # The two refer to each other, and the patch to its owner.
+        self._ours = None
         return True

@@ -228,6 +228,15 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
     return None if table is None else optimizer
 
 
+def register_first_step_post_hook(
+    optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]
+) -> RemovableHandle:
+    handle = optimizer.register_step_post_hook(hook)
+    table = cast("Any", optimizer)._optimizer_step_post_hooks  # noqa: SLF001 # no public word
+    table.move_to_end(handle.id, last=False)
+    return handle
+
+
 @contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     # The tables are emptied and refilled, not exchanged: a hook that is registered or removed meanwhile

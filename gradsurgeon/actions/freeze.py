@@ -11,7 +11,7 @@ class Freeze(FreezeRule):
     ## What it does
     In the steps of its schedule the optimizer finds no gradient: it does not decay the weight, does
     not use or feed its momentum, and keeps no state for it. The gradient itself is still computed,
-    recorded and trapped, and is back after the step.
+    recorded and trapped. It is back after the step, also if the step raises, unless the step or the script has cleared it.
 
     ## Why use it
     To train a new head first and unfreeze the rest later, by a schedule in a file. To also save

@@ -14,11 +14,14 @@ class NanTrap(TrapRule):
 
     ## What it does
     Looks at the gradients after each backward pass, before the script can clip them, and decides
-    right before the update: `then: raise` stops the run, `then: skip-step` lets the optimizer change
-    nothing in this step (no decay, no momentum, no state; not with LBFGS, which moves weights several
-    times in a step), `then: warn` only reports. The report
+    right before the update: `then: raise` stops the run, `then: skip-step` hides every gradient of this step
+    from the optimizer (no decay, no momentum), `then: warn` only reports. The report
     separates non-finite from finite parameters, in the order in which backward produced
     their gradients. After `give_up_after` trips in a row the trap raises whatever `then` says.
+
+    After a skipped step, what the optimizer counts is as before: numbers in its groups, on itself and in its state. The
+    gradients are there again, unless the step or the script has cleared them. LBFGS takes no rule that skips. If another
+    optimizer evaluates its closure after it has moved weights, the trap raises, and says that weights may have moved.
 
     ## Where it was born
     At its first trip the trap runs the step again (`forensics: true`) under probes on every operation: forward from

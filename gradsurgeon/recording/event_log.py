@@ -192,14 +192,19 @@ class EventLog:
         """Keep an error until the update, where nothing is half done."""
         self._raised.append(error)
 
-    def raised(self) -> BaseException | None:
-        """Return the first error that was kept since the last call."""
-        errors, self._raised = self._raised, []
-        return errors[0] if errors else None
+    @property
+    def has_raised(self) -> bool:
+        return bool(self._raised)
 
     def raise_raised(self) -> None:
-        if (error := self.raised()) is not None:
-            raise error
+        """Raise the first error that was kept since the last call, if there is one."""
+        if self._raised:
+            raise self._first_raised()
+
+    def _first_raised(self) -> BaseException:
+        # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
+        errors, self._raised = self._raised, []
+        return errors[0]
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False

@@ -118,10 +118,11 @@ class Recorder:
             for row, values in self._pending.take():
                 self._ring.put(row, values)
 
-    def end_step(self) -> None:
+    def end_step(self, *, raised: bool = False) -> None:
         # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
-        # in a notebook, which shows an exception and goes on.
-        self._outlived = _exceptions()
+        # in a notebook, which shows an exception and goes on. The error that the step has ``raised`` may end it.
+        if not raised:
+            self._outlived = _exceptions()
         # The rows of a long step must not wait until the next one ends.
         is_long = time.monotonic() - self._step_ended > _LONG_STEP
         self._step_ended = time.monotonic()
@@ -164,7 +165,8 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
-        if any(error is one for one in self._outlived):
+        outlived, self._outlived = self._outlived, (None, None)
+        if any(error is one for one in outlived):
             error = None
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:

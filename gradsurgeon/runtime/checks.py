@@ -39,20 +39,20 @@ class Checks:
     def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
         self._context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
-        self._running = [
+        running = [
             _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
         # The checks that have a method of their own, by its name; all of them by no name.
-        self._having = {"": self._running} | {
-            name: [one for one in self._running if getattr(type(one.check), name) is not method]
+        self._having = {"": running} | {
+            name: [one for one in running if getattr(type(one.check), name) is not method]
             for name, method in vars(Check).items()
             if callable(method)
         }
         self._told: set[tuple[str, str, Hashable]] = set()
         self._tensors: dict[tuple[str, StepCounter], tuple[int, Sequence[int]]] = {}
-        if self._running:
+        if running:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
@@ -61,6 +61,10 @@ class Checks:
             self._replication = Replication(
                 context.program.names, lambda: context.ranks, context.parameters.params
             )
+
+    def close(self) -> None:
+        """Let go of the checks: they may keep parameters of other models."""
+        self._having = {name: [] for name in self._having}
 
     def before_pass(self, graph: BackwardGraph) -> None:
         self._look_at_pass("before_pass", (), graph)

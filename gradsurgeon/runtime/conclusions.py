@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,7 +27,11 @@ NOT_VOTED = (
     "stopped on this rank before the update: the ranks did not vote on this, because it came after their votes (right after "
     "backward) or the votes were lost, so the others may go on, and a rank that skips alone ends up with other weights"
 )
-_UNTOUCHED = "its optimizer touched no weight and no state"
+_MOVED = (
+    "stopped within the step: the optimizer evaluates its closure late, or several times, and may have moved weights in this "
+    "step already"
+)
+_HIDDEN = "its optimizer got no gradient"
 # The id of a trap that judged, and its report if it tripped.
 Finding = tuple[str, TrapReport | None]
 
@@ -48,15 +53,20 @@ class Trip:
     report: TrapReport
     # Whether the other ranks may not know of it.
     unheard: bool = False
+    # Whether the optimizer may have moved weights in this step already.
+    moved: bool = False
 
     @property
     def then(self) -> str:
-        gives_up = self.in_a_row >= self.decision.patience
-        return "raise" if gives_up or self._is_forced else self.decision.then
+        return "raise" if self._gives_up or self._is_forced else self.decision.then
+
+    @property
+    def _gives_up(self) -> bool:
+        return self.in_a_row >= self.decision.patience
 
     @property
     def _is_forced(self) -> bool:
-        return self.unheard and self.decision.then == "skip-step"
+        return (self.unheard or self.moved) and self.decision.then == "skip-step"
 
     @property
     def severity(self) -> int:
@@ -66,14 +76,14 @@ class Trip:
         """Return the outcome of the step, as a line of the report."""
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
-        if self._is_forced:
+        if self._is_forced and not self.moved:
             return NOT_VOTED
-        if self.then != self.decision.then:
+        if self._gives_up and self.decision.then != "raise":
             limit = f"(give_up_after: {self.decision.give_up_after})"
             return f"giving up: tripped {self.in_a_row} times in a row {limit}"
         return {
-            "raise": "stopped before the update: no weight was moved",
-            "skip-step": f"step skipped: {_UNTOUCHED}",
+            "raise": _MOVED if self.moved else "stopped before the update: no weight was moved",
+            "skip-step": f"step skipped: {_HIDDEN}",
             "warn": self.report.goes_on,
         }[self.then]
 
@@ -87,6 +97,8 @@ class StepContext:
     gradients: Gradients
     heard: Heard
     overflow: Tensor | None = None
+    # Whether the optimizer may have moved weights in this step already.
+    moved: bool = False
 
     @property
     def step(self) -> int:
@@ -106,14 +118,18 @@ class Conclusions:
         scale: Tensor | None,
         *,
         known: bool = False,
+        moved: bool = False,
     ) -> StepDecision:
-        """Report the findings of this rank, ``known`` if all ranks have equal ones, and return the decision of all ranks."""
+        """Report the findings of this rank, ``known`` if all ranks have equal ones, and return the decision of all ranks.
+
+        An update whose optimizer may have ``moved`` weights already cannot be skipped.
+        """
         context, step = self._context, counter.step
         if heard.unanimous and not any(report for _, report in findings):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
         unheard = heard is not ALONE and heard.severity <= FINE and not known
-        trips = self._count(counter, findings, heard, unheard=unheard)
+        trips = self._count(counter, findings, heard, unheard=unheard, moved=moved)
         if not (trips or heard.objections):
             return GOES_ON
         reports = {trip.rule: trip.report for trip in trips}
@@ -125,13 +141,19 @@ class Conclusions:
             if cause is None or trip.severity > worst:
                 worst, cause = trip.severity, told
         if heard.severity > worst:
-            return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
+            return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule), moved=moved)
         if cause is None or worst == FINE or context.mode == "observe":
             return GOES_ON
         return _decided(worst, cause, step)
 
     def _count(
-        self, counter: StepCounter, findings: Sequence[Finding], heard: Heard, *, unheard: bool
+        self,
+        counter: StepCounter,
+        findings: Sequence[Finding],
+        heard: Heard,
+        *,
+        unheard: bool,
+        moved: bool,
     ) -> list[Trip]:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
         trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
@@ -144,11 +166,14 @@ class Conclusions:
                 decision = self._context.decisions[rule]
                 # Norms at the update are alike on all ranks, so the others trip also.
                 votes = isinstance(decision, Decision) and decision.statistic == NONFINITE
-                trips.append(Trip(rule, decision, times, report, unheard and votes))
+                trips.append(Trip(rule, decision, times, report, unheard and votes, moved))
         return trips
 
-    def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:
-        raised, text = told.severity == RAISE, told.text
+    def _follow(
+        self, step: int, told: Objection, diagnosis: Diagnosis | None, *, moved: bool
+    ) -> StepDecision:
+        severity = RAISE if moved else told.severity
+        raised, text = severity == RAISE, told.text
         if told.rule:
             what = "stop" if raised else "skip the step"
             text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
@@ -157,7 +182,7 @@ class Conclusions:
         where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
         self._context.event_log.emit(kind, text, **where, quiet=raised)
         cause = StopReason(told.rank, told.rule, told.name, text, diagnosis)
-        return _decided(told.severity, cause, step)
+        return _decided(severity, cause, step)
 
     def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
         """Return the first line of a report; ``ranks`` are the ranks that put NaN or Inf into an average."""
@@ -177,7 +202,7 @@ class Conclusions:
         log.count_changed(trip.rule, 1)
         log.emit(trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise")
         if then == "skip-step":
-            log.emit("skipped-step", f"step {step} skipped: {_UNTOUCHED}", **where)
+            log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
 
@@ -193,4 +218,4 @@ def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
 def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:
     if severity < RAISE:
         return StepDecision(skip=True, cause=cause)
-    return StepDecision(error=cause.error(step), cause=cause)
+    return StepDecision(error=partial(cause.error, step), cause=cause)

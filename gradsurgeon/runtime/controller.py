@@ -92,6 +92,7 @@ class Controller:
         self._agreement.close()
         self.model.let_go()
         self.steps.close()
+        self.checks.close()
         self._module_hooks.detach()
         self._kept.detach()
         self.param_hooks.disarm()
@@ -172,14 +173,15 @@ class Controller:
             self.checks.before_edits(step, None)
             return GOES_ON
         if context.paused and not step.inside:
-            return self.traps.rest(counter, heard)
+            return self.traps.rest(counter, heard, moved=step.moved)
         due = NOTHING_DUE if context.paused else due
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         gradients = Gradients(context, due.final, step.scale)
         if step.inside or not (counter.passes or self.manual.active):
             self._catch_up(step, gradients)
-        return self._judge(step, StepContext(counter, due, gradients, heard, step.overflow))
+        update = StepContext(counter, due, gradients, heard, step.overflow, step.moved)
+        return self._judge(step, update)
 
     def _catch_up(self, step: Step, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
@@ -241,7 +243,7 @@ class Controller:
                 self.steps.search(param for param in params if param is not None)
             self._notices.tell_unowned()
         self._unstepped = False
-        context.recorder.end_step()
+        context.recorder.end_step(raised=step.raised)
 
     def _count_due(self, counter: StepCounter) -> None:
         if self.context.event_log.silent:

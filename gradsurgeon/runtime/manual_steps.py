@@ -84,7 +84,7 @@ class ManualSteps:
         self._goes_on = not decision.stops
         self._events.step_finished(step, took_place=True)
         if decision.error is not None:
-            raise decision.error
+            raise decision.error()
         self._context.event_log.raise_raised()
         return number, decision
 

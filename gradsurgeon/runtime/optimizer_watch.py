@@ -26,71 +26,18 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.training_events import Step, TrainingEvents
+from gradsurgeon.runtime.running_steps import Update, callers, params_of, running
+from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 
 _LBFGS = (
     "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "
     "step; make requires_grad false in the script, or use `then: raise`"
 )
-_MOVED = "the optimizer evaluates its closure after it has moved weights: they are not as before the step"
 _INSIDE = (
     "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
     "update can still be held back; step the optimizer after backward, or leave the rule out"
 )
-
-
-class Update(Step):
-    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly."""
-
-    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: FrameType) -> None:
-        inside = _torch.graph_task() != -1
-        super().__init__(counter, inside=inside, optimizer=weakref.ref(optimizer))
-        self.key = threading.get_ident(), id(optimizer)
-        # The frame that calls the hooks, torch's wrapper around `step`: torch calls no hook after a step that raises.
-        self.frame: FrameType | None = frame
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-        # The numbers that the optimizer keeps on itself and in its groups, if the step is skipped.
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        # Whether traps have judged the gradients, and the last loss that a closure returned.
-        self.judged = False
-        self.loss: Any = None
-        # The scale under which the gradients overflowed, so the scaler skips the update.
-        self.overflowed: Tensor | None = None
-        self.skipped = False
-
-    def is_on_stack(self) -> bool:
-        """Tell, in the thread of the step, whether the step still runs."""
-        return self.frame in _callers()
-
-    def skip(self, optimizer: Optimizer) -> None:
-        """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
-        self.skipped = True
-        tables: list[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups]
-        self._numbers = [
-            (table, {key: it for key, it in table.items() if isinstance(it, int | float)})
-            for table in tables
-        ]
-        self.hide(params_of(optimizer))
-
-    def hide(self, params: Iterable[Tensor | None]) -> None:
-        for param in params:
-            if param is not None and param.grad is not None:
-                self._hidden.append((param, param.grad))
-                param.grad = None
-
-    def end(self) -> None:
-        self.frame = None
-        # Some optimizers count their steps even if no parameter has a gradient.
-        for table, numbers in self._numbers:
-            table.update(numbers)
-        self.give_back()
-
-    def give_back(self) -> None:
-        hidden, self._hidden = self._hidden, []
-        for param, grad in hidden:
-            if param.grad is None:
-                param.grad = grad
 
 
 @dataclass(slots=True)
@@ -100,6 +47,8 @@ class Owner:
     tensors: tuple[int, ...] = ()
     # The version of the counters after this owner has claimed its tensors.
     version: int = -1
+    # Whether each step so far has cleared the gradients that it found; unknown before the first.
+    clears: bool | None = None
 
 
 class OptimizerWatch:
@@ -116,8 +65,7 @@ class OptimizerWatch:
         self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
         )
-        # Steps under way, by thread and optimizer: each thread may step its own optimizers, one inside another.
-        self._running: dict[tuple[int, int], Update] = {}
+        self._closed = False
 
     @property
     def owned(self) -> bool:
@@ -168,6 +116,7 @@ class OptimizerWatch:
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         return (
             optimizer.register_step_pre_hook(self._before),
+            _torch.register_first_step_post_hook(optimizer, self._returned),
             optimizer.register_step_post_hook(self._after),
         )
 
@@ -207,18 +156,22 @@ class OptimizerWatch:
         return around is owner or (outer.judged and set(owner.tensors) <= set(around.tensors))
 
     def end_failed(self) -> None:
-        """End the steps of this thread that have raised; the script may still hold their error."""
-        if self._running:
+        """End the steps of this thread that have raised, if torch did not show their end."""
+        if running:
             self._under_way()
 
     def _under_way(self) -> list[Update]:
         """Return the steps that this thread is in the middle of; end the steps that have raised."""
         thread = threading.get_ident()
-        updates = [update for (of, _), update in list(self._running.items()) if of == thread]
+        updates = [one for one in self._running() if one.thread == thread]
         failed = [update for update in updates if not update.is_on_stack()]
         for update in failed:
-            self._end(update, took_place=False)
+            self._end(update, took_place=update.returned)
         return [update for update in updates if update not in failed]
+
+    def _running(self) -> list[Update]:
+        # A bound method equals another one of the same object.
+        return [update for update in tuple(running) if update.failed == self._failed]
 
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
         held, program = set(tensors), self._context.program
@@ -229,30 +182,37 @@ class OptimizerWatch:
             raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def close(self) -> None:
-        for update in list(self._running.values()):
-            update.end()
-        self._running.clear()
-        for owner in list(self._owners.values()):
-            for handle in owner.handles:
-                handle.remove()
-        self._owners.clear()
+        """Take the hooks off; off an optimizer that is stepping once its step is over."""
+        self._closed = True
+        for update in self._running():
+            if not update.is_on_stack():
+                update.end()
+        stepping = [update.optimizer() for update in self._running()]
+        for optimizer in list(self._owners):
+            if not any(optimizer is one for one in stepping):
+                self._let_go(optimizer)
+
+    def _let_go(self, optimizer: Optimizer) -> None:
+        for handle in self._owners.pop(optimizer).handles:
+            handle.remove()
 
     @uncompiled
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if only_makes_state(optimizer):
+        if self._closed or only_makes_state(optimizer):
             return None
         owner = self._owners[optimizer]
-        if self._running and any(self._is_part_of(owner, one) for one in self._under_way()):
+        if running and any(self._is_part_of(owner, one) for one in self._under_way()):
             # The two steps are one update: rules act once.
             return None
         self._claim(owner)
         # Only the frame tells a nested step from a failed step.
-        update = Update(optimizer, owner.counter, sys._getframe(1))  # noqa: SLF001 # documented
+        frame = sys._getframe(1)  # noqa: SLF001 # documented
+        update = Update(optimizer, owner.counter, frame, self._failed)
         if update.inside:
             self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
-        self._running[update.key] = update
+        running.append(update)
         self._events.update_began(update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -264,17 +224,17 @@ class OptimizerWatch:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
                 return update.loss
-            update.give_back()
-            has_moved = update.judged or before != _versions(optimizer)
+            update.show()
+            update.moved = update.judged or before != _versions(optimizer)
             update.loss = closure()
-            self._act(optimizer, update, has_moved=has_moved)
+            self._act(optimizer, update)
             return update.loss
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _act(self, optimizer: Optimizer, update: Update, *, has_moved: bool = False) -> None:
+    def _act(self, optimizer: Optimizer, update: Update) -> None:
         self._context.refuse_graph_capture()
         update.has_moved = has_moved
         event_log = self._context.event_log
@@ -295,31 +255,65 @@ class OptimizerWatch:
                 return
         decision = self._events.step_starting(update)
         update.judged = True
-        error = decision.error or event_log.raised()
-        if decision.skip and has_moved and decision.cause is not None:
-            error = decision.cause.error(update.counter.step)
-        if error is not None:
-            if has_moved:
-                error.add_note(_MOVED)
-            self._end(update, took_place=decision.error is not None)
-            raise error
+        if decision.error is not None:
+            self._end(update)
+            raise decision.error()
+        if event_log.has_raised:
+            self._end(update, took_place=False)
+            event_log.raise_raised()
         if decision.skip:
             update.skip(optimizer)
         elif decision.frozen:
-            update.hide([self._context.parameters.param(i) for i in decision.frozen])
+            update.hide(optimizer, self._context.parameters.params(decision.frozen))
+        update.witness = _first_with_gradient(optimizer)
+
+    @uncompiled
+    def _returned(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Show hidden gradients again, before the script's hooks after the step."""
+        del args, kwargs
+        update = self._of_frame(sys._getframe(1))  # noqa: SLF001 # as above
+        if update is None:
+            return
+        update.returned = True
+        owner = self._owners[optimizer]
+        cleared = update.has_cleared()
+        if cleared is not None:
+            owner.clears = cleared and owner.clears is not False
+        update.show(cleared=bool(owner.clears if cleared is None else cleared))
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
-        update = self._running.get((threading.get_ident(), id(optimizer)))
-        if update is None or update.frame is not sys._getframe(1):  # noqa: SLF001 # as above
+        del optimizer, args, kwargs
+        update = self._of_frame(sys._getframe(1))  # noqa: SLF001 # as above
+        # Torch goes through the hooks now, so the hooks of a session that is removed go later.
+        if update is None or self._closed:
             return
         self._end(update)
         self._context.event_log.raise_raised()
 
+    def _of_frame(self, frame: FrameType) -> Update | None:
+        for update in tuple(running):
+            if update.frame is frame and update.failed == self._failed:
+                return update
+        return None
+
+    def _failed(self, update: Update) -> None:
+        """End a step that torch has left without a call of `_after`."""
+        update.raised = True
+        try:
+            self._end(update, took_place=update.returned)
+        except Exception as error:  # noqa: BLE001 # the script gets the error of its step
+            self._context.event_log.raise_later(error)
+
     def _end(self, update: Update, *, took_place: bool = True) -> None:
-        self._running.pop(update.key, None)
         update.end()
+        if self._closed:
+            optimizer = update.optimizer()
+            if optimizer is not None and optimizer in self._owners:
+                self._let_go(optimizer)
+            return
         if update.overflowed is not None:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)
         else:
@@ -357,10 +351,12 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
     return candidates()
 
 
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    # Wrappers that skip the constructor of their base class may have no groups of their own.
-    groups = getattr(optimizer, "param_groups", ())
-    return [param for group in groups for param in group["params"]]
+def _first_with_gradient(optimizer: Optimizer) -> Tensor | None:
+    for group in getattr(optimizer, "param_groups", ()):
+        for param in group["params"]:
+            if param.grad is not None:
+                return param  # type: ignore[no-any-return] # a parameter
+    return None
 
 
 def only_makes_state(optimizer: Optimizer) -> bool:
@@ -368,16 +364,7 @@ def only_makes_state(optimizer: Optimizer) -> bool:
     module = "torch.distributed.checkpoint.state_dict"
     if optimizer.state or module not in sys.modules:
         return False
-    for frame in _callers():
+    for frame in callers(sys._getframe(1)):  # noqa: SLF001 # documented
         if frame.f_code.co_name == "_init_optim_state":
             return frame.f_globals.get("__name__") == module
     return False
-
-
-def _callers() -> list[FrameType]:
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 # documented
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames

@@ -22,7 +22,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon._torch import uncompiled
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics import replay
-from gradsurgeon.runtime import loss_backward
+from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
@@ -121,6 +121,7 @@ def _watch() -> ExitStack:
     stack = ExitStack()
     watch_steps()
     stack.callback(unwatch_steps)
+    stack.callback(running_steps.watch_ends())
     stack.enter_context(watched(_on_scale, _around_scaler_step))
     stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
     stack.callback(data_parallel.watch())

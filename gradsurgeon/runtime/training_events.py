@@ -96,6 +96,10 @@ class Step:
     has_moved: bool = False
     # A trap held the update back.
     skipped: bool = False
+    # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
+    moved: bool = False
+    # The step has raised, and its error is on its way to the script.
+    raised: bool = False
     # Returns the optimizer, if there is one.
     optimizer: Callable[[], Optimizer | None] = lambda: None
 
@@ -106,8 +110,8 @@ class StepDecision:
 
     # The optimizer must touch nothing.
     skip: bool = False
-    # The error to raise before any weight moves.
-    error: TrapError | None = None
+    # Makes the error that stops the step. A frame that held the error would keep the optimizer alive with its traceback.
+    error: Callable[[], TrapError] | None = None
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
     # The reason, for ranks that have seen nothing.

@@ -134,16 +134,16 @@ class Traps:
         ]
         return self._conclude(update, findings, known=not context.ranks.own(bad))
 
-    def rest(self, counter: StepCounter, heard: Heard) -> StepDecision:
+    def rest(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
         """Judge nothing, and follow the other ranks."""
-        return self._conclusions.of(counter, [], heard, self._scale(counter))
+        return self._conclusions.of(counter, [], heard, self._scale(counter), moved=moved)
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler skipped; raise if the cause is a persistent NaN rather than an overflow."""
         findings = self._judge_skip_of_scaler(counter, scale)
         decision = self._conclusions.of(counter, findings, ALONE, self._scale(counter))
         if decision.error is not None:
-            raise decision.error
+            raise decision.error()
 
     def _look_at_gradients(self, update: StepContext) -> list[Look]:
         tensors = update.gradients.having(update.due.trapped)
@@ -265,7 +265,9 @@ class Traps:
         if update.heard is ALONE and not rows and not any(report for _, report in findings):
             return GOES_ON
         scale = self._scale(counter)
-        return self._conclusions.of(counter, findings, update.heard, scale, known=known)
+        return self._conclusions.of(
+            counter, findings, update.heard, scale, known=known, moved=update.moved
+        )
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))

@@ -197,18 +197,24 @@ def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
 
 def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
     class Averaging(torch.optim.Optimizer):
-        """Counts per group and on itself, as schedule-free ones do."""
+        """Counts per group, on itself and under a name in the state, as schedule-free ones do."""
 
         def __init__(self, params: Any) -> None:
-            super().__init__(params, {"k": 0})
+            super().__init__(params, {"k": 0, "weight": torch.zeros(()), "best": None})
             self.calls = 0
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.calls += 1
+            state: Any = self.state
+            state["total"]["n"] = state["total"].get("n", 0) + 1
+            state["seen"] = state.get("seen", 0) + 1
             for group in self.param_groups:
                 group["k"] += 1
+                group["weight"] += 0.5
+                group["best"] = group["k"]
                 for param in group["params"]:
+                    state[param]["visits"] = state[param].get("visits", 0) + 1
                     if param.grad is not None:
                         param.sub_(param.grad / group["k"])
 
@@ -216,6 +222,7 @@ def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
         optimizer = Averaging(model.parameters())
+        weight = optimizer.param_groups[0]["weight"]
         with gradsurgeon.apply(model, rules(SKIP)):
             for number in range(5):
                 if number == 2 and not planted:
@@ -224,11 +231,14 @@ def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
                 scale = NAN if number == 2 else 1.0
                 (model(data(number, 8, 4)).square().mean() * scale).backward()
                 optimizer.step()
-        counts = (optimizer.calls, optimizer.param_groups[0]["k"])
-        return model.weight.detach().clone(), counts
+        assert optimizer.param_groups[0]["weight"] is weight
+        group = {key: optimizer.param_groups[0][key] for key in ("k", "best")}
+        state: Any = optimizer.state
+        counts = (optimizer.calls, state["seen"], state["total"], float(weight), group)
+        return model.weight.detach().clone(), (*counts, state[model.weight])
 
     (weight, counts), (skipped, counted) = train(planted=False), train(planted=True)
-    assert counted == counts == (4, 4)
+    assert counted == counts == (4, 4, {"n": 4}, 2.0, {"k": 4, "best": 4}, {"visits": 4})
     assert torch.equal(weight, skipped)
 
 
@@ -262,7 +272,8 @@ def test_hidden_gradients_come_back_whatever_happens_in_the_step(where: str, hel
         except RuntimeError as error:
             kept = error if held else None
         fail = False
-        # The attempt ends with the next pass or step of this thread.
+        assert torch.equal(model.bias.grad, before)
+        assert session.step == 1  # an attempt
         # The next step is one of its own, also while the error is still at hand.
         optimizer.step()
         assert torch.equal(model.bias.grad, before)

@@ -228,7 +228,8 @@ class Sharp(torch.optim.SGD):
         return loss
 
 
-def test_a_step_that_has_moved_weights_raises_where_it_should_be_skipped() -> None:
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
     model = Weight()
     optimizer = Sharp(model.parameters(), lr=1.0)
 
@@ -239,13 +240,19 @@ def test_a_step_that_has_moved_weights_raises_where_it_should_be_skipped() -> No
         return loss
 
     with (
-        gradsurgeon.apply(model, rules(SKIP), optimizer=optimizer),
+        gradsurgeon.apply(model, rules({**SKIP, "then": then}), optimizer=optimizer) as session,
         pytest.raises(NonFiniteGradientError) as raised,
     ):
         optimizer.step(closure)
-    assert ["closure after it has moved weights" in note for note in raised.value.__notes__] == [
-        True
+    # Nothing tells of a skipped step, or of weights that were not moved.
+    assert str(raised.value).split("\n")[1] == (
+        "stopped within the step: the optimizer evaluates its closure late, or several times, and may have moved weights in "
+        "this step already"
+    )
+    assert [(event.kind, event.message) for event in session.events] == [
+        ("trap", str(raised.value))
     ]
+    assert session.step == 1
 
 
 # --- several optimizers, several models -----------------------------------------------------------

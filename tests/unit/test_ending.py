@@ -99,6 +99,23 @@ def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
 
 
+def test_an_exception_in_a_step(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    optimizer.register_step_post_hook(fail)
+    with (
+        pytest.raises(MemoryError),
+        gradsurgeon.apply(model, RULES, optimizer=optimizer, record=tmp_path),
+    ):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert head(tmp_path)[0] == "stopped by MemoryError"
+
+
 @pytest.mark.parametrize("broken", [None, 4])
 def test_a_training_after_a_caught_exception_has_ended(
     tmp_path: pathlib.Path, broken: int | None

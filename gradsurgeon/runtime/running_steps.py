@@ -1,0 +1,224 @@
+"""Optimizer steps under way: how they end, and what the optimizer does not find or keep in them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+
+from gradsurgeon import _backward_calls, _torch
+from gradsurgeon._backward_calls import BackwardCall
+from gradsurgeon._patching import Patch
+from gradsurgeon._torch import uncompiled
+from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.training_events import Step
+
+# The steps under way, of all sessions and threads.
+running: list[Update] = []
+
+
+class Update(Step):
+    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly.
+
+    ``failed`` is called if the step raises.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        counter: StepCounter,
+        frame: FrameType,
+        failed: Callable[[Update], None],
+    ) -> None:
+        inside = _torch.graph_task() != -1
+        super().__init__(counter, inside=inside, optimizer=weakref.ref(optimizer))
+        self.thread = threading.get_ident()
+        # The frame that calls the hooks, torch's wrapper around `step`.
+        self.frame: FrameType | None = frame
+        self.failed = failed
+        # Nothing is hidden in most steps.
+        self._hidden: HiddenGradients | None = None
+        self._counts: Counts | None = None
+        # Whether traps have judged the gradients, and the last loss that a closure returned.
+        self.judged = False
+        self.loss: Any = None
+        # The scale under which the gradients overflowed, so the scaler skips the update.
+        self.overflowed: Tensor | None = None
+        self.skipped = False
+        # A parameter whose gradient the optimizer finds: it shows whether the step clears gradients.
+        self.witness: Tensor | None = None
+        # Whether the optimizer has done its update.
+        self.returned = False
+
+    def is_on_stack(self) -> bool:
+        """Tell whether the step still runs in its thread."""
+        frame = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
+        return self.frame in callers(frame)
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
+        self.skipped = True
+        self._counts = Counts(optimizer)
+        self.hide(optimizer, params_of(optimizer))
+
+    def hide(self, optimizer: Optimizer, params: Iterable[Tensor | None]) -> None:
+        self._hidden = HiddenGradients(optimizer, params)
+
+    def show(self, *, cleared: bool = False) -> None:
+        """Give hidden gradients back, unless the step has ``cleared`` the others, and take back what a skipped step counted."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            hidden.show(cleared=cleared)
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            counts.put_back()
+
+    def has_cleared(self) -> bool | None:
+        """Tell whether the step has cleared the gradients that it found; `None` if it found none."""
+        return None if self.witness is None else self.witness.grad is None
+
+    def end(self) -> None:
+        running.remove(self)
+        self.show(cleared=bool(self.has_cleared()))
+        self.frame = None
+        self.witness = None
+
+
+class HiddenGradients:
+    """Gradients that an optimizer does not find while it steps.
+
+    Code of the script that may act on gradients finds them: `zero_grad`, a backward pass, hooks after the step, and the
+    caller of a step that has raised.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[Tensor | None]) -> None:
+        self._params = [param for param in params if param is not None]
+        self._grads: list[tuple[Tensor, Tensor]] = []
+        self._thread = threading.get_ident()
+        self._watching = ExitStack()
+        self._take()
+        self._watching.callback(Patch(optimizer, "zero_grad", self._clear).undo)
+        self._watching.callback(_backward_calls.around(self._accumulate, outermost=True))
+
+    def show(self, *, cleared: bool = False) -> None:
+        self._watching.close()
+        if cleared:
+            self._grads.clear()
+        self._give_back()
+
+    def _take(self) -> None:
+        for param in self._params:
+            if param.grad is not None:
+                self._grads.append((param, param.grad))
+                param.grad = None
+
+    def _give_back(self) -> None:
+        grads, self._grads = self._grads, []
+        for param, grad in grads:
+            if param.grad is None:
+                # The step may have given the parameter another shape or dtype.
+                with suppress(RuntimeError):
+                    param.grad = grad
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        self._give_back()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _clear(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._shown():
+            return zero_grad(*args, **kwargs)
+
+    def _accumulate(self, call: BackwardCall) -> AbstractContextManager[None]:
+        if not call.accumulates or threading.get_ident() != self._thread:
+            return nullcontext()
+        return self._shown()
+
+
+class Counts:
+    """What an optimizer counts beside weights and moments. Some count their steps even if no parameter has a gradient."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state: dict[Any, Any] = getattr(optimizer, "state", {})
+        self._known = set(self._state)
+        by_name = [table for table in self._state.values() if isinstance(table, dict)]
+        groups = getattr(optimizer, "param_groups", ())
+        tables = [vars(optimizer), *groups, self._state, *by_name]
+        self._tables = [(table, _numbers(table)) for table in tables]
+
+    def put_back(self) -> None:
+        for key in [key for key in self._state if key not in self._known]:
+            del self._state[key]
+        for table, numbers in self._tables:
+            for key in [key for key in _numbers(table) if key not in numbers]:
+                del table[key]
+            for key, (value, content) in numbers.items():
+                if content is not None:
+                    # Schedulers and captured graphs hold the tensor itself.
+                    with torch.no_grad():
+                        value.copy_(content)
+                table[key] = value
+
+
+def _numbers(table: dict[Any, Any]) -> dict[Any, tuple[Any, Tensor | None]]:
+    """Return the numbers in a table, with a copy of the content of those that are tensors."""
+    numbers: dict[Any, tuple[Any, Tensor | None]] = {}
+    for key, value in table.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            numbers[key] = value, value.detach().clone()
+        elif value is None or isinstance(value, int | float):
+            numbers[key] = value, None
+    return numbers
+
+
+def watch_ends() -> Callable[[], None]:
+    """Notice the end of each step: torch calls no hook after a step that raises. Return a function that stops this."""
+    # Torch runs hooks and step within this context.
+    patch = Patch(record_function, "__exit__", _leave)
+
+    def end() -> None:
+        patch.undo()
+        # A step under way calls the function that it found when it began.
+        patch.active = True
+
+    return end
+
+
+@uncompiled
+def _leave(leave: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return leave(*args)
+    finally:
+        if running:
+            # The caller of the patched function.
+            frame = sys._getframe(2)  # noqa: SLF001 # documented
+            for update in tuple(running):  # other threads begin and end theirs
+                if update.frame is frame:
+                    update.failed(update)
+
+
+def callers(frame: FrameType | None) -> list[FrameType]:
+    """Return a frame and the frames that called it."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    # Wrappers that skip the constructor of their base class may have no groups of their own.
+    groups = getattr(optimizer, "param_groups", ())
+    return [param for group in groups for param in group["params"]]
