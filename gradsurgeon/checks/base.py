@@ -136,7 +136,9 @@ class Moment:
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:
         """The gradients that are there now."""
-        return _Looked(self.members, lambda tensor: getattr(self.find(tensor), "grad", None))
+        # A reference to the moment would keep its optimizer alive until the cycle collector comes.
+        find = self.find
+        return _Looked(self.members, lambda tensor: getattr(find(tensor), "grad", None))
 
 
 @dataclass(eq=False)

@@ -256,7 +256,11 @@ class SharedRows:
         except RuntimeError as failure:
             raise RecordError(_FAILED.format(reason=_told(failure))) from None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                # The traceback of the error refers to this frame, and so to all that the caller holds.
+                del error
         return cast("Answer", found)
 
     def _ranks_that_share(self, name: str) -> tuple[int, ...]:

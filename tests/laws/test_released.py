@@ -1,0 +1,159 @@
+"""P2: after `remove()` nothing keeps a model, its parameters or its optimizer alive, without Python's cycle collector."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pathlib
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon import packs
+from gradsurgeon.actions import ACTIONS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"),
+    pytest.mark.no_cover,  # a tracer keeps frames
+]
+TWO = ["a", "b"]
+HEADS = {"modules": ["second", "third"], "tensor": "input.grad"}
+SPIKES = {"times": 1.05, "beta": 0.98, "warmup": 2}
+# The rules of one case act together.
+BY_ACTION: dict[str, list[dict[str, Any]]] = {
+    "clamp": [
+        {"params": "*", "at": "step", "max": 0.1},
+        {"params": "*", "at": "backward", "max": 0.1},
+        {"modules": "*", "tensor": "output", "max": 10},
+    ],
+    "scale": [{"params": "*", "factor": 0.5}, {"tensors": "hidden", "factor": 0.5}],
+    "zero": [{"params": "first.*"}],
+    "sanitize": [{"params": "*"}],
+    "clip-norm": [
+        {"params": "*", "per": "rule", "max_norm": 0.1},
+        {"params": "*", "at": "backward", "max_norm": 0.1},
+    ],
+    "freeze": [{"params": "first.*"}],
+    "capture": [{"params": "*"}, {"modules": "*", "tensor": "output"}],
+    "norm-log": [
+        {"params": "*"},
+        {"params": "*", "at": "backward"},
+        {"params": "*", "tensor": "update"},
+        {"modules": "*", "tensor": "input.grad"},
+    ],
+    "nan-trap": [
+        {"params": "first.*", "then": "skip-step"},
+        {"params": "*", "then": "raise"},
+        {"modules": "*", "tensor": "output"},
+    ],
+    "spike-trap": [
+        {"params": "*", "above": SPIKES},
+        {"params": "*", "per": "parameter", "above": SPIKES, "then": "raise"},
+    ],
+    "check-update": [
+        {"params": "*"},
+        {"params": "*", "moved": {"min": 0.1, "within": 3}},
+        {"params": "*", "moved": {"max": 0}, "then": "raise"},
+    ],
+    "check-ranks": [{"params": "*"}],
+    "check-loop": [{"params": "*", "then": "raise"}],
+    "check-structure": [{"params": "*"}],
+    "perturb": [{"modules": "*", "tensor": "input", "eps": 1e-3}],
+    "combine": [{"params": "*", "losses": TWO, "method": "pcgrad"}],
+    "conflict": [{"params": "*", "losses": TWO}, HEADS],
+}
+PACKS = list(packs.published())
+
+
+def test_each_action_has_a_case() -> None:
+    assert BY_ACTION.keys() == ACTIONS.keys()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = gradsurgeon.tag(torch.tanh(self.first(x)), "hidden")
+        return self.second(x), self.third(x)
+
+
+class Adam(torch.optim.AdamW):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("of the script")
+        return super().step(closure)
+
+
+def train(rules: Any, *, gone: bool) -> tuple[dict[str, weakref.ref[Any]], Any, int]:
+    """Return what should be gone, the session, and the number of steps that raised."""
+    model, weight = Net(), nn.Parameter(torch.randn(4))
+    optimizer = Adam(model.parameters(), 1e-3)
+    other = torch.optim.SGD([weight], 0.1)
+    session = gradsurgeon.apply(model, rules, optimizer=optimizer)
+    raised = 0
+    for number in range(8):
+        optimizer.zero_grad()
+        # A NaN in one of the steps, and an error of the script in another.
+        factor = float("nan") if number == 4 else 5.0 ** (number == 3)
+        optimizer.fails = number == 5
+        a, b = model(data(number, 5, 4))
+        losses = {"a": a.square().mean() * factor, "b": (b * weight).mean()}
+        gradsurgeon.backward(losses)
+        raised += 1
+        with suppress(gradsurgeon.GradSurgeonError, RuntimeError):
+            optimizer.step()
+            raised -= 1
+        other.step()
+    if not gone:
+        session.remove()
+    found = {"model": model, "optimizer": optimizer, "weight": model.first.weight, "other": weight}
+    return {name: weakref.ref(thing) for name, thing in found.items()}, session, raised
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    # The first step of a process imports parts of torch, which leave cycles behind.
+    train({"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}, gone=False)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("end", ["session held", "session dropped", "model gone"])
+@pytest.mark.parametrize("case", [*BY_ACTION, *PACKS])
+def test_nothing_is_kept(
+    case: str, end: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("gradsurgeon").setLevel(logging.CRITICAL)
+    rules: Any = f"gradsurgeon:{case}"
+    if case in BY_ACTION:
+        entries = enumerate(BY_ACTION[case])
+        rules = [{"id": f"r{number}", "action": case, **entry} for number, entry in entries]
+        rules = {"version": 1, "rules": rules}
+    references, session, raised = train(rules, gone=end == "model gone")
+    then = {rule.get("then") for rule in BY_ACTION.get(case, [])}
+    # The error of the script, and that of a rule that raises.
+    assert raised >= 1 + ("raise" in then and case != "check-loop")
+    if end == "session dropped":
+        session = None
+    assert alive(references) == []
+    del session
