@@ -1,7 +1,6 @@
 """Temporary replacements of functions. If a script has wrapped ours, it stays and only forwards calls."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ class Patch:
     def undo(self) -> bool:
         """Restore the function and return True; if a script replaced ours, forward calls while ``active`` is not set again."""
         self.active = False
-        if inspect.getattr_static(self._owner, self._name, _ABSENT) is not self._ours:
+        if vars(self._owner).get(self._name, _ABSENT) is not self._ours:
             return False
         if self._stored is _ABSENT:
             delattr(self._owner, self._name)

@@ -204,7 +204,8 @@ def _leave(leave: Callable[..., Any], *args: Any) -> Any:
         if running:
             # The caller of the patched function.
             frame = sys._getframe(2)  # noqa: SLF001 # documented
-            for update in tuple(running):  # other threads begin and end theirs
+            # The sessions of one step take off what they put on in reverse order. Other threads begin and end steps.
+            for update in reversed(tuple(running)):
                 if update.frame is frame:
                     update.failed(update)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +180,32 @@ def test_a_listener_that_removes_the_session_at_a_trap() -> None:
     assert model.weight.grad.isnan().all()
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_sessions_that_hide_gradients_of_one_step(fails: bool) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = Own([*first.parameters(), *second.parameters()], {})
+    sessions = [
+        gradsurgeon.apply(model, rules(FREEZE), optimizer=optimizer) for model in (first, second)
+    ]
+
+    def step() -> None:
+        if fails:
+            raise RuntimeError("of the script")
+        optimizer.zero_grad()
+
+    optimizer.before = step  # type: ignore[method-assign]
+    backward(first)
+    backward(second)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        optimizer.step()
+    for model, session in zip((first, second), sessions, strict=True):
+        assert [param.grad is None for param in model.parameters()] == [not fails] * 2
+        assert session.step == 1
+        session.remove()
+    assert "zero_grad" not in vars(optimizer)
 
 
 def test_a_thread_that_ends_by_the_error_of_its_step() -> None:
