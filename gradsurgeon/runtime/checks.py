@@ -56,7 +56,7 @@ class Checks:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
-            rules = [running.stage.rule.id for running in self._running]
+            rules = [running.stage.rule.id for running in self._having[""]]
             self._mails = {rule: Mail(rule, context.program.names) for rule in rules}
             self._replication = Replication(
                 context.program.names, lambda: context.ranks, context.parameters.params
@@ -115,7 +115,7 @@ class Checks:
         frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, step.optimizer(), **facts)
-        if self._running:
+        if self._having[""]:
             self._replication.updated(step.counter.tensors)
 
     def conclude(self) -> None:

@@ -173,14 +173,14 @@ class Controller:
             self.checks.before_edits(step, None)
             return GOES_ON
         if context.paused and not step.inside:
-            return self.traps.rest(counter, heard, moved=step.moved)
+            return self.traps.rest(counter, heard, moved=step.has_moved)
         due = NOTHING_DUE if context.paused else due
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         gradients = Gradients(context, due.final, step.scale)
         if step.inside or not (counter.passes or self.manual.active):
             self._catch_up(step, gradients)
-        update = StepContext(counter, due, gradients, heard, step.overflow, step.moved)
+        update = StepContext(counter, due, gradients, heard, step.overflow, step.has_moved)
         return self._judge(step, update)
 
     def _catch_up(self, step: Step, gradients: Gradients) -> None:

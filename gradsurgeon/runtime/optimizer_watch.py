@@ -225,7 +225,7 @@ class OptimizerWatch:
             if update.skipped:
                 return update.loss
             update.show()
-            update.moved = update.judged or before != _versions(optimizer)
+            update.has_moved = update.judged or before != _versions(optimizer)
             update.loss = closure()
             self._act(optimizer, update)
             return update.loss
@@ -236,7 +236,6 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         self._context.refuse_graph_capture()
-        update.has_moved = has_moved
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)

@@ -92,12 +92,10 @@ class Step:
     overflow: Tensor | None = None
     # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
-    # The optimizer has moved weights already: it evaluates its closure several times, or somewhere else.
-    has_moved: bool = False
     # A trap held the update back.
     skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
-    moved: bool = False
+    has_moved: bool = False
     # The step has raised, and its error is on its way to the script.
     raised: bool = False
     # Returns the optimizer, if there is one.
