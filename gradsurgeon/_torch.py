@@ -74,7 +74,30 @@ class Accumulation:
 
 def is_capturing() -> bool:
     # Builds without CUDA have the function, but it raises.
-    return _HAS_CUDA and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
+    if not (_HAS_CUDA and _cuda.is_initialized()):
+        return False
+    try:
+        return bool(_cuda.is_current_stream_capturing())
+    except RuntimeError:  # a device that has failed refuses every call
+        return False
+
+
+def is_control_flow(error: Exception) -> bool:
+    """Return whether torch raises an error to leave code early, not to report a failure."""
+    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
+    return checkpoint is not None and isinstance(error, checkpoint._StopRecomputationError)  # noqa: SLF001 # no public name
+
+
+def device_failure(error: Exception) -> str:
+    """Return a sentence about an error that a device raised, as after a failed assert in a kernel; empty for other errors.
+
+    Such a device refuses all further calls.
+    """
+    # The oldest releases raise a plain RuntimeError.
+    if not isinstance(error, getattr(torch, "AcceleratorError", ())):
+        return ""
+    first = str(error).partition("\n")[0]
+    return f"the device failed ({first}); CUDA_LAUNCH_BLOCKING=1 shows where"
 
 
 def is_unreadable(tensor: Tensor) -> bool:

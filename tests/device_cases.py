@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from device_failures import captured, failed, failed_at_the_update, failed_under_apply
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -348,6 +349,10 @@ def private_operations() -> list[list[str]]:
 
 
 CASES = [
+    captured,
+    failed,
+    failed_at_the_update,
+    failed_under_apply,
     operations,
     norms,
     same_as_on_the_host,

@@ -166,23 +166,24 @@ class KeptCalls:
                 self.spare(error)
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
-        if _backward_calls.is_only_grad():
-            return  # `torch.autograd.grad` is not training.
-        if self._begins:
-            self._begins = False
-            self.step.passes += 1
-        kept, grad = call(), grads[number]
-        if kept is None or grad is None:
-            return
         try:
-            # Several passes through one output add up, as they do in the parameters.
-            grad = grad.detach()
-            kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
-            kept.number = kept.number or self.step.passes
-            kept.bytes += grad.numel() * grad.element_size()
-            self.step.shorten()
+            kept = call()
+            if _backward_calls.is_only_grad():
+                return  # `torch.autograd.grad` is not training.
+            if self._begins:
+                self._begins = False
+                self.step.passes += 1
+            if kept is not None and grads[number] is not None:
+                self._add(kept, path, grads[number].detach())
         except Exception as error:  # noqa: BLE001 # as above
             self.spare(error)
+
+    def _add(self, call: KeptCall, path: Path, grad: Tensor) -> None:
+        # Several passes through one output add up, as they do in the parameters.
+        call.grads[path] = call.grads[path] + grad if path in call.grads else grad
+        call.number = call.number or self.step.passes
+        call.bytes += grad.numel() * grad.element_size()
+        self.step.shorten()
 
 
 class _Hook:
@@ -192,24 +193,24 @@ class _Hook:
         self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
 
     def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module = self._module()
-        if module is not None and (kept := self._watching()) is not None:
-            try:
-                kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
-            except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-                kept.spare(error)
+        if torch.compiler.is_compiling():
+            return  # Compiled code must not break its graph here.
+        module, kept = self._module(), self._kept()
+        if module is None or kept is None:
+            return
+        try:
+            kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
+        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+            kept.spare(error)
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
-        if (kept := self._watching()) is not None:
-            try:
-                kept.end(output)
-            except Exception as error:  # noqa: BLE001 # as above
-                kept.spare(error)
-
-    def _watching(self) -> KeptCalls | None:
-        # Compiled code must not break its graph here.
-        return None if torch.compiler.is_compiling() else self._kept()
+        if torch.compiler.is_compiling() or (kept := self._kept()) is None:
+            return
+        try:
+            kept.end(output)
+        except Exception as error:  # noqa: BLE001 # as above
+            kept.spare(error)
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,7 +3,8 @@
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _live, api, planning
+from gradsurgeon import _dist, _live, api, packs, planning
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher.messages import explain, say, write
@@ -20,7 +21,7 @@ from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import header
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
-from gradsurgeon.runtime import Attachment, Options, session_state
+from gradsurgeon.runtime import Attachment, Guard, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.store.layout import database_name, is_of_another_start
@@ -65,8 +66,14 @@ class Models:
         # The rank of this process; its process group may be gone at the end.
         self.rank = 0
         self.fitting = False
+        # Nobody chose the rules of a pack for this script, so they never end it.
+        self.guard = Guard(self._speak, lenient=settings.rules.startswith(packs.PREFIX))
+        # Whether the script has ended, so the summary reports what comes now.
+        self.at_end = False
         # The run directory of the first model of this process.
         self._folder: Path | None = None
+        # The class of the optimizer of each parameter that belongs to no module, by the id of the parameter.
+        self._free: dict[int, str] = {}
 
     def cover(self, params: Iterable[Tensor]) -> bool:
         """Tell whether rules were bound to all of these; parameters that a model gained later are not bound."""
@@ -83,11 +90,12 @@ class Models:
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
         owned = {id(param) for root in roots for param in root.parameters()}
-        if free := sum(id(param) not in owned for param in params):
-            of = type(optimizer).__name__
-            say(f"{count(free, 'parameter')} of {of} in no module: no rule acts there")
+        self._free.update(
+            (id(param), type(optimizer).__name__) for param in params if id(param) not in owned
+        )
         for root in roots:
-            self._put_on(root, [optimizer])
+            with self.guard:
+                self._put_on(root, [optimizer])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Write the headers, now that training begins; bind models again that were incomplete before."""
@@ -99,13 +107,33 @@ class Models:
             # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
             whole = {id(param) for param in root.parameters()}
             if parts and all(model.bound_ids() != whole for model in parts):
-                self._put_on(root, None)
+                with self.guard:
+                    self._put_on(root, None)
         # The process group may be newer than the optimizer.
         self.rank = _dist.rank()
         for model in self.waiting():
             model.begun = True
-            if not (self.settings.quiet or self.settings.dry_run):
+            over = model.session.context.refusals.over
+            if not (over or self.settings.quiet or self.settings.dry_run):
                 write(self._header(model, optimizers), self.rank)
+
+    def _speak(self, text: str) -> None:
+        if not self.at_end:
+            rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
+            write([f"gradsurgeon: {rank}{text}"], 0)
+
+    def without_module(self) -> Iterator[str]:
+        """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
+        if not self._free:
+            return
+        numbers = Counter(self._free.values())
+        names = " and ".join(f"{count(n, 'parameter')} of {kind}" for kind, n in numbers.items())
+        where = f"{names} in no module"
+        explain()
+        if self.attached:
+            yield f"gradsurgeon: {where}: no rule acted there"
+        else:
+            yield f"gradsurgeon: no rule acted: {where}; rules act on the parameters of a torch.nn.Module"
 
     def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
         params = {id(param) for param in model.params()} | model.owned
@@ -143,8 +171,11 @@ class Models:
             mode="observe" if self.settings.observe else "act",
             start_step=self._replace_parts(root),
             beside=True,
+            lenient=self.guard.lenient,
+            say=self._speak,
         )
-        plan = planning.bind(self.rules, planning.from_model(root), alone=False)
+        manifest = planning.from_model(root)
+        plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
         plan = replace(plan, title=self._title(plan.manifest.origin))
         session, record = self._attach(root, plan, options)
         self._resume(session, plan.title)
@@ -232,7 +263,12 @@ class Models:
         return {model.title: model.session.plan for model in self.attached if not model.replaced}
 
     def check(self) -> None:
-        if (plans := self._plans()) and (missing := lacking(self.rules, plans)[0]):
+        """Refuse rules that match nothing on any rank; of a pack report them, without asking the other ranks."""
+        plans = self._plans()
+        if plans and self.guard.lenient:
+            for problem in self.shortfalls():
+                self._speak(problem)
+        elif plans and (missing := lacking(self.rules, plans)[0]):
             raise BindError(missing)
         self.fitting = True
 

@@ -4,14 +4,13 @@ import atexit
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import BindError, GradSurgeonWarning, RecordError, printable
+from gradsurgeon.errors import BindError, RecordError, printable
 from gradsurgeon.launcher import debugger
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
@@ -45,8 +44,9 @@ class ScriptEnd:
 
     def _note_exit(self, original: Callable[..., None], *status: Any) -> None:
         """Remember the exit status, which Python forgets before the functions at exit run."""
-        if threading.current_thread() is threading.main_thread():
-            self._exit = SystemExit(*status), self._steps()
+        with self._models.guard:
+            if threading.current_thread() is threading.main_thread():
+                self._exit = SystemExit(*status), self._steps()
         original(*status)
 
     def _steps(self) -> int:
@@ -81,10 +81,9 @@ class ScriptEnd:
         if ended_by is None and self._exit is not None and self._exit[1] == self._steps():
             ended_by = self._exit[0]
         refused = isinstance(ended_by, BindError) and not models.fitting
-        with warnings.catch_warnings():
-            # The summary shows the warnings of the end.
-            warnings.simplefilter("ignore", GradSurgeonWarning)
-            for model in models.attached:
+        models.at_end = True
+        for model in models.attached:
+            with models.guard:
                 # A refused run leaves no directory that would block the next run.
                 if refused:
                     model.session.discard()
@@ -92,8 +91,12 @@ class ScriptEnd:
                     model.session.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
                     model.session.controller.checks.conclude()
-        if models.attached and not refused:  # A refusal has a traceback.
-            self._say()
+        if refused:  # a refusal has a traceback
+            return
+        with models.guard:
+            write(models.without_module(), models.rank)
+            if models.attached:
+                self._say()
 
     def _say(self) -> None:
         models, settings = self._models, self._settings
@@ -102,8 +105,7 @@ class ScriptEnd:
         if settings.dry_run:
             problems.insert(0, "dry run: no optimizer took a step, so there is no plan")
         for model in models.attached if not (settings.quiet or settings.dry_run) else ():
-            lines = summary(model.session, model.start, model.record, begun=model.begun)
-            write(lines, models.rank)
+            write(summary(model.session, model.start, model.record), models.rank)
         for model in models.attached:
             # At the end of the process, warnings are no longer shown. Each rank names what it lost.
             lost = model.session.context.recorder.lost

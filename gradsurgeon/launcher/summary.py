@@ -24,6 +24,7 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
     for rule in plan.rules.rules:
         bound = len(plan.of(rule.id))
         what = count(bound, NOUNS[rule.target]) if bound else "nothing in this model"
+        what = "rests" if rule.id in plan.refused else what
         rows.append((printable(rule.id), rule.action, _moment(rule), what))
     yield from grid(rows)
     of_rules = [
@@ -41,18 +42,22 @@ def _moment(rule: Rule) -> str:
     return "around updates" if isinstance(rule, CheckRule) else f"at {rule.point}"
 
 
-def summary(session: Attachment, start: int, record: Path | None, *, begun: bool) -> Iterator[str]:
+def summary(session: Attachment, start: int, record: Path | None) -> Iterator[str]:
     plan, statuses = session.plan, session.status()
-    if not begun and not any(status.fired for status in statuses.values()):
+    fired = {rule for rule, status in statuses.items() if status.fired}
+    if not fired and session.context.refusals.over:
+        return  # a line has said so
+    if not (fired or session.controller.has_gradients):
         yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
         return
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
     diagnosis = printable(first_diagnosis(session.events))
     rows, pending = [], session.pending_steps()
-    checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
+    checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule) and rule.id in fired]
+    resting = session.context.schedule.resting - fired
     for rule in plan.rules.rules:
-        if not plan.of(rule.id) or rule in checks:
+        if not plan.of(rule.id) or isinstance(rule, CheckRule) or rule.id in resting:
             continue
         status = settled(statuses[rule.id], pending)
         words = [f"fired {status.fired:,}", "", ""]

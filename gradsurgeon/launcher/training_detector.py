@@ -59,6 +59,9 @@ def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
 
 class _LogLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        # The sessions of the launcher write their lines themselves.
+        if getattr(record, "is_said", False):
+            return
         rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
         write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
 
@@ -115,7 +118,8 @@ class TrainingDetector:
         # The first optimizer makes torch import its compiler, which allocates no garbage.
         with _live.uncollected():
             construct(optimizer, *args, **kwargs)
-        self._search(optimizer)
+        with self._models.guard:
+            self._search(optimizer)
 
     def _before_destruction(self, destroy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
@@ -129,19 +133,21 @@ class TrainingDetector:
             self._end_waiting = None
 
     def _before_backward(self, call: BackwardCall) -> None:
-        if call.accumulates:
-            for optimizer in list(self._sizes):
-                self._search(optimizer)
-            self._begin()
+        with self._models.guard:
+            if call.accumulates:
+                for optimizer in list(self._sizes):
+                    self._search(optimizer)
+                self._begin()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
-        # The constructor of a copied or loaded optimizer never ran.
-        self._search(optimizer)
-        if self._models.waiting():
-            self._begin()
-        first, self._first_step = self._first_step, _nothing
-        first()
+        with self._models.guard:
+            # The constructor of a copied or loaded optimizer never ran.
+            self._search(optimizer)
+            if self._models.waiting():
+                self._begin()
+            first, self._first_step = self._first_step, _nothing
+            first()
 
     def _search(self, optimizer: Optimizer) -> None:
         # A wrapper that skips the constructor of its base may have no groups.

@@ -18,24 +18,27 @@ NO_MATCH = "matches nothing in this model"
 
 
 @_live.uncollected()
-def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Return a plan; without ``alone`` another model may have missing names."""
+def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: bool = False) -> Plan:
+    """Return a plan; without ``alone`` another model may have missing names.
+
+    Rules that cannot act are an error; with ``lenient`` they bind nothing, and the plan lists them as ``refused``.
+    """
     matcher = Matcher(manifest)
     matched = MatchedRules(rules, matcher)
-    complaints = [
-        complaint(rules, rule, found)
-        for rule in rules.rules
-        for found in matched.obstacles(rule.id, alone=alone)
-    ]
-    if complaints:
-        raise BindError(complaints)
+    refused: dict[str, tuple[str, ...]] = {}
+    for rule in rules.rules:
+        if obstacles := list(matched.obstacles(rule.id, alone=alone)):
+            refused[rule.id] = tuple(complaint(rules, rule, found) for found in obstacles)
+    if refused and not lenient:
+        raise BindError([text for texts in refused.values() for text in texts])
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
-        match = matched.matches[rule.id]
-        bindings += _bindings(rule, match)
-        warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
-    plan = Plan(rules, manifest, tuple(bindings), warnings)
+        if rule.id not in refused:
+            match = matched.matches[rule.id]
+            bindings += _bindings(rule, match)
+            warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
+    plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
     notes = map(printable, manifest.notes)
     return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
 

@@ -64,6 +64,8 @@ class Plan:
         warnings: doubts about rules together.
         title: name of the model among several, empty if its class name is enough.
         elsewhere: per rule id without a match on this rank, the ranks with a match.
+        refused: per rule id that cannot act on this model, the complaints; only in the plan of a pack that the launcher
+            puts on a script.
     """
 
     rules: RuleSet
@@ -73,6 +75,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     title: str = ""
     elsewhere: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:

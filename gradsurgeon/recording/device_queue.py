@@ -60,10 +60,19 @@ class DeviceQueue(Generic[Item]):
             while self._under_way and (wait or self._under_way[0].arrived()):
                 self._take(self._under_way.popleft().read())
 
+    def drop(self) -> None:
+        """Forget the numbers that devices hold, because a device has failed; deliver those of the host."""
+        with self.lock:
+            rows = [row for transfer in self._under_way for row in transfer.rows]
+            rows += self._waiting.values()
+            self._under_way.clear()
+            self._waiting.clear()
+            self._take([row for row in rows if _torch.is_host(row[1])])
+
 
 class _Transfer(Generic[Item]):
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
-        self._rows = rows
+        self.rows = rows
         devices: dict[torch.device, list[Tensor]] = {}
         for _, values in rows:
             if not _torch.is_host(values):
@@ -78,7 +87,7 @@ class _Transfer(Generic[Item]):
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
         return [
             (item, next(landed[values.device]) if values.device in landed else values)
-            for item, values in self._rows
+            for item, values in self.rows
         ]
 
 
@@ -105,6 +114,10 @@ class PendingStatistics:
                 self._streams[device].follow(device)
             kept = measure.numbers(rule.stats, tensor)
         self._seen.append((rule, name, step, device, kept))
+
+    def drop(self) -> None:
+        """Forget the observations of devices, because a device has failed."""
+        self._seen = deque(seen for seen in self._seen if seen[3].type == "cpu")
 
     def take(self) -> Iterator[tuple[Row, Tensor]]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""

@@ -7,7 +7,7 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,12 +46,14 @@ _NOT_THE_SCRIPT = (
 )
 
 
-def _level_of_the_script() -> int:
+def _line_of_the_script() -> tuple[int, str]:
+    """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    # A thread of autograd has no frame of the script.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
         level, frame = level + 1, frame.f_back
-    return level
+    file = frame.f_code.co_filename
+    place = "" if file.startswith(_NOT_THE_SCRIPT) else f"{file}:{frame.f_lineno}: "
+    return level, place
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class Tally:
     quiet: int = 0
     quiet_step: int = -1
     cause: str = ""
+    # Whether the user knows why the rule does not act.
+    is_excused: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
@@ -86,9 +90,13 @@ class EventLog:
         rules: Sequence[Rule],
         matched: Sequence[int],
         on_event: Callable[[Event], object] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._listener: Callable[[Event], None] | None = None
         self._on_event = on_event
+        # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
+        self._say = say
+        self._said: set[str] = set()
         # Errors of checks, until the update.
         self._raised: list[BaseException] = []
         # The events by identity, and the identities of repetitions by whether they are innocent.
@@ -138,8 +146,12 @@ class EventLog:
         if text and warn:
             self.warn(text, rule=rule)
         elif text:
-            lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
-            _log(logging.INFO if quiet else level, lines)
+            level = logging.INFO if quiet else level
+            lines = _lines(text, rule)
+            is_said = self._say is not None and level >= logging.WARNING
+            if self._say is not None and is_said:
+                self._say(lines)
+            _log(level, lines, is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
@@ -159,7 +171,15 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        warn(_with_rule(message, rule), _level_of_the_script())
+        level, place = _line_of_the_script()
+        if self._say is None:
+            warn(_with_rule(message, rule), level)
+            return
+        # Each step may bring the same news.
+        lines = _lines(message, rule)
+        if lines not in self._said:
+            self._said.add(lines)
+            self._say(printable(place) + lines)
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT or (
@@ -277,6 +297,12 @@ class EventLog:
                 self._flags.put(partial(self._add, tally), counter)
         self._flags.send(wait=wait)
 
+    def drop(self) -> None:
+        """Forget the counters and flags of devices, because a device has failed."""
+        for tally in self._tallies.values():
+            tally.counters = {}
+        self._flags.drop()
+
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Report early that a rule does not fire. Only the end shows whether it never did."""
         tally = self._tallies[rule]
@@ -295,13 +321,20 @@ class EventLog:
         tally = self._tallies[rule]
         return "" if tally.fired else tally.cause
 
+    def excuse(self, rules: Iterable[str]) -> None:
+        """Note rules that do not act for a reason that the user knows."""
+        for rule in rules:
+            self._tallies[rule].is_excused = True
+            self.silent.discard(rule)
+
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
         tallies = self._tallies.items()
         return [
             (rule, tally.quiet, tally.cause)
             for rule, tally in tallies
-            if tally.matched and not tally.fired and rule not in self._optional
+            if tally.matched and not (tally.fired or tally.is_excused)
+            if rule not in self._optional
         ]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
@@ -315,13 +348,19 @@ def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
         act(values)
 
 
-def _log(level: int, text: str, error: BaseException | None = None) -> None:
+def _log(
+    level: int, text: str, error: BaseException | None = None, *, is_said: bool = False
+) -> None:
     """Log. A handler that raises, such as a log server that is gone, must not leave a step half done."""
     try:
-        _LOGGER.log(level, "%s", text, exc_info=error)
+        _LOGGER.log(level, "%s", text, exc_info=error, extra={"is_said": is_said})
     except Exception:  # noqa: BLE001 # whatever a handler raises
         with contextlib.suppress(Exception):  # stderr may raise also
             traceback.print_exc()
+
+
+def _lines(message: str, rule: str) -> str:
+    return "\n".join(map(printable, _with_rule(message, rule).split("\n")))
 
 
 def _with_rule(message: str, rule: str) -> str:

@@ -163,6 +163,26 @@ class Recorder:
         if self._is_due():
             self._commit()
 
+    def collect(self, first: Callable[[], object] = int) -> None:
+        """Read what devices still hold. If a device has failed, drop it: from then on no device is asked any more.
+
+        ``first`` may read devices also.
+        """
+        try:
+            first()
+            self._event_log.settle()
+            self.flush()
+        except RuntimeError as error:
+            if not (failure := _torch.device_failure(error)):
+                raise
+            for holder in (self._event_log, self._pending, self._ring):
+                holder.drop()
+            steps = [step for series in self.records for step in series.ends()]
+            kept = f"records up to step {max(steps):,} are kept" if steps else "no record was kept"
+            text = f"{printable(failure)}; {kept}"
+            self.lost.append(text)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
+
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
         outlived, self._outlived = self._outlived, (None, None)
@@ -174,8 +194,7 @@ class Recorder:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
             stack.callback(self._close_writer, error)
-            self._gather()
-            self._ring.send(wait=True)
+            self.collect()
             with self._ring.lock:
                 self._store(self.shared.close())
             if self._outlets:

@@ -3,6 +3,7 @@
 from gradsurgeon._oldest_torch import OLDEST as OLDEST
 from gradsurgeon.runtime.attachment import Attachment as Attachment
 from gradsurgeon.runtime.context import Options as Options
+from gradsurgeon.runtime.refusals import Guard as Guard
 from gradsurgeon.runtime.registry import applied_to as applied_to
 from gradsurgeon.runtime.registry import backward as backward
 from gradsurgeon.runtime.registry import enter as enter

@@ -17,7 +17,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.context import Context, Flag
-from gradsurgeon.runtime.due_rules import StepCounter, StepCounters
+from gradsurgeon.runtime.due_rules import Schedule, StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.scaler_watch import unscaled
 
@@ -47,8 +47,11 @@ class Due(NamedTuple):
 class ModuleCounters:
     """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
 
-    def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
+    def __init__(
+        self, counters: StepCounters, param_names: Sequence[str], schedule: Schedule
+    ) -> None:
         self.all = counters
+        self.schedule = schedule
         self._first_params: dict[str, int] = {}
         for number, name in enumerate(param_names):
             while name:
@@ -69,6 +72,7 @@ class Site:
         self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
     ) -> None:
         self.owner = owner
+        self._schedule = counters.schedule
         # Whether a rule names one tensor of a structure.
         self.has_paths = any(rule.ref.path for rule in rules)
         # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
@@ -81,7 +85,7 @@ class Site:
         acting = [
             (named, grad)
             for named, grad in self._rules
-            if named.rule.steps.due(step) and (training or named.rule.when is None)
+            if self._schedule.due(named.rule, step) and (training or named.rule.when is None)
         ]
         values = tuple([named for named, grad in acting if not grad])
         due = Due(values, tuple([named for named, grad in acting if grad])) if acting else None
@@ -287,10 +291,13 @@ class GradHook:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         self.arrived = True
         activations = self._activations()
-        if grad is None or activations is None or activations.context.paused:
+        if grad is None or activations is None:
             return None
-        out = activations.on_gradient(self.rules, grad, self.owner)
-        return None if out is grad else out
+        with activations.context.refusals:
+            if not activations.context.paused:
+                out = activations.on_gradient(self.rules, grad, self.owner)
+                return None if out is grad else out
+        return None
 
 
 class FeedsHook:

@@ -48,7 +48,7 @@ class Attachment:
         # Optimizers and scaler are only held weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
         matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
-        event_log = EventLog(plan.rules.rules, matched, options.on_event)
+        event_log = EventLog(plan.rules.rules, matched, options.on_event, options.say)
         recorder = Recorder(
             Records(),
             event_log,
@@ -59,6 +59,7 @@ class Attachment:
             pending=self.pending_steps,
         )
         self.context = Context(model, plan, options, event_log, recorder)
+        self.context.refusals.refuse_complaints(plan.refused)
         if options.scaler is not None and options.scaler.is_enabled():
             refuse_scaling(self.context.program)
         for rule, text in plan.elsewhere.items():
@@ -79,18 +80,21 @@ class Attachment:
     def attach(self, removed: Callable[[], None]) -> None:
         """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
         try:
-            self.controller.attach()
-            # No public interface lists the modules that compiled code calls, so all compiled code must go.
-            if self.context.program.modules and _torch.forget_compiled_code():
-                on_modules = [
-                    r.id for r, _ in self.context.program.site_rules if r.target == "modules"
-                ]
-                text = _RECOMPILED.format(rules=", ".join(on_modules))
-                self.context.event_log.emit("notice", text, step=self.step, warn=True)
+            if not self.context.refusals.over:
+                self._install()
         except BaseException:
             self.controller.detach()
             raise
         self._when_removed = removed
+
+    def _install(self) -> None:
+        self.controller.attach()
+        # No public interface lists the modules that compiled code calls, so all compiled code must go.
+        if self.context.program.modules and _torch.forget_compiled_code():
+            rules = [rule for rule, _ in self.context.program.site_rules]
+            on_modules = [rule.id for rule in rules if rule.target == "modules"]
+            text = _RECOMPILED.format(rules=", ".join(on_modules))
+            self.context.event_log.emit("notice", text, step=self.step, warn=True)
 
     @_live.uncollected()
     def remove(self, error: BaseException | None = None) -> None:
@@ -98,26 +102,30 @@ class Attachment:
         if self.removed:
             return
         self.removed = True
-        context = self.context
         try:
-            context.flags.close()
-            self.controller.model.compare(closing=True)
-            never = [
-                (rule, self.controller.why_never(due, cause))
-                for rule, due, cause in context.event_log.never_fired()
-            ]
-            for of, loss in self.controller.losses.never_given():
-                never.append(
-                    (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
-                )
-            warn = self.controller.is_idle and not (error or sys.exc_info()[1])
-            for name, text in never:
-                context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
-            # Torch gave up on compiling loops around a graph break, and does not retry without this.
-            if context.program.modules and _torch.forget_compiled_code():
-                context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
+            self.context.recorder.collect(self.context.flags.close)
+            if not self.context.refusals.over:
+                self._report_end(error)
         finally:  # also if the script turns a warning into an error
             self._close(error)
+
+    def _report_end(self, error: BaseException | None) -> None:
+        context = self.context
+        self.controller.model.compare(closing=True)
+        never = [
+            (rule, self.controller.why_never(due, cause))
+            for rule, due, cause in context.event_log.never_fired()
+        ]
+        for of, loss in self.controller.losses.never_given():
+            never.append(
+                (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
+            )
+        warn = self.controller.is_idle and not (error or sys.exc_info()[1])
+        for name, text in never:
+            context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
+        # Torch gave up on compiling loops around a graph break, and does not retry without this.
+        if context.program.modules and _torch.forget_compiled_code():
+            context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
@@ -127,6 +135,10 @@ class Attachment:
 
     def model_gone(self) -> None:
         """Continue until the last module with parameters is gone; all of them may be dying with the model."""
+        with self.context.refusals:
+            self._outlive()
+
+    def _outlive(self) -> None:
         owners = [module for module in self.controller.model.modules if module._parameters]  # noqa: SLF001 # where torch keeps them
         for owner in owners:
             finalizer = weakref.finalize(owner, self._owner_gone, id(owner))
@@ -138,7 +150,8 @@ class Attachment:
     def _owner_gone(self, owner: int) -> None:
         self._owners.pop(owner, None)
         if not (self._owners or self.removed):
-            self._close()
+            with self.context.refusals:
+                self._close()
 
     def _close(self, error: BaseException | None = None) -> None:
         self.removed = True
@@ -150,8 +163,9 @@ class Attachment:
                 stack.callback(self._when_removed)
             stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
             stack.callback(self.controller.detach)
-            self.context.event_log.settle()
-            self.controller.checks.conclude()
+            self.context.recorder.collect()
+            with self.context.refusals:
+                self.controller.checks.conclude()
 
     @property
     def step(self) -> int:

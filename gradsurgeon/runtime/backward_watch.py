@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -17,6 +17,7 @@ from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.refusals import SharedGuard
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 from gradsurgeon.tensors.readable import readable
@@ -250,25 +251,35 @@ def around_passes(
     @contextmanager
     def around(call: BackwardCall) -> Iterator[None]:
         known = watches()
-        roots = roots_of(call.outputs)
-        tasks = _taking.get(threading.get_ident())
-        if (outer := _torch.graph_task()) != -1:
-            # A pass inside another pass is a part of it.
-            _note_inner(roots)
-            scalings = [watch.scaling for watch in known if watch.scaling.in_use]
-            with _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings]):
-                yield
-        elif tasks is not None:
-            with _numbered(roots, [tasks.append]):
-                yield
-        elif call.accumulates:
-            graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
-            with _training(RunningPass(graph, call.inputs), known, begins):
-                yield
-        else:
+        observed: AbstractContextManager[None] = nullcontext()
+        with _guard_of(known):
+            observed = _observed(call, known, begins)
+        with observed:
             yield
 
     return around
+
+
+def _guard_of(watches: Sequence[BackwardWatch]) -> SharedGuard:
+    return SharedGuard([watch.context.refusals for watch in watches])
+
+
+def _observed(
+    call: BackwardCall, watches: Sequence[BackwardWatch], begins: Begins
+) -> AbstractContextManager[None]:
+    """Return the context in which a backward pass runs, so that the watches learn of it."""
+    roots = roots_of(call.outputs)
+    if (outer := _torch.graph_task()) != -1:
+        # A pass inside another pass is a part of it.
+        _note_inner(roots)
+        scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
+        return _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings])
+    if (tasks := _taking.get(threading.get_ident())) is not None:
+        return _numbered(roots, [tasks.append])
+    if call.accumulates:
+        graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
+        return _training(RunningPass(graph, call.inputs), watches, begins)
+    return nullcontext()
 
 
 def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
@@ -284,27 +295,31 @@ def _training(
     running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins
 ) -> Iterator[None]:
     """Report a pass that gives parameters their gradients to the watches."""
-    graph = running.graph
     is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
     with running:
         before: dict[BackwardWatch, _Before] = {}
         try:
-            begins(graph, running.inputs)
+            with _guard_of(watches):
+                begins(running.graph, running.inputs)
             for watch in watches:
-                if (found := watch.begin(running)) is not None:
-                    before[watch] = found
-            with _numbered(graph.roots, [running.tasks.append] if is_scaled else []):
+                with watch.context.refusals:
+                    if (found := watch.begin(running)) is not None:
+                        before[watch] = found
+            with _numbered(running.graph.roots, [running.tasks.append] if is_scaled else []):
                 yield
         except BaseException:
-            averaging = data_parallel.ended(running.reaches, failed=True)
-            for watch in watches:
-                watch.failed(running, before.get(watch), averaging)
+            with _guard_of(watches):
+                averaging = data_parallel.ended(running.reaches, failed=True)
+                for watch in watches:
+                    watch.failed(running, before.get(watch), averaging)
             raise
-        averaging = data_parallel.ended(running.reaches)
-        # Ranks may wait for each other here, and may have made their sessions in different orders.
-        for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
-            watch.end(running, before[watch], averaging)
+        with _guard_of(watches):
+            averaging = data_parallel.ended(running.reaches)
+            # Ranks may wait for each other here, and may have made their sessions in different orders.
+            for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
+                with watch.context.refusals:
+                    watch.end(running, before[watch], averaging)
 
 
 def _note_inner(roots: Sequence[Root]) -> None:

@@ -111,7 +111,7 @@ class Checks:
     def after_update(self, step: Step, *, took_place: bool) -> None:
         context = self._context
         freezes = context.program.freezes if context.mode == "act" else ()
-        due = [stage for stage in freezes if stage.rule.steps.due(step.counter.step)]
+        due = [stage for stage in freezes if context.schedule.due(stage.rule, step.counter.step)]
         frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, step.optimizer(), **facts)
@@ -130,7 +130,7 @@ class Checks:
         due, context = [], self._context
         for one in () if context.paused else self._having[method]:
             clock = counter or context.counters[one.stage.tensors[0]]
-            if one.stage.rule.steps.due(clock.step):
+            if context.schedule.due(one.stage.rule, clock.step):
                 due.append((one, clock))
         return due
 

@@ -24,15 +24,18 @@ from gradsurgeon.runtime.due_rules import (
     NOTHING_DUE,
     DueRules,
     RulesByCounter,
+    Schedule,
     StepCounter,
     StepCounters,
 )
 from gradsurgeon.runtime.parameters import Parameters
+from gradsurgeon.runtime.refusals import Refusals
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.tensors.measure import read
 
 _ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"
 _NO_CAPTURE = "a CUDA graph is being captured, and its replays run no rule: call session.pause() before the capture"
+_CAPTURE = "a CUDA graph is being captured: no rule acts during the capture, nor in its replays"
 # Bounds the flags that a long validation between two updates collects.
 _MOST = 4096
 
@@ -158,6 +161,10 @@ class Options(NamedTuple):
     beside: bool = False
     # Is called with each event.
     on_event: Callable[[Event], object] | None = None
+    # Nobody chose these rules for the script: a rule that cannot act rests, and never ends the script.
+    lenient: bool = False
+    # Shows a line to the person at the terminal; without it lines are warnings and records of `logging`.
+    say: Callable[[str], None] | None = None
 
 
 class Context:
@@ -175,13 +182,18 @@ class Context:
         self.program = compile_plan(plan)
         self.parameters = Parameters(model, self.program.names)
         self.counters = StepCounters(len(self.program.names), options.start_step)
-        self.scaling = Scaling(options.scaler)
         # The launcher applied the rules: the script has no session.
         self.outside = options.beside
-        # No rule is due until the session resumes.
-        self.paused = False
+        self.schedule = Schedule(self.rules)
+        self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
+        self.refusals = Refusals(
+            event_log, self.schedule, self.decisions, self.counters, lenient=options.lenient
+        )
+        # Whether the session was told to pause.
+        self._is_paused = False
         # The name of the model, if the process has several.
         self.title = ""
+        self.scaling = Scaling(options.scaler, self.refusals)
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = self.recorder.captures
         self.flags = Flags(self.event_log)
@@ -189,7 +201,6 @@ class Context:
         # The ranks of this process when the last backward pass began.
         self.ranks = Ranks()
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
-        self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
         self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
         # For modules and tags the session keeps flags alone, so other statistics are unknown.
         for rule, _ in self.program.site_rules:
@@ -197,7 +208,18 @@ class Context:
             if isinstance(decision, Decision) and decision.statistic != NONFINITE:
                 text = _ONLY_NONFINITE.format(rule=rule.id, statistic=decision.statistic)
                 raise BindError([text])
-        self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
+        self.by_counter = RulesByCounter(self.program, self.counters, self.decisions, self.schedule)
+
+    @property
+    def paused(self) -> bool:
+        """Whether no rule acts now: the session is paused, all its rules rest, or a pack waits for the end of a capture."""
+        if self._is_paused or self.refusals.over:
+            return True
+        return self.refusals.lenient and _torch.is_capturing()
+
+    @paused.setter
+    def paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
 
     def meet_ranks(self) -> None:
         """Notice if this process is one of several ranks by now."""
@@ -207,7 +229,7 @@ class Context:
             _job_store.connect()
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
-        return not self.paused and rule.steps.due(counter.step)
+        return not self.paused and self.schedule.due(rule, counter.step)
 
     def due_rules(self, counter: StepCounter) -> DueRules:
         return NOTHING_DUE if self.paused else self.by_counter.due(counter)
@@ -222,18 +244,19 @@ class Context:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self.paused = self.paused, True
+        paused, self._is_paused = self._is_paused, True
         try:
             with self.parameters.lock:
                 yield
         finally:
-            self.paused = paused
+            self._is_paused = paused
 
     def place(self, step: int, rule: str) -> str:
         model = f", model {printable(self.title)}" if self.title else ""
         return f"step {step}, rule {rule}{model}"
 
     def refuse_graph_capture(self) -> None:
-        """Raise if a CUDA graph is being captured."""
-        if not self.paused and _torch.is_capturing():
-            raise GradSurgeonError(_NO_CAPTURE)
+        """Raise if a CUDA graph is being captured; a pack only reports that it waits."""
+        if not (self._is_paused or self.refusals.over) and _torch.is_capturing():
+            text = _CAPTURE if self.refusals.lenient else _NO_CAPTURE
+            self.refusals.abstain(GradSurgeonError(text))

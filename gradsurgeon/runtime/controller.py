@@ -53,7 +53,7 @@ class Controller:
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self.param_hooks = ParamHooks(context, self.backward)
-        counters = ModuleCounters(context.counters, context.program.names)
+        counters = ModuleCounters(context.counters, context.program.names, context.schedule)
         self.activations = ActivationRules(context, self.backward, counters)
         shared = SharedInputs(self.activations, self.losses.effects)
         self._module_hooks = ModuleHooks(context.program.modules, self.activations, shared)
@@ -66,6 +66,8 @@ class Controller:
         self._steps = 0
         self._given = list(options.optimizers or ())
         self.attached = False
+        context.refusals.at_last(self.steps.end_all)
+        context.refusals.at_last(self._agreement.close)
 
     def attach(self) -> None:
         self.context.meet_ranks()
@@ -289,17 +291,26 @@ class Controller:
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
         """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
+        guard = self.context.refusals
         with self.context.scaling.steps(scaler, optimizer) as is_outer:
-            owner = self.steps.meet(optimizer) if is_outer else None
-            before = -1 if owner is None else owner.counter.step
-            if owner is not None:
-                self.checks.before_unscaling(owner.counter, optimizer, scaler)
+            owner, before = None, -1
+            with guard:
+                owner = self.steps.meet(optimizer) if is_outer else None
+                if owner is not None:
+                    before = owner.counter.step
+                    self.checks.before_unscaling(owner.counter, optimizer, scaler)
             yield
-            if owner is not None and owner.counter.step == before and self.attached:
-                scale = self.context.scaling.stepping(optimizer)
-                if scale is not None:
-                    self.step_skipped_by_scaler(owner.counter, scale)
+            with guard:
+                if owner is not None and owner.counter.step == before and self.attached:
+                    scale = self.context.scaling.stepping(optimizer)
+                    if scale is not None:
+                        self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient came, or an optimizer stepped."""
+        return self._unstepped or self._steps > 0
 
     @property
     def is_idle(self) -> bool:

@@ -1,6 +1,6 @@
 """Step counters, one per optimizer, and the rules that are due for one counter in one step, sorted once and cached."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradsurgeon.actions import (
@@ -15,6 +15,26 @@ from gradsurgeon.actions import (
 from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.statistics import columns_of
 from gradsurgeon.store import Key
+
+
+class Schedule:
+    """Tells which rules are due at a step. A rule that rests is never due."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = [rule.id for rule in rules]
+        self.resting: set[str] = set()
+
+    def rests(self, rule: Rule) -> bool:
+        return rule.id in self.resting
+
+    def rest(self, rules: Collection[str]) -> list[str]:
+        """Let rules rest for good; return those that did not rest before."""
+        news = [rule for rule in rules if rule not in self.resting]
+        self.resting.update(news)
+        return news
+
+    def due(self, rule: Rule, step: int) -> bool:
+        return not self.rests(rule) and rule.steps.due(step)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,9 +186,14 @@ class RulesByCounter:
     """The rules on parameters, grouped by the step counter of each parameter."""
 
     def __init__(
-        self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision | Spikes]
+        self,
+        program: Program,
+        counters: StepCounters,
+        decisions: Mapping[str, Decision | Spikes],
+        schedule: Schedule,
     ) -> None:
         self._program = program
+        self._schedule = schedule
         self._decides_by = {
             rule: decision.statistic
             for rule, decision in decisions.items()
@@ -186,20 +211,22 @@ class RulesByCounter:
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
         self.any_always = len(self._schedules) < len(stages)
         self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
-        self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
+        self._due: dict[tuple[StepCounter, int, tuple[bool, ...]], DueRules] = {}
         self._division = -1  # the version of the counters that the caches are valid for
 
     def due(self, counter: StepCounter) -> DueRules:
         moments, step = self._of(counter), counter.step
-        key = counter, tuple([schedule.due(step) for schedule in self._schedules])
+        in_steps = tuple([steps.due(step) for steps in self._schedules])
+        key = counter, len(self._schedule.resting), in_steps
         if key not in self._due:
-            due = ([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
+            is_due = self._schedule.due
+            due = ([bound for bound in rules if is_due(bound.rule, step)] for rules in moments)
             self._due[key] = DueRules(due)
         return self._due[key]
 
     def any_due(self, step: int) -> bool:
         """Return whether any rule is due at a step, on any tensor."""
-        return self.any_always or any(schedule.due(step) for schedule in self._schedules)
+        return self.any_always or any(steps.due(step) for steps in self._schedules)
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
         bound_rules = [bound for rules in self._of(counter) for bound in rules]

@@ -4,14 +4,16 @@ from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
-from gradsurgeon.errors import BindError, GradSurgeonError
+from gradsurgeon.compiler import Stage
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
 
 _TICK = "pass optimizer=[] to apply() and call session.tick()"
 _NOTICE = f"no torch optimizer owns the parameters: each backward pass counts as a step; else {_TICK} right before each update"
-_NO_SKIP = f"`then: skip-step` cannot hide gradients from a manual update, so it raises: {_TICK}, and update if it returns True"
+_NO_SKIP = "`then: skip-step` cannot hide gradients from a manual update"
+_RAISES = f"{_NO_SKIP}, so it raises: {_TICK}, and update if it returns True"
 _COMPOUNDS = (
     "a backward pass reached {name} while a rule at `step` had already edited or learned from its gradient: the effect "
     f"would compound. Clear the gradients after each update, or {_TICK} right before it"
@@ -48,24 +50,32 @@ class ManualSteps:
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         if compounded := [tensor for tensor in self.edited() if tensor in onto]:
             name = self._context.program.names[compounded[0]]
-            raise GradSurgeonError(_COMPOUNDS.format(name=name))
+            error = GradSurgeonError(_COMPOUNDS.format(name=name))
+            self._context.refusals.refuse(error, [stage.rule.id for stage in self._editing()])
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
-        stages = self._context.program.at_step
-        acting = [one for one in stages if one.rule.edits or isinstance(one.rule, TrapRule)]
-        return sorted({tensor for stage in acting for tensor in stage.tensors})
+        return sorted({tensor for stage in self._editing() for tensor in stage.tensors})
+
+    def _editing(self) -> list[Stage]:
+        return [
+            stage
+            for stage in self._context.program.at_step
+            if stage.rule.edits or isinstance(stage.rule, TrapRule)
+            if not self._context.schedule.rests(stage.rule)
+        ]
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
         self._refuse_freezes()
-        event_log, step = self._context.event_log, self._context.counters.latest
-        event_log.notice_once("manual", _NOTICE, step=step)
+        context = self._context
+        context.refusals.soften_skips(_NO_SKIP)
+        context.event_log.notice_once("manual", _NOTICE, step=context.counters.latest)
 
     def _refuse_freezes(self) -> None:
-        if refused := [stage.rule.id for stage in self._context.program.freezes]:
-            raise BindError([f"rule {rule}: {_NO_FREEZE}" for rule in refused])
+        freezes = self._context.program.freezes
+        self._context.refusals.refuse_rules((stage.rule.id for stage in freezes), _NO_FREEZE)
 
     def after_pass(self) -> None:
         if not self.active:
@@ -75,7 +85,7 @@ class ManualSteps:
         number, decision = self._update()
         if decision.skip and decision.cause is not None:
             cause = decision.cause
-            raise replace(cause, text=f"{cause.text}\n({_NO_SKIP})").error(number)
+            raise replace(cause, text=f"{cause.text}\n({_RAISES})").error(number)
 
     def _update(self) -> tuple[int, StepDecision]:
         """Run the rules at `step` and count an update; return its number and the decision on it."""

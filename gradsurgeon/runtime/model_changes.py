@@ -65,7 +65,8 @@ class ModelChanges:
 
     def check(self) -> None:
         if (model := self._model()) is not None:
-            bind(self._plan.rules, from_model(model), alone=False)
+            plan = bind(self._plan.rules, from_model(model), alone=False, lenient=True)
+            self._context.refusals.refuse_complaints(plan.refused)
 
     def swapped(self, params: Sequence[Tensor]) -> None:
         tensors = self._context.parameters.owned(params)

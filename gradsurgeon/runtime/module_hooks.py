@@ -47,12 +47,10 @@ class _ModuleHook:
         self._site = Site(rules, name, name, activations.counters)
         self._owner = name
 
-    def _acting(self, module: nn.Module) -> tuple[ActivationRules, Due, int] | None:
+    def _now(self, activations: ActivationRules, module: nn.Module) -> tuple[Due | None, int]:
+        """Return the rules that act now, or ``None``, and the step."""
         due, step = self._site.now(training=module.training)
-        activations = None if due is None else self._activations()
-        if due is None or activations is None or not activations.may_act():
-            return None
-        return activations, due, step
+        return (due if due is not None and activations.may_act() else None), step
 
     def _is_one(self, value: Any) -> bool:
         """Tell whether a value is the one tensor that all rules mean, so no structure must be searched."""
@@ -110,9 +108,22 @@ class InputHook(_ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if (acting := self._acting(module)) is None:
+        if (activations := self._activations()) is None:
             return None
-        activations, due, step = acting
+        with activations.context.refusals:
+            return self._run(activations, module, args, kwargs)
+        return None
+
+    def _run(
+        self,
+        activations: ActivationRules,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        due, step = self._now(activations, module)
+        if due is None:
+            return None
         in_place = getattr(module, "inplace", False) is True
 
         def act(due: Due, tensor: Tensor) -> Tensor:
@@ -139,9 +150,23 @@ class OutputHook(_ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if (acting := self._acting(module)) is None:
+        if (activations := self._activations()) is None:
             return None
-        activations, due, step = acting
+        with activations.context.refusals:
+            return self._run(activations, module, args, kwargs, output)
+        return None
+
+    def _run(
+        self,
+        activations: ActivationRules,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        due, step = self._now(activations, module)
+        if due is None:
+            return None
 
         def needs_view(tensor: Tensor) -> bool:
             # A module may return its input. The gradient of the output must not include other uses of that input.

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _dist, _live, _torch
 from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
-from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -38,6 +37,9 @@ _INSIDE = (
     "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
     "update can still be held back; step the optimizer after backward, or leave the rule out"
 )
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ class OptimizerWatch:
             if any(set(tensors) <= set(outer.counter.tensors) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
-                self._refuse(tensors, _LBFGS, _hides)
+                self._context.refusals.soften_skips(_LBFGS)
+                self._refuse(tensors, _LBFGS, self._hides)
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(tensors))
@@ -173,13 +176,21 @@ class OptimizerWatch:
         # A bound method equals another one of the same object.
         return [update for update in tuple(running) if update.failed == self._failed]
 
+    def _hides(self, rule: Rule) -> bool:
+        decision = self._context.decisions.get(rule.id)
+        return isinstance(rule, FreezeRule) or getattr(decision, "then", "") == "skip-step"
+
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
         held, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
         rules = [stage.rule for stage in stages if held & set(stage.tensors)]
         rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
-        if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
-            raise BindError([f"rule {rule}: {why}" for rule in refused])
+        self._context.refusals.refuse_rules((one.id for one in rules if is_refused(one)), why)
+
+    def end_all(self) -> None:
+        """Give hidden gradients back, and forget the steps under way."""
+        for update in self._running():
+            update.end()
 
     def close(self) -> None:
         """Take the hooks off; off an optimizer that is stepping once its step is over."""
@@ -199,16 +210,24 @@ class OptimizerWatch:
     @uncompiled
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._closed or only_makes_state(optimizer):
+    ) -> _Arguments | None:
+        # The frame of torch's wrapper. Only the frame tells a nested step from a failed step.
+        frame = sys._getframe(1)  # noqa: SLF001 # documented
+        with self._context.refusals:
+            return self._begin(optimizer, (args, kwargs), frame)
+        return None
+
+    def _begin(
+        self, optimizer: Optimizer, given: _Arguments, frame: FrameType
+    ) -> _Arguments | None:
+        args, kwargs = given
+        if self._closed or self._context.refusals.over or only_makes_state(optimizer):
             return None
         owner = self._owners[optimizer]
         if running and any(self._is_part_of(owner, one) for one in self._under_way()):
             # The two steps are one update: rules act once.
             return None
         self._claim(owner)
-        # Only the frame tells a nested step from a failed step.
-        frame = sys._getframe(1)  # noqa: SLF001 # documented
         update = Update(optimizer, owner.counter, frame, self._failed)
         if update.inside:
             self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
@@ -227,7 +246,8 @@ class OptimizerWatch:
             update.show()
             update.has_moved = update.judged or before != _versions(optimizer)
             update.loss = closure()
-            self._act(optimizer, update)
+            with self._context.refusals:
+                self._act(optimizer, update)
             return update.loss
 
         if len(args) > 1:
@@ -275,22 +295,24 @@ class OptimizerWatch:
         update = self._of_frame(sys._getframe(1))  # noqa: SLF001 # as above
         if update is None:
             return
-        update.returned = True
-        owner = self._owners[optimizer]
-        cleared = update.has_cleared()
-        if cleared is not None:
-            owner.clears = cleared and owner.clears is not False
-        update.show(cleared=bool(owner.clears if cleared is None else cleared))
+        with self._context.refusals:
+            update.returned = True
+            owner = self._owners[optimizer]
+            cleared = update.has_cleared()
+            if cleared is not None:
+                owner.clears = cleared and owner.clears is not False
+            update.show(cleared=bool(owner.clears if cleared is None else cleared))
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del optimizer, args, kwargs
-        update = self._of_frame(sys._getframe(1))  # noqa: SLF001 # as above
+        frame = sys._getframe(1)  # noqa: SLF001 # as above
         # Torch goes through the hooks now, so the hooks of a session that is removed go later.
-        if update is None or self._closed:
-            return
-        self._end(update)
-        self._context.event_log.raise_raised()
+        with self._context.refusals:
+            update = self._of_frame(frame)
+            if update is not None and not self._closed:
+                self._end(update)
+                self._context.event_log.raise_raised()
 
     def _of_frame(self, frame: FrameType) -> Update | None:
         for update in tuple(running):
@@ -322,10 +344,6 @@ class OptimizerWatch:
 def _needs_whole_step(rule: Rule) -> bool:
     stops = isinstance(rule, TrapRule) and not rule.edits
     return stops or isinstance(rule, FreezeRule) or getattr(rule, "per", "") == "rule"
-
-
-def _hides(rule: Rule) -> bool:
-    return isinstance(rule, FreezeRule) or getattr(rule, "then", "") == "skip-step"
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

@@ -40,6 +40,10 @@ class ArrivalHook(Hook):
         # The hook runs during a pause also: other ranks may wait for a paused rank.
         if (passes := self._passes()) is None:
             return
+        with passes.context.refusals:
+            self._note(passes, param)
+
+    def _note(self, passes: BackwardWatch, param: Tensor) -> None:
         context = passes.context
         passes.seen.order.append(self.tensor)
         if self.tensor not in context.trapped or param.grad is None or _dist.is_sharded(param):
@@ -57,6 +61,11 @@ class TensorHook(Hook):
         # A custom autograd function may return None for an input.
         if passes is None or grad is None:
             return None
+        with passes.context.refusals:
+            return self._run(passes, grad)
+        return None
+
+    def _run(self, passes: BackwardWatch, grad: Tensor) -> Tensor | None:
         context = passes.context
         passes.seen.calls[self.tensor] += 1
         param, counter = context.parameters.param(self.tensor), context.counters[self.tensor]

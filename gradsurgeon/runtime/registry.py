@@ -26,6 +26,7 @@ from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.refusals import SharedGuard
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -149,7 +150,8 @@ def _show(tensor: Tensor, name: str) -> Tensor:
     for show in replay.shown_to:
         show(name, tensor)
     for controller in _controllers():
-        tensor = controller.activations.tag(tensor, name)
+        with controller.context.refusals:
+            tensor = controller.activations.tag(tensor, name)
     return tensor
 
 
@@ -167,27 +169,34 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     del args, kwargs
     controllers = _controllers()
     for controller in controllers:
-        controller.steps.about_to_step(optimizer)
+        with controller.context.refusals:
+            controller.steps.about_to_step(optimizer)
     beside = [one.steps for one in controllers if one.context.outside]
     if beside and len(beside) < len(controllers):
         others = [one.steps for one in controllers if not one.context.outside]
-        for steps in beside:
-            steps.go_after(others, optimizer)
+        with SharedGuard([controller.context.refusals for controller in controllers]):
+            for steps in beside:
+                steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Exchange the contents of two tensors, as conversions do, and reinstall their hooks afterwards."""
     original(first, second)
     for controller in _controllers():
-        controller.model.swapped((first, second))
+        with controller.context.refusals:
+            controller.model.swapped((first, second))
 
 
 @uncompiled
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Schedule a search for replaced parameters and layers before the next forward pass."""
     del name, value
-    if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
-        _before_forward.append(module_hooks.register_module_forward_pre_hook(_look_at_models))
+    for controller in () if _before_forward else _controllers():
+        with controller.context.refusals:
+            if controller.model.knows(module):
+                look = module_hooks.register_module_forward_pre_hook(_look_at_models)
+                _before_forward.append(look)
+                return
 
 
 @uncompiled
@@ -195,20 +204,23 @@ def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
     for controller in _controllers():
-        controller.model.before_forward()
+        with controller.context.refusals:
+            controller.model.before_forward()
 
 
 @uncompiled
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for controller in _controllers():
-        controller.context.scaling.scaled(scaler, losses)
+        with controller.context.refusals:
+            controller.context.scaling.scaled(scaler, losses)
 
 
 @contextmanager
 def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
         for controller in _controllers():
-            stack.enter_context(controller.scaler_step(scaler, optimizer))
+            with controller.context.refusals:
+                stack.enter_context(controller.scaler_step(scaler, optimizer))
         yield
 
 
@@ -226,4 +238,5 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    return [session.controller for session in list(_attached) if not session.removed]
+    sessions = [session for session in list(_attached) if not session.removed]
+    return [one.controller for one in sessions if not one.context.refusals.over]

@@ -15,6 +15,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon._torch import uncompiled
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
+from gradsurgeon.runtime.refusals import Guard
 
 # A pass that raises, or returns gradients, leaves its entry behind.
 _MOST_PASSES = 16
@@ -27,7 +28,8 @@ class Scaling:
     one if it began at a scaled loss. If the caller has named a scaler, all others are ignored.
     """
 
-    def __init__(self, scaler: GradScaler | None = None) -> None:
+    def __init__(self, scaler: GradScaler | None, guard: Guard) -> None:
+        self._guard = guard
         self._named = None if scaler is None else weakref.ref(scaler)
         self._losses_scaled = False
         # Backward passes that began at a scaled loss, by graph task.
@@ -49,7 +51,8 @@ class Scaling:
         def begins(_grad: Tensor) -> None:
             scaling, scaler = scaling_ref(), scaler_ref()
             if scaling is not None and scaler is not None:
-                scaling.began(scaler)
+                with scaling._guard:  # noqa: SLF001 # of this class
+                    scaling.began(scaler)
 
         for loss in losses:
             if loss.requires_grad:

@@ -44,6 +44,7 @@ class SharedInputs:
     def __init__(self, activations: ActivationRules, effects: LossEffects) -> None:
         self._activations, self._effects = activations, effects
         context = self._context = activations.context
+        self.refusals = context.refusals
         self._rules = [rule for rule in context.rules if isinstance(rule, LossRule)]
         # The modules of each rule, in the order of the model. The first one counts the steps.
         self._members: dict[str, list[str]] = {}
@@ -197,8 +198,11 @@ class _Meeting:
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()
-        if shared is None or is_taken():
-            return
+        if shared is not None and not is_taken():
+            with shared.refusals:
+                self._add(module, grad)
+
+    def _add(self, module: str, grad: Tensor) -> None:
         # A pass that failed, or did not come this far, leaves gradients that do not belong to the next pass.
         if (task := _torch.graph_task()) != self._task:
             self._task, self._given = task, {}
@@ -218,10 +222,12 @@ class _Meeting:
         shared = self._shared()
         if total is None or shared is None:
             return None
-        fork = self._fork()
-        if fork is not None and not (is_taken() or is_only_grad()):
-            fork.close()
-        return shared.arrived(self, total)
+        with shared.refusals:
+            fork = self._fork()
+            if fork is not None and not (is_taken() or is_only_grad()):
+                fork.close()
+            return shared.arrived(self, total)
+        return None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -181,6 +181,81 @@ optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     ]
 
 
+TARGET = """
+import torch
+from torch import nn
+class Value(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+value, target = Value(), Value()
+for _ in range(3):
+    value.optimizer.zero_grad()
+    (value.net(torch.ones(2, 3)) - target.net(torch.ones(2, 3)).detach()).square().mean().backward()
+    value.optimizer.step()
+"""
+CHECKED = "  checked: "
+CHECKS = "  - {id: loop, action: check-loop, params: '*'}\n"
+
+
+def test_a_model_that_no_gradient_reached_was_not_checked(folder: Folder) -> None:
+    done = folder.run(TARGET, rules=CHECKS)
+    assert done.code == 0, done.lines
+    assert "gradsurgeon: Value-2: no gradient arrived, so no rule acted on it" in done.lines
+    assert [line.startswith(CHECKED) for line in done.lines].count(True) == 1
+
+
+DIES = """
+import torch
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("its own")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+Bad.apply(model(torch.ones(1, 2))).sum().backward()
+"""
+
+
+def test_a_script_that_dies_in_its_first_pass_was_not_checked(folder: Folder) -> None:
+    done = folder.run(DIES, rules=CHECKS)
+    assert done.code == 1
+    assert "ValueError: its own" in done.lines
+    assert "gradsurgeon: Linear: no gradient arrived, so no rule acted on it" in done.lines
+    assert not any(line.startswith((CHECKED, "  never-fired")) for line in done.lines)
+
+
+ONE_BY_ONE = """
+import torch
+weights = [torch.zeros(2, requires_grad=True) for _ in range(26)]
+optimizers = {{}}
+model = {model}
+for _ in range(3):
+    sum(weight.sum() for weight in weights).backward()
+    for weight in [*weights, *model.parameters()]:
+        if weight not in optimizers:
+            optimizers[weight] = torch.optim.Adam([weight], lr=0.1)
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+"""
+
+
+def test_parameters_in_no_module_are_one_line_with_their_number(folder: Folder) -> None:
+    done = folder.run(ONE_BY_ONE.format(model="torch.nn.Identity()"))
+    assert done.code == 0, done.lines
+    assert done.lines == [
+        "gradsurgeon: no rule acted: 26 parameters of Adam in no module; rules act on the parameters of a torch.nn.Module"
+    ]
+    done = folder.run(ONE_BY_ONE.format(model="torch.nn.Linear(2, 1)"), record=False)
+    assert done.code == 0, done.lines
+    said = "gradsurgeon: 26 parameters of Adam in no module: no rule acted there"
+    assert [line for line in done.lines if "in no module" in line] == [said]
+
+
 UNSEEN = {
     "by hand, once": """
 import torch

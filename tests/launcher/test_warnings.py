@@ -1,4 +1,4 @@
-"""Warnings of the package are Python's, and log lines are lines of the launcher."""
+"""What the package has to say are lines of the launcher, whatever filters and loggers the script sets."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Launched:
     err: str
 
 
-def run(folder: Path, script: str, *launch: str) -> Launched:
+def run(folder: Path, script: str, *launch: str, text: str = TRAIN) -> Launched:
     rules = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
     (folder / "rules.yaml").write_text(rules, encoding="utf-8")
-    (folder / "train.py").write_text(TRAIN + script, encoding="utf-8")
+    (folder / "train.py").write_text(text + script, encoding="utf-8")
     own = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", *launch]
     done = subprocess.run(
         [sys.executable, *own, "train.py"],
@@ -57,12 +57,31 @@ def run(folder: Path, script: str, *launch: str) -> Launched:
     return Launched(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+SILENCES = {
+    "nothing": "",
+    "ignored": "warnings.filterwarnings('ignore')\n",
+    "errors": "warnings.simplefilter('error')\n",
+    "logging": "import logging.config\nlogging.config.dictConfig({'version': 1})\nlogging.disable()\n",
+}
+
+
 @pytest.mark.cover_children
-def test_a_warning_names_the_line_of_the_script(tmp_path: Path) -> None:
-    done = run(tmp_path, "train(nn.Linear(2, 1))\n")
+@pytest.mark.parametrize("how", SILENCES)
+def test_a_line_names_the_line_of_the_script_whatever_the_script_silences(
+    tmp_path: Path, how: str
+) -> None:
+    script = TRAIN.replace('warnings.warn("of the script", stacklevel=1)', "pass")
+    done = run(tmp_path, f"{SILENCES[how]}train(nn.Linear(2, 1))\n", text=script)
     assert done.code == 0, done.err
-    assert done.err.count(f"GradSurgeonWarning: {OURS}") == 1, done.err
-    assert re.search(rf"{tmp_path}/train.py:\d+: GradSurgeonWarning: {OURS}", done.err)
+    assert "Warning" not in done.err
+    lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
+    said = rf"gradsurgeon: {tmp_path}/train.py:\d+: {OURS}"
+    assert [bool(re.fullmatch(said, line)) for line in lines].count(True) == 1, done.err
+
+
+@pytest.mark.cover_children
+def test_warnings_of_the_script_are_its_own(tmp_path: Path) -> None:
+    done = run(tmp_path, "train(nn.Linear(2, 1))\n")
     assert f"{tmp_path}/train.py:9: UserWarning: of the script\n  warnings.warn(" in done.err
 
 
@@ -83,7 +102,8 @@ def test_what_is_logged_is_one_line_beside_the_bar_however_quiet(tmp_path: Path)
     done = run(tmp_path, script, "--quiet")
     assert done.code == 0, done.err
     lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
-    assert [line for line in lines if line.startswith("gradsurgeon: ")] == [
+    ours = [line for line in lines if line.startswith("gradsurgeon: ") and OURS not in line]
+    assert ours == [
         "gradsurgeon: trap: step 0, rule trap",
         "gradsurgeon: trap: step 1, rule trap",
         "gradsurgeon: skipped-step: step 2",

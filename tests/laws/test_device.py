@@ -261,3 +261,42 @@ def test_a_device_is_asked_for_no_private_operation_that_cuda_refuses(told: dict
     assert refused == []
     assert {name for name, _ in found} == table.keys()
     assert {dtype for _, dtype in found} == {"float32", "bfloat16", "float16", "float64"}
+
+
+# -------------------------------------------------------------------------------------------------
+# What only CUDA does, as torch would tell of it: it captures a graph, or an assert of a kernel fails.
+# -------------------------------------------------------------------------------------------------
+
+
+def test_while_a_graph_is_captured_a_pack_asks_the_device_for_nothing(told: dict[str, Any]) -> None:
+    found = case(told, "captured")
+    *_, before, captured, after = found["reads"]
+    assert (before, captured, after) == (1, 0, 1)
+    said = "a CUDA graph is being captured: no rule acts during the capture, nor in its replays"
+    assert [line.endswith(said) for line in found["lines"]].count(True) == 1
+
+
+@pytest.mark.parametrize("where", ["failed", "failed_at_the_update"])
+def test_a_device_that_fails_is_a_sentence_and_what_had_arrived_is_kept(
+    where: str, told: dict[str, Any]
+) -> None:
+    found = case(told, where)
+    steps, lines = found["steps"], found["lines"]
+    # Rows travel every 64 steps, or with the clock of the run directory.
+    assert steps == list(range(steps[-1] + 1))
+    assert steps[-1] < 70
+    assert lines[-1] == (
+        "gradsurgeon: error: Sequential: the device failed (CUDA error: device-side assert triggered); "
+        f"CUDA_LAUNCH_BLOCKING=1 shows where; records up to step {steps[-1]} are kept"
+    )
+    assert "gradsurgeon: Sequential, 70 steps" in lines
+    assert any(line.startswith("  debug-nans   nan-trap  looked 70 times") for line in lines)
+    assert found["ended"] == "stopped by AcceleratorError"
+
+
+def test_a_session_that_a_device_ends_raises_no_second_error(told: dict[str, Any]) -> None:
+    found = case(told, "failed_under_apply")
+    assert found["context"] == "None"
+    assert found["steps"] == 64
+    (text,) = found["told"]
+    assert text.endswith("; records up to step 63 are kept")

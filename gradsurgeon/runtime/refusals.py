@@ -1,0 +1,182 @@
+"""What an error of this package does to the script: chosen rules raise it, rules of a pack report it in one line and rest.
+
+Nobody wrote a pack for this script. So a set-up that the pack cannot honour must not end the script, and neither must
+a fault of this package.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Decision, Spikes
+from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
+from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.runtime.due_rules import Schedule, StepCounters
+
+_PACKAGE = Path(__file__).parents[1]
+# The place and the rule that begin a complaint.
+_RULE = re.compile(r"^.*?\brule [a-z0-9-]+: ")
+
+
+class Guard:
+    """A context manager around code of this package that runs inside a script.
+
+    If it is lenient, it turns each error of that code into one line. It never holds back the verdict of a trap.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, lenient: bool) -> None:
+        self.lenient = lenient
+        self._say = say
+        self._said: set[str] = set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not (self.lenient and isinstance(error, Exception)):
+            return False
+        if isinstance(error, TrapError) or _torch.is_control_flow(error):
+            return False
+        with suppress(Exception):  # a second fault must not end the script either
+            self.settle(error)
+        return True
+
+    def settle(self, error: Exception) -> None:
+        """Report an error that ended the work inside."""
+        text = f"no rule acts: {reason(error)}"
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+
+class SharedGuard(Guard):
+    """The guard around work for several sessions. It is lenient if all of them are."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        lenient = bool(guards) and all(guard.lenient for guard in guards)
+        super().__init__(lambda _: None, lenient=lenient)
+        self._guards = guards
+
+    def settle(self, error: Exception) -> None:
+        for guard in self._guards:
+            guard.settle(error)
+
+
+class Refusals(Guard):
+    """The guard of a session: it knows the rules, so those that a set-up refuses rest while the others act."""
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        schedule: Schedule,
+        decisions: dict[str, Decision | Spikes],
+        counters: StepCounters,
+        *,
+        lenient: bool,
+    ) -> None:
+        super().__init__(event_log.warn, lenient=lenient)
+        self._event_log = event_log
+        self._schedule = schedule
+        self._decisions = decisions
+        self._counters = counters
+        self._last_acts: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._abstained = False
+        # Whether all rules rest, so the session does nothing more.
+        self.over = False
+
+    def at_last(self, act: Callable[[], None]) -> None:
+        """Call a method once all rules rest. It is held weakly."""
+        self._last_acts.append(weakref.WeakMethod(act))
+
+    def refuse(self, error: GradSurgeonError, rules: Collection[str]) -> None:
+        """Raise an error about some rules. Rules of a pack rest from now on instead."""
+        if not self.lenient:
+            raise error
+        self._rest(error, rules)
+
+    def refuse_rules(self, rules: Iterable[str], why: str) -> None:
+        """Refuse rules, if there are any, for one reason."""
+        if refused := list(dict.fromkeys(rules)):
+            self.refuse(BindError([f"rule {rule}: {why}" for rule in refused]), refused)
+
+    def refuse_complaints(self, refused: Mapping[str, Sequence[str]]) -> None:
+        """Refuse rules, if there are any, each with the complaints of a plan."""
+        if refused:
+            self.refuse(BindError([*chain.from_iterable(refused.values())]), refused.keys())
+
+    def abstain(self, error: GradSurgeonError) -> None:
+        """Raise an error about this moment alone. A pack reports the first one, and its caller leaves the moment out."""
+        if not self.lenient:
+            raise error
+        if not self._abstained:
+            self._abstained = True
+            self._tell(reason(error), ())
+
+    def soften_skips(self, why: str) -> None:
+        """Let the traps of a pack that skip updates warn from now on. Chosen traps stay as they are."""
+        for rule, decision in self._decisions.items() if self.lenient else ():
+            if decision.then == "skip-step":
+                self._decisions[rule] = replace(decision, then="warn", give_up_after="never")
+                self._tell(f"only warns: {why}", [rule])
+
+    def settle(self, error: Exception) -> None:
+        self._rest(error, self._schedule.rules)
+
+    def _rest(self, error: Exception, rules: Collection[str]) -> None:
+        news = self._schedule.rest(rules)
+        if not news:
+            return
+        self._event_log.excuse(news)
+        self.over = self._schedule.resting.issuperset(self._schedule.rules)
+        if not self.over:
+            self._tell(f"{'rests' if len(news) == 1 else 'rest'}: {reason(error)}", news)
+            return
+        self._tell(f"no rule acts: {reason(error)}", ())
+        for reference in self._last_acts:
+            with suppress(Exception):
+                if (act := reference()) is not None:
+                    act()
+
+    def _tell(self, text: str, rules: Collection[str]) -> None:
+        """Say a line, and record it as an event; a recorder that fails must not keep the line back."""
+        rule = next(iter(rules)) if len(rules) == 1 else ""
+        if len(rules) > 1:
+            text = f"{shorten_names([*rules])} {text}"
+        self._event_log.warn(text, rule=rule)
+        with suppress(Exception):
+            self._event_log.emit("notice", text, rule=rule, step=self._counters.latest)
+
+
+def reason(error: Exception) -> str:
+    """Return in one line why rules cannot act."""
+    if isinstance(error, BindError):
+        return "; ".join(dict.fromkeys(_RULE.sub("", text, 1) for text in error.complaints))
+    text = printable(str(error).partition("\n")[0])
+    if isinstance(error, GradSurgeonError):
+        return _RULE.sub("", text, 1)
+    if failure := _torch.device_failure(error):
+        return printable(failure)
+    return f"{type(error).__name__}: {text} ({_place(error)}; a fault of gradsurgeon, please report it)"
+
+
+def _place(error: Exception) -> str:
+    """Return file and line of the last frame of this package in a traceback."""
+    place = "unknown place"
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = Path(traceback.tb_frame.f_code.co_filename)
+        if file.is_relative_to(_PACKAGE):
+            place = f"{file.relative_to(_PACKAGE)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place

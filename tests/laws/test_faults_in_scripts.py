@@ -1,0 +1,136 @@
+"""Whichever function of the package fails under a pack, the script trains as without it, and at most one line says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pack_trainings as trainings
+import pytest
+from pack_trainings import DEBUG, PACKAGE, Train, launched, same
+
+TRAIN: dict[str, tuple[Train, str]] = {
+    "plain": (trainings.plain, DEBUG),
+    "NaN": (trainings.with_a_nan, DEBUG),
+    "NaN, skipped": (trainings.with_a_nan, "gradsurgeon:nan-trap@1"),
+    "NaN and spikes": (trainings.with_a_nan, "gradsurgeon:llm-stability@1"),
+    "NaN, modules": (trainings.with_a_nan, "gradsurgeon:debug-everything@1"),
+    "scaler": (trainings.scaled, "gradsurgeon:debug-everything@1"),
+    "LBFGS": (trainings.lbfgs, DEBUG),
+    "by hand": (trainings.by_hand, DEBUG),
+    "inside backward": (trainings.inside_backward, DEBUG),
+    "accumulation": (trainings.accumulated, "gradsurgeon:fingerprint@1"),
+    "changed model": (trainings.changed, "gradsurgeon:debug-everything@1"),
+    "heads": (trainings.two_heads, "gradsurgeon:multi-task@1"),
+}
+# What a script calls is one of these rooms, or is called by one of them: no guard is around the doors themselves.
+PASS_ON = {str(PACKAGE / name) for name in ("_patching.py", "_backward_calls.py")}
+DOORS = {
+    "Guard.__exit__",
+    "Guard.__init__",
+    "SharedGuard.__init__",
+    "_Meeting.give",
+    "_backward_watches",
+    "_controllers",
+    "_guard_of",
+    "_listed",
+    "_numbered",
+    "_on_scale",
+    "_train",
+    "around_passes.<locals>.around",
+}
+INJECTED = "an error that the test has put there"
+
+
+def is_inner(frame: FrameType) -> bool:
+    """Tell whether a function of the package was called by another one, which stands between it and the script."""
+    code, outer = frame.f_code, frame.f_back
+    if outer is None or not code.co_filename.startswith(str(PACKAGE)):
+        return False
+    # Python closes a generator without its caller.
+    if code.co_qualname in DOORS or code.co_name.startswith("<genexpr"):
+        return False
+    caller = outer.f_code.co_filename
+    return caller.startswith(str(PACKAGE)) and caller not in PASS_ON
+
+
+@contextmanager
+def profiled(called: Callable[[FrameType], None]) -> Iterator[None]:
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and is_inner(frame):
+            called(frame)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def reached(train: Train, pack: str) -> list[CodeType]:
+    """Return the functions of the package that a training runs through, in this order."""
+    codes: dict[CodeType, None] = {}
+    launched(train, pack, watch=lambda: profiled(lambda frame: codes.setdefault(frame.f_code)))
+    return list(codes)
+
+
+def with_a_fault(train: Train, pack: str, code: CodeType) -> trainings.Launched:
+    """Run a training in which the first call of a function fails."""
+    calls: list[FrameType] = []
+
+    def fail(frame: FrameType) -> None:
+        if frame.f_code is code and not calls:
+            calls.append(frame)
+            raise RuntimeError(INJECTED)
+
+    return launched(train, pack, watch=lambda: profiled(fail))
+
+
+def check(name: str, codes: list[CodeType]) -> None:
+    train, pack = TRAIN[name]
+    wanted = [param.detach().clone() for param in train()]
+    launched_well = launched(train, pack).weights
+    for code in codes:
+        where = f"{code.co_filename}:{code.co_qualname}"
+        try:
+            done = with_a_fault(train, pack, code)
+        except Exception as error:  # noqa: BLE001 # the failure names the function
+            pytest.fail(f"{where} ends the script: {error!r}")
+        # A pack may skip a step, as long as it acts.
+        assert same(done.weights, wanted) or same(done.weights, launched_well), where
+        assert sum(INJECTED in line for line in done.lines) <= 1, (where, done.lines)
+
+
+def test_a_fault_ends_no_script_and_changes_no_weight() -> None:
+    codes = reached(*TRAIN["plain"])
+    assert len(codes) > 300
+    check("plain", codes[::20])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAIN)
+def test_no_function_can_end_a_script(name: str) -> None:
+    known: set[CodeType] = set()
+    for other, how in TRAIN.items():
+        if other == name:
+            break
+        known.update(reached(*how))
+    check(name, [code for code in reached(*TRAIN[name]) if code not in known])
+
+
+def test_a_fault_of_the_records_is_a_line_and_the_summary_stays(tmp_path: Any) -> None:
+    codes = [c for c in reached(trainings.plain, DEBUG) if c.co_qualname == "Recorder.end_step"]
+    done = launched(
+        trainings.plain,
+        record=str(tmp_path / "run"),
+        watch=lambda: profiled(lambda frame: fail_in(frame, codes[0])),
+    )
+    assert sum(INJECTED in line for line in done.lines) == 1
+
+
+def fail_in(frame: FrameType, code: CodeType) -> None:
+    if frame.f_code is code:
+        raise RuntimeError(INJECTED)

@@ -1,0 +1,337 @@
+"""Rules that nobody chose for a script never end it: what a set-up refuses is one line, and the other rules act."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pack_trainings as trainings
+import pytest
+import third_trap  # noqa: F401 # an action of its own
+import torch
+from pack_trainings import DEBUG, PACKAGE, Train, launched, same
+
+import gradsurgeon
+from gradsurgeon import BindError, NonFiniteGradientError, load, packs
+from gradsurgeon.actions import LossRule
+from gradsurgeon.planning import binding
+from gradsurgeon.runtime.refusals import Guard, Refusals
+
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+FREEZE = {"id": "still", "action": "freeze", "params": "0.*"}
+CLIP = {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 1e9}
+DENSE = {"id": "dense", "action": "clamp", "params": "*", "at": "step", "min": 0.1}
+COMBINE = {"id": "together", "action": "combine", "method": "mgda"}
+SKIPS = "gradsurgeon:nan-trap@1"
+# By name: the training, its rules, what the line says, and the rules that act all the same.
+REFUSED: dict[str, tuple[Train, str | list[dict[str, Any]], str, set[str]]] = {
+    "optimizers in backward": (
+        trainings.inside_backward,
+        DEBUG,
+        "rule debug-nans: rests: an optimizer steps inside backward",
+        {"debug-norms", "debug-updates", "debug-loop", "debug-structure", "debug-ranks"},
+    ),
+    "one norm, optimizers in backward": (
+        trainings.inside_backward,
+        [CLIP, NORMS],
+        "rule clip: rests: an optimizer steps inside backward",
+        {"norms"},
+    ),
+    "LBFGS, skip-step": (
+        trainings.lbfgs_with_a_nan,
+        SKIPS,
+        "rule nan-trap-all: only warns: LBFGS moves all parameters together",
+        {"nan-trap-all"},
+    ),
+    "LBFGS, freeze": (
+        trainings.lbfgs,
+        [FREEZE, NORMS],
+        "rule still: rests: LBFGS moves all parameters together",
+        {"norms"},
+    ),
+    "updates by hand, skip-step": (
+        trainings.by_hand_with_a_nan,
+        SKIPS,
+        "rule nan-trap-all: only warns: `then: skip-step` cannot hide gradients",
+        {"nan-trap-all"},
+    ),
+    "updates by hand, freeze": (
+        trainings.by_hand,
+        [FREEZE, NORMS],
+        "rule still: rests: weights are updated by hand",
+        {"norms"},
+    ),
+    "updates by hand on gradients that stay": (
+        trainings.by_hand_without_clearing,
+        [CLIP, NORMS],
+        "rule clip: rests: a backward pass reached 0.weight while a rule at `step`",
+        {"norms", "clip"},
+    ),
+    "sparse gradients": (
+        trainings.two_heads,
+        [DENSE, NORMS],
+        "rule dense: rests: the gradients of 1 parameters are sparse (embedding.weight)",
+        {"norms"},
+    ),
+    "sparse gradients that the names do not show": (
+        trainings.looks_up,
+        [DENSE, NORMS],
+        "no rule acts: the gradient of table is sparse and the bounds exclude 0",
+        {"norms"},
+    ),
+    "a replacement under a scaler": (
+        trainings.scaled,
+        [{"id": "clean", "action": "sanitize", "params": "*"}, NORMS],
+        "no rule acts: an enabled GradScaler must see its overflow",
+        set(),
+    ),
+    "heads whose losses come apart": (
+        trainings.two_heads_apart,
+        [{**COMBINE, "modules": "*_head", "tensor": "input.grad"}, NORMS],
+        "no rule acts: b_head took a tensor together with a_head",
+        set(),
+    ),
+    "a parameter that is no leaf": (
+        trainings.no_leaf,
+        [{**NORMS, "at": "backward"}],
+        "no rule acts: made is not a leaf of the graph",
+        set(),
+    ),
+    "a captured graph": (
+        trainings.captured,
+        DEBUG,
+        "a CUDA graph is being captured: no rule acts during the capture, nor in its replays",
+        {"debug-nans", "debug-norms", "debug-updates", "debug-loop", "debug-structure"},
+    ),
+    "a trap that cannot judge modules": (
+        trainings.plain,
+        [
+            {
+                "id": "long",
+                "action": "length-trap",
+                "modules": "0",
+                "tensor": "output.grad",
+                "limit": 1,
+            }
+        ],
+        "no rule acts: a trap on modules and tags checks for non-finite elements alone, not `l1`",
+        set(),
+    ),
+    "a rule that matches nothing": (
+        trainings.plain,
+        [{**FREEZE, "params": "decoder.*"}, NORMS],
+        'rule still: no parameter of the model matches "decoder.*"',
+        {"norms"},
+    ),
+}
+
+
+HELD_BACK = [
+    FREEZE,
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    {"id": "trap", "action": "nan-trap", "modules": "0", "tensor": "output", "then": "skip-step"},
+]
+
+
+@pytest.mark.cell(
+    "closures (LBFGS)",
+    "step",
+    "modules",
+    refused="`freeze` and `then: skip-step`: LBFGS moves all parameters together and several times in a step; "
+    "a skipping trap of a pack warns instead",
+)
+@pytest.mark.parametrize("rule", HELD_BACK, ids=["freeze", "trap", "trap on modules"])
+def test_lbfgs_refuses_chosen_rules_that_hold_an_update_back(rule: dict[str, Any]) -> None:
+    model = trainings.net()
+    optimizer: Any = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(BindError, match="LBFGS moves all parameters together"):
+        gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer)
+    done = launched(trainings.lbfgs, [rule, NORMS])
+    assert same(done.weights, list(trainings.lbfgs()))
+    assert done.fired() == ({"norms"} if rule is FREEZE else {"norms", "trap"})
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_set_up_refuses_is_one_line_and_the_other_rules_act(what: str) -> None:
+    train, rules, said, act = REFUSED[what]
+    wanted = [param.detach().clone() for param in train()]
+    done = launched(train, rules)
+    assert same(done.weights, wanted)
+    assert [said in line for line in done.lines].count(True) == 1, done.lines
+    words = (" rests: ", " rest: ", "no rule acts", "only warns", 'matches "')
+    assert sum(any(word in line for word in words) for line in done.lines) == 1, done.lines
+    assert done.fired() >= act
+    assert not any("never-fired" in line for line in done.lines)
+
+
+def test_several_rules_that_are_refused_for_one_reason_share_a_line() -> None:
+    done = launched(trainings.two_heads, [DENSE, {**DENSE, "id": "other"}, NORMS])
+    assert ["dense, other rest: " in line for line in done.lines].count(True) == 1, done.lines
+
+
+def test_the_verdict_of_a_trap_is_no_refusal() -> None:
+    trap = {"id": "trap", "action": "nan-trap", "params": "*"}
+    with pytest.raises(NonFiniteGradientError):
+        launched(trainings.with_a_nan, [trap, NORMS])
+
+
+def test_rules_act_before_and_after_a_capture() -> None:
+    done = launched(trainings.captured)
+    (status,) = done.statuses
+    # Four of five steps.
+    assert (status["debug-nans"].fired, status["debug-norms"].fired) == (4, 4 * 6)
+    checked = "  checked: debug-updates, debug-loop, debug-structure, debug-ranks; found: nothing"
+    assert checked in done.lines
+
+
+def test_records_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    done = launched(trainings.plain, record=str(tmp_path / "file"))
+    assert same(done.weights, list(trainings.plain()))
+    (line,) = [line for line in done.lines if "no rule acts: " in line]
+    assert str(tmp_path / "file") in line
+
+
+def test_a_fault_of_ours_is_one_line_that_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise ZeroDivisionError("nothing left")
+
+    monkeypatch.setattr(binding, "_bindings", fails)
+    done = launched(trainings.plain)
+    (line,) = done.lines
+    assert line.startswith(
+        "gradsurgeon: no rule acts: ZeroDivisionError: nothing left (planning/binding.py:"
+    )
+    assert line.endswith("; a fault of gradsurgeon, please report it)")
+
+
+# -------------------------------------------------------------------------------------------------
+# Every error path: each `raise` and each refusal of the rooms that run inside a script.
+# -------------------------------------------------------------------------------------------------
+
+ROOMS = ("runtime", "distributed", "forensics", "checks", "recording", "tensors", "launcher")
+REFUSALS = {"refuse", "refuse_rules", "refuse_complaints", "abstain", "soften_skips"}
+VERDICT = "the verdict of a trap or a check"
+CHOSEN = "for chosen rules alone"
+RANKS = "`tests/distributed/test_packs.py` drives it"
+NO_PACK = "for rules that no pack has"
+CAUGHT = "its caller turns it into an event or a line"
+ELSEWHERE = "in a command, before the script, or in a call that the script makes itself"
+# Sites that no training here drives.
+NOT_DRIVEN = {
+    "checks/base.py:_Looked.__getitem__": CAUGHT,
+    "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
+    "forensics/bundle.py:_Reader._call": ELSEWHERE,
+    "forensics/bundle.py:_Reader._loss": ELSEWHERE,
+    "forensics/bundle.py:_Reader.step": ELSEWHERE,
+    "forensics/bundle.py:check": ELSEWHERE,
+    "forensics/bundle.py:read": ELSEWHERE,
+    "forensics/provenance.py:Provenance.__torch_dispatch__": CAUGHT,
+    "forensics/provenance.py:_stand_at": ELSEWHERE,
+    "launcher/command.py:_step": ELSEWHERE,
+    "launcher/models.py:Models.check": CHOSEN,
+    "launcher/training_detector.py:activate": ELSEWHERE,
+    "recording/captured.py:_numbers": CAUGHT,
+    "recording/event_log.py:EventLog.raise_raised": VERDICT,
+    "recording/shared_rows.py:SharedRows.ask": ELSEWHERE,
+    "runtime/loss_backward.py:_check": ELSEWHERE,
+    "runtime/loss_backward.py:_gradients_of": NO_PACK,
+    "runtime/loss_backward.py:_weights": NO_PACK,
+    "runtime/loss_effects.py:_compiled": NO_PACK,
+    "runtime/loss_rules.py:NamedPass._check": NO_PACK,
+    "runtime/loss_rules.py:NamedPass.delivering": NO_PACK,
+    "runtime/loss_rules.py:_refuse_unlike": NO_PACK,
+    "runtime/manual_steps.py:ManualSteps._update": VERDICT,
+    "runtime/manual_steps.py:ManualSteps.after_pass": CHOSEN,
+    "runtime/model_changes.py:ModelChanges.check": RANKS,
+    "runtime/optimizer_watch.py:OptimizerWatch._act": VERDICT,
+    "runtime/param_hooks.py:_edited": NO_PACK,
+    "runtime/rank_agreement.py:RankAgreement._call": RANKS,
+    "runtime/rank_agreement.py:RankAgreement.check_norms": NO_PACK,
+    "runtime/refusals.py:Refusals.abstain": CHOSEN,
+    "runtime/refusals.py:Refusals.refuse": CHOSEN,
+    "runtime/running_norms.py:_sound": CAUGHT,
+    "runtime/session_state.py:load_state_dict": CAUGHT,
+    "runtime/session_state.py:resume": CAUGHT,
+    "runtime/traps.py:Traps.skipped_by_scaler": VERDICT,
+    "tensors/saliency.py:grad_cam": ELSEWHERE,
+}
+
+
+def sites() -> dict[str, set[int]]:
+    """Return the lines with a `raise` or a refusal, by file and function."""
+    found: dict[str, set[int]] = {}
+    for room in ROOMS:
+        for file in sorted((PACKAGE / room).rglob("*.py")):
+            for name, line in _sites_in(ast.parse(file.read_text(encoding="utf-8")), ""):
+                found.setdefault(f"{file.relative_to(PACKAGE)}:{name}", set()).add(line)
+    return found
+
+
+def _sites_in(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from _sites_in(child, f"{name}.{child.name}".removeprefix("."))
+            continue
+        # A bare `raise` passes another error on.
+        if isinstance(child, ast.Raise) and child.exc is not None:
+            yield name, child.lineno
+        if isinstance(child, ast.Call) and getattr(child.func, "attr", "") in REFUSALS:
+            yield name, child.lineno
+        yield from _sites_in(child, name)
+
+
+def _place(frame: FrameType, line: int) -> tuple[str, int]:
+    return frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), line
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    """Return a set that gets the file and line of each refusal, and of each error that a guard meets."""
+    places: set[tuple[str, int]] = set()
+    for name in REFUSALS:
+        monkeypatch.setattr(Refusals, name, _noting(getattr(Refusals, name), places))
+    leave = Guard.__exit__
+
+    def noting(self: Guard, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        while traceback is not None:
+            places.add(_place(traceback.tb_frame, traceback.tb_lineno))
+            traceback = traceback.tb_next
+        return leave(self, kind, error, None)
+
+    monkeypatch.setattr(Guard, "__exit__", noting)
+    return places
+
+
+def _noting(act: Callable[..., None], places: set[tuple[str, int]]) -> Callable[..., None]:
+    def noting(*args: Any, **named: Any) -> None:
+        frame = sys._getframe(1)
+        places.add(_place(frame, frame.f_lineno))
+        act(*args, **named)
+
+    return noting
+
+
+def test_every_error_path_is_driven_or_is_none_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = noted(monkeypatch)
+    for train, rules, _, _ in REFUSED.values():
+        launched(train, rules)
+    missing = {
+        site
+        for site, lines in sites().items()
+        if not places.issuperset((site.partition(":")[0], line) for line in lines)
+    }
+    assert missing == NOT_DRIVEN.keys()
+
+
+def test_no_pack_has_the_rules_of_sites_that_no_training_drives() -> None:
+    for name in packs.published():
+        for rule in load(f"gradsurgeon:{name}").rules:
+            # Rules on losses, bounds on what one pass contributes, and bounds by which ranks stop alone.
+            assert not (isinstance(rule, LossRule) and (rule.edits or rule.target == "params"))
+            bounds = rule.edits and not rule.linear
+            assert not (bounds and rule.target == "params" and rule.point == "backward")
+            assert rule.action != "spike-trap" or rule.edits
