@@ -29,6 +29,7 @@ from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.training_detector import TrainingDetector
+from gradsurgeon.runtime import registry
 
 DEBUG = "gradsurgeon:debug@1"
 Train = Callable[[], Sequence[Tensor]]
@@ -87,6 +88,10 @@ def launched(
         finally:
             detector.uninstall()
             vars(sys).pop("last_value", None)
+            # A session that could not be removed must not meet the next training.
+            for session in list(registry._attached):
+                session.removed = False
+                session.discard()
     statuses = [model.session.status() for model in models.attached]
     return Launched(weights, err.getvalue().splitlines(), statuses)
 

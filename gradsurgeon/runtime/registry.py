@@ -119,20 +119,21 @@ def _sessions_changed() -> None:
 
 
 def _watch() -> ExitStack:
-    stack = ExitStack()
-    watch_steps()
-    stack.callback(unwatch_steps)
-    stack.callback(running_steps.watch_ends())
-    stack.enter_context(watched(_on_scale, _around_scaler_step))
-    stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
-    stack.callback(data_parallel.watch())
-    stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
-    stack.callback(module_hooks.register_module_module_registration_hook(_on_registration).remove)
-    stack.callback(
-        module_hooks.register_module_parameter_registration_hook(_on_registration).remove
-    )
-    stack.callback(_look_at_models)
-    return stack
+    with ExitStack() as stack:
+        watch_steps()
+        stack.callback(unwatch_steps)
+        stack.callback(running_steps.watch_ends())
+        stack.enter_context(watched(_on_scale, _around_scaler_step))
+        stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
+        stack.callback(data_parallel.watch())
+        stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
+        for register in (
+            module_hooks.register_module_module_registration_hook,
+            module_hooks.register_module_parameter_registration_hook,
+        ):
+            stack.callback(register(_on_registration).remove)
+        stack.callback(_look_at_models)
+        return stack.pop_all()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
