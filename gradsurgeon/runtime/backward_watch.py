@@ -278,7 +278,10 @@ def _observed(
         return _numbered(roots, [tasks.append])
     if call.accumulates:
         graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
-        return _training(RunningPass(graph, call.inputs), watches, begins)
+        running = RunningPass(graph, call.inputs)
+        is_scaled = any(watch.scaling.in_use for watch in watches)
+        numbered = _numbered(roots, [running.tasks.append] if is_scaled else [])
+        return _training(running, watches, begins, numbered)
     return nullcontext()
 
 
@@ -292,10 +295,12 @@ def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
 
 @contextmanager
 def _training(
-    running: RunningPass, watches: Sequence[BackwardWatch], begins: Begins
+    running: RunningPass,
+    watches: Sequence[BackwardWatch],
+    begins: Begins,
+    numbered: AbstractContextManager[None],
 ) -> Iterator[None]:
     """Report a pass that gives parameters their gradients to the watches."""
-    is_scaled = any(watch.scaling.in_use for watch in watches)
     # While the pass is listed, no other thread takes the gradients that hooks have seen.
     with running:
         before: dict[BackwardWatch, _Before] = {}
@@ -306,7 +311,7 @@ def _training(
                 with watch.context.refusals:
                     if (found := watch.begin(running)) is not None:
                         before[watch] = found
-            with _numbered(running.graph.roots, [running.tasks.append] if is_scaled else []):
+            with numbered:
                 yield
         except BaseException:
             with _guard_of(watches):

@@ -292,16 +292,18 @@ class OptimizerWatch:
     ) -> None:
         """Show hidden gradients again, before the script's hooks after the step."""
         del args, kwargs
-        update = self._of_frame(sys._getframe(1))  # noqa: SLF001 # as above
-        if update is None:
-            return
+        frame = sys._getframe(1)  # noqa: SLF001 # as above
         with self._context.refusals:
-            update.returned = True
-            owner = self._owners[optimizer]
-            cleared = update.has_cleared()
-            if cleared is not None:
-                owner.clears = cleared and owner.clears is not False
-            update.show(cleared=bool(owner.clears if cleared is None else cleared))
+            if (update := self._of_frame(frame)) is not None:
+                update.returned = True
+                self._show(optimizer, update)
+
+    def _show(self, optimizer: Optimizer, update: Update) -> None:
+        owner = self._owners[optimizer]
+        cleared = update.has_cleared()
+        if cleared is not None:
+            owner.clears = cleared and owner.clears is not False
+        update.show(cleared=bool(owner.clears if cleared is None else cleared))
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -75,12 +75,13 @@ class Update(Step):
 
     def show(self, *, cleared: bool = False) -> None:
         """Give hidden gradients back, unless the step has ``cleared`` the others, and take back what a skipped step counted."""
-        hidden, self._hidden = self._hidden, None
-        if hidden is not None:
-            hidden.show(cleared=cleared)
-        counts, self._counts = self._counts, None
-        if counts is not None:
-            counts.put_back()
+        # Each goes once it is done: after a fault, the end of the step does the rest.
+        if self._hidden is not None:
+            self._hidden.show(cleared=cleared)
+            self._hidden = None
+        if self._counts is not None:
+            self._counts.put_back()
+            self._counts = None
 
     def has_cleared(self) -> bool | None:
         """Tell whether the step has cleared the gradients that it found; `None` if it found none."""

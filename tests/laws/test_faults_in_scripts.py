@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,6 +37,8 @@ DOORS = {
     "SharedGuard.__init__",
     "RunningPass.__enter__",
     "RunningPass.__exit__",
+    "RunningPass.refuse_other_threads",
+    "Patch.__init__.<locals>.patched",
     "_Meeting.give",
     "_backward_watches",
     "_controllers",
@@ -57,8 +60,8 @@ def is_inner(frame: FrameType) -> bool:
     code, outer = frame.f_code, frame.f_back
     if outer is None or not code.co_filename.startswith(INSIDE):
         return False
-    # Python closes a generator without its caller.
-    if code.co_qualname.partition(".<locals>.<")[0] in DOORS or code.co_name == "<genexpr>":
+    # Python closes a generator without its caller; its other errors are those of the caller.
+    if code.co_flags & CO_GENERATOR or code.co_qualname.partition(".<locals>.<")[0] in DOORS:
         return False
     caller = outer.f_code.co_filename
     return caller.startswith(INSIDE) and caller not in PASS_ON
@@ -110,8 +113,8 @@ def check(name: str, codes: list[CodeType]) -> None:
         where = f"{code.co_filename}:{code.co_qualname}"
         try:
             done = with_a_fault(train, pack, code)
-        except Exception as error:  # noqa: BLE001 # the failure names the function
-            pytest.fail(f"{where} ends the script: {error!r}")
+        except Exception as error:  # the failure names the function
+            raise AssertionError(f"{where} ends the script: {error!r}") from error
         # A pack may skip a step, as long as it acts.
         assert same(done.weights, wanted) or same(done.weights, launched_well), where
         assert sum(INJECTED in line for line in done.lines) <= 1, (where, done.lines)
