@@ -225,6 +225,7 @@ ELSEWHERE = "in a command, before the script, or in a call that the script makes
 NOT_DRIVEN = {
     "checks/base.py:_Looked.__getitem__": CAUGHT,
     "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
+    "forensics/bundle.py:_on_host": CAUGHT,
     "forensics/bundle.py:_Reader._call": ELSEWHERE,
     "forensics/bundle.py:_Reader._loss": ELSEWHERE,
     "forensics/bundle.py:_Reader.step": ELSEWHERE,
@@ -232,6 +233,7 @@ NOT_DRIVEN = {
     "forensics/bundle.py:read": ELSEWHERE,
     "forensics/provenance.py:Provenance.__torch_dispatch__": CAUGHT,
     "forensics/provenance.py:_stand_at": ELSEWHERE,
+    "forensics/replay.py:_own_copy": CAUGHT,
     "launcher/command.py:_step": ELSEWHERE,
     "launcher/models.py:Models.check": CHOSEN,
     "launcher/training_detector.py:activate": ELSEWHERE,
@@ -259,6 +261,7 @@ NOT_DRIVEN = {
     "runtime/session_state.py:resume": CAUGHT,
     "runtime/traps.py:Traps.skipped_by_scaler": VERDICT,
     "tensors/saliency.py:grad_cam": ELSEWHERE,
+    "runtime/backward_watch.py:RunningPass.refuse_other_threads": CHOSEN,
 }
 
 
