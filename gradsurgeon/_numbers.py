@@ -156,11 +156,19 @@ def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor,
     return flat, _torch.integers(sizes, flat.device)
 
 
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
+    if set(map(Tensor.dim, tensors)) == {1}:
+        return torch.cat(list(tensors))
+    # DDP fills its buckets with this function.
+    return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
+
+
 def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
     if not grads[0].is_cpu:
         return None
     try:
-        flat = _torch.flattened(grads)
+        flat = _flattened(grads)
     except (RuntimeError, NotImplementedError):  # some are sparse, or on other devices
         return None
     if type(flat) is not Tensor or flat.dtype not in _WIDE or len(flat) != count:
