@@ -61,8 +61,8 @@ class Update(Step):
 
     def is_on_stack(self) -> bool:
         """Tell whether the step still runs in its thread."""
-        frame = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
-        return self.frame in callers(frame)
+        # A variable with this function's own frame would be a cycle, which keeps all that its callers hold alive.
+        return self.frame in callers(sys._current_frames().get(self.thread))  # noqa: SLF001 # documented
 
     def skip(self, optimizer: Optimizer) -> None:
         """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""

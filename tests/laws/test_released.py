@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import pathlib
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import gradsurgeon
 from gradsurgeon import packs
 from gradsurgeon.actions import ACTIONS
+from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.running_steps import Update
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"),
@@ -140,10 +143,14 @@ def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:
 @pytest.mark.parametrize("end", ["session held", "session dropped", "model gone"])
 @pytest.mark.parametrize("case", [*BY_ACTION, *PACKS])
 def test_nothing_is_kept(
-    case: str, end: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    end: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    logging.getLogger("gradsurgeon").setLevel(logging.CRITICAL)
+    caplog.set_level(logging.CRITICAL, "gradsurgeon")
     rules: Any = f"gradsurgeon:{case}"
     if case in BY_ACTION:
         entries = enumerate(BY_ACTION[case])
@@ -157,3 +164,20 @@ def test_nothing_is_kept(
         session = None
     assert alive(references) == []
     del session
+
+
+@pytest.mark.usefixtures("_uncollected")
+def test_a_look_at_the_stack_keeps_no_caller_alive() -> None:
+    model = Net()
+    optimizer = Adam(model.parameters(), 1e-3)
+
+    def look(held: object) -> weakref.ref[Any]:
+        frame = sys._getframe()
+        update = Update(optimizer, StepCounter(0), frame, lambda _: None)
+        assert update.is_on_stack()
+        update.frame = None
+        del frame
+        return weakref.ref(held)
+
+    reference = look(Net())
+    assert reference() is None
