@@ -124,7 +124,8 @@ class TrainingDetector:
     def _before_destruction(self, destroy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
         for model in self._models.attached:
-            model.session.controller.checks.conclude()
+            with self._models.guard:
+                model.session.controller.checks.conclude()
         destroy(*args, **kwargs)
 
     def _stop_waiting(self) -> None:
