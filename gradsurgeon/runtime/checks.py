@@ -56,7 +56,7 @@ class Checks:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
-            rules = [running.stage.rule.id for running in self._having[""]]
+            rules = [one.stage.rule.id for one in running]
             self._mails = {rule: Mail(rule, context.program.names) for rule in rules}
             self._replication = Replication(
                 context.program.names, lambda: context.ranks, context.parameters.params

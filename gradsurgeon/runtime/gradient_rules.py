@@ -59,12 +59,12 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
     """Record statistics, or keep copies, of the gradients that a rule matched, in true units."""
     rule, step = bound_rule.rule, bound_rule.counter.step
     tensors = gradients.having(bound_rule.tensors)
-    shared = _dist.any_sharded(gradients.of(tensors))
     if isinstance(rule, CaptureRule):
         for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
             # `keep` counts the firing.
             context.captures.keep(rule, context.program.names[tensor], step, true)
         return
+    shared = _dist.any_sharded(gradients.of(tensors))
     if shared:
         tensors = _recordable(context, bound_rule, gradients, tensors)
     if tensors:
