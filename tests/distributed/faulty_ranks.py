@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from distributed.healthy_ranks import Case
-from distributed.rank_job import Job, average, average_weights, data, fit, loss_of, net, passes
+from distributed.rank_job import (
+    Job,
+    average,
+    average_weights,
+    data,
+    experts,
+    fit,
+    loss_of,
+    net,
+    passes,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -318,17 +328,11 @@ def bypassed_in_the_second_pair(job: Job) -> None:
 
 @faulty(9, "1.weight", "ranks 1, 3 differ in the gradients of 1.weight", world=4, rank=1)
 def data_lost_in_an_expert(job: Job) -> None:
-    group = job.across()
-    torch.manual_seed(job.rank % 2)
-    expert = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-    model = nn.Sequential(net(), expert)
-    ignored = [f"1.module.{name}" for name, _ in expert.module.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapper = DistributedDataParallel(model)
+    model, wrapper = experts(job)
     optimizer = job.sgd(model)
     for step in passes(wrapper, optimizer):
         if (step, job.rank) == (9, 3):
-            _lose(expert.module.weight)
+            _lose(model.get_parameter("1.module.weight"))
         optimizer.step()
 
 

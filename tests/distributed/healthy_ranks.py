@@ -14,6 +14,7 @@ from distributed.rank_job import (
     average,
     average_weights,
     data,
+    experts,
     fit,
     loss_of,
     net,
@@ -679,13 +680,7 @@ def sums_in_another_order(job: Job) -> None:
 @on_four_ranks
 def experts_in_pairs(job: Job) -> None:
     """Two ranks share an expert, all share the rest."""
-    group = job.across()
-    torch.manual_seed(job.rank % 2)
-    expert = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-    model = nn.Sequential(net(), expert)
-    ignored = [f"1.module.{name}" for name, _ in expert.module.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapper = DistributedDataParallel(model)
+    model, wrapper = experts(job)
     fit(wrapper, job.sgd(model))
 
 

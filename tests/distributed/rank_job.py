@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import gradsurgeon
@@ -63,6 +64,17 @@ class Job:
 def net(seed: int = 0, width: int = 32, out: int = 4) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, out))
+
+
+def experts(job: Job) -> tuple[nn.Sequential, DistributedDataParallel]:
+    """Return a model whose last layer two ranks share and whose rest all share, and its wrapper."""
+    group = job.across()
+    torch.manual_seed(job.rank % 2)
+    expert = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    model = nn.Sequential(net(), expert)
+    ignored = [f"1.module.{name}" for name, _ in expert.module.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return model, DistributedDataParallel(model)
 
 
 def data() -> Tensor:
