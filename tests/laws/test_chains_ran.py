@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from actions_of_users import forgotten_afterwards
 from drawn_trainings import PATTERNS, Net
 from fuzzing import examples
 from hypothesis import given, settings
@@ -18,47 +19,46 @@ from oracle import matched
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import actions
 from gradsurgeon.actions import Edit, EditRule, Example
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _append_digit() -> Iterator[None]:
-    known = dict(actions.known_actions)
+    with forgotten_afterwards():
 
-    class AppendDigit(EditRule):
-        """Append a digit to every element.
+        class AppendDigit(EditRule):
+            """Append a digit to every element.
 
-        ## What it does
-        Multiplies by 10 and adds `digit`.
+            ## What it does
+            Multiplies by 10 and adds `digit`.
 
-        ## Why use it
-        To see which rules have acted, and in which order.
-        """
+            ## Why use it
+            To see which rules have acted, and in which order.
+            """
 
-        EXAMPLES: ClassVar = (Example({"digit": 3, "at": "step"}, [1.0, 2.0], expect=[13.0, 23.0]),)
-
-        action: Literal["append-digit"] = "append-digit"
-        digit: int
-
-        @property
-        def keeps_zero(self) -> bool:
-            return False
-
-        def compile(self) -> Edit:
-            def apply_(grads: Sequence[Tensor]) -> None:
-                for grad in grads:
-                    grad.mul_(10).add_(self.digit)
-
-            return Edit(
-                apply=lambda grad: grad * 10 + self.digit,
-                apply_=apply_,
-                alters=lambda _: torch.ones((), dtype=torch.bool),
+            EXAMPLES: ClassVar = (
+                Example({"digit": 3, "at": "step"}, [1.0, 2.0], expect=[13.0, 23.0]),
             )
 
-    yield
-    actions.known_actions.clear()
-    actions.known_actions.update(known)
+            action: Literal["append-digit"] = "append-digit"
+            digit: int
+
+            @property
+            def keeps_zero(self) -> bool:
+                return False
+
+            def compile(self) -> Edit:
+                def apply_(grads: Sequence[Tensor]) -> None:
+                    for grad in grads:
+                        grad.mul_(10).add_(self.digit)
+
+                return Edit(
+                    apply=lambda grad: grad * 10 + self.digit,
+                    apply_=apply_,
+                    alters=lambda _: torch.ones((), dtype=torch.bool),
+                )
+
+        yield
 
 
 DRAWN = st.lists(

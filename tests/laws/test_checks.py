@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from actions_of_users import forgotten_afterwards
 from laws import faulty_loops, healthy_loops, trainings
 from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsurgeon
-from gradsurgeon import CheckError, Event, actions
+from gradsurgeon import CheckError, Event
 from gradsurgeon.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
@@ -270,17 +271,18 @@ class Measured(gradsurgeon.Check):
 
 @pytest.mark.parametrize("trapped", [True, False])
 def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None:
-    check, known = Measured(), dict(actions.known_actions)
+    check = Measured()
 
-    class MeasuredRule(gradsurgeon.CheckRule):
-        """Ask for norms."""
+    with forgotten_afterwards():
 
-        action: Literal["check-measured"] = "check-measured"
+        class MeasuredRule(gradsurgeon.CheckRule):
+            """Ask for norms."""
 
-        def compile(self) -> gradsurgeon.Examination:
-            return gradsurgeon.Examination(check, self.then)
+            action: Literal["check-measured"] = "check-measured"
 
-    try:
+            def compile(self) -> gradsurgeon.Examination:
+                return gradsurgeon.Examination(check, self.then)
+
         rule = {"id": "own", "action": f"{MeasuredRule.__module__}:check-measured", "params": "*"}
         model = nn.Linear(4, 1)
         rules = [*(CHECKS["rules"][:1] if trapped else ()), rule]
@@ -291,28 +293,23 @@ def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None
             3,
         )
         assert told(training, {"version": 1, "rules": rules}) == []
-    finally:
-        actions.known_actions.clear()
-        actions.known_actions.update(known)
     assert [bool(calls) for calls in check.calls] == [not trapped] * 3
 
 
 @pytest.fixture
 def flat_rule() -> Iterator[str]:
     """Define an action for one test."""
-    known = dict(actions.known_actions)
+    with forgotten_afterwards():
 
-    class FlatRule(gradsurgeon.CheckRule):
-        """Find losses that stay as they are."""
+        class FlatRule(gradsurgeon.CheckRule):
+            """Find losses that stay as they are."""
 
-        action: Literal["check-flat"] = "check-flat"
+            action: Literal["check-flat"] = "check-flat"
 
-        def compile(self) -> gradsurgeon.Examination:
-            return gradsurgeon.Examination(Flat(), self.then)
+            def compile(self) -> gradsurgeon.Examination:
+                return gradsurgeon.Examination(Flat(), self.then)
 
-    yield f"{FlatRule.__module__}:check-flat"
-    actions.known_actions.clear()
-    actions.known_actions.update(known)
+        yield f"{FlatRule.__module__}:check-flat"
 
 
 def test_check_of_a_user(flat_rule: str) -> None:

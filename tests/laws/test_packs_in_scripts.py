@@ -9,9 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import actions_of_users
 import pack_trainings as trainings
 import pytest
-import third_trap  # noqa: F401 # an action of its own
 import torch
 from pack_trainings import DEBUG, PACKAGE, Train, launched, same
 
@@ -20,6 +20,13 @@ from gradsurgeon import BindError, NonFiniteGradientError, load, packs
 from gradsurgeon.actions import LossRule
 from gradsurgeon.planning import binding
 from gradsurgeon.runtime.refusals import Guard, Refusals
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _third_trap() -> Iterator[None]:
+    with actions_of_users.third_trap():
+        yield
+
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 FREEZE = {"id": "still", "action": "freeze", "params": "0.*"}

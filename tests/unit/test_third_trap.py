@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import pdb  # noqa: T100 # it is replaced
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import actions_of_users
 import pytest
 import torch
 from commands import call_here
@@ -17,7 +16,7 @@ from kept_sink import Kept
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import TrapError, actions
+from gradsurgeon import TrapError
 from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.integrations import pytest_plugin
 from gradsurgeon.launcher import debugger
@@ -25,12 +24,8 @@ from gradsurgeon.launcher import debugger
 
 @pytest.fixture(autouse=True)
 def own() -> Iterator[Any]:
-    """Import the module of the user, and forget it afterwards."""
-    known = dict(actions.known_actions)
-    sys.modules.pop("third_trap", None)
-    yield importlib.import_module("third_trap")
-    actions.known_actions.clear()
-    actions.known_actions.update(known)
+    with actions_of_users.third_trap() as module:
+        yield module
 
 
 def train(then: str, **options: Any) -> gradsurgeon.Session:
