@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from gradsurgeon.cli.gone import GONE, refusal
 from gradsurgeon.errors import GradSurgeonError, HintedError
 
 _COMMANDS = {
@@ -27,7 +28,6 @@ _COMMANDS = {
     "watch": "Show a run in the terminal while training goes on.",
     "replay": "Run the step that a trap stopped again, and say what went wrong.",
     "compare": "Say where a run parts from a reference, step by step and tensor by tensor.",
-    "suggest": "Write rules whose thresholds come from the records of a healthy run.",
     "export": "Write the records of a run, one value per line.",
 }
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -82,6 +82,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         from gradsurgeon.launcher import command  # noqa: PLC0415 # no other command needs it
 
         return command.main(argv[1:])
+    if argv and argv[0] in GONE:
+        return fail(refusal(argv[0]))
     parser = _parser(argv[0] if argv else "")
     if not argv:
         parser.print_help(sys.stderr)

@@ -123,7 +123,6 @@ def test_a_job_fails_by_events(
         # Spikes are found in norms: what nobody has seen is not taken for clean.
         ("report", "trapped", "--fail-on", "spike"),
         ("watch", "trapped"),
-        ("suggest", "trapped"),
         ("compare", "trapped", "trapped"),
     ],
 )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 import gradsurgeon
-from gradsurgeon.cli import main
 from gradsurgeon.report import summary
 from gradsurgeon.runtime.gradient_rules import SAMPLE
 from gradsurgeon.statistics import STATISTICS
@@ -375,23 +374,6 @@ def test_a_parameter_without_gradients_is_named_although_its_weight_is_recorded(
     session, _ = trained(model, SGD(model.parameters(), lr=0.1), rules)
     session.remove()
     assert "never got a gradient: 0.spare.weight, 0.spare.bias" in summary(session).remarks
-
-
-def test_thresholds_are_not_suggested_from_norms_of_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = net()
-    rules = with_rule(id="grads", action="norm-log", params="*")
-    session, _ = trained(
-        model, SGD(model.parameters(), lr=0.001), rules, steps=200, record=tmp_path / "run"
-    )
-    norms = [value for _, value in session.history("0.weight", rule="grads")]
-    session.remove()
-    main(["suggest", str(tmp_path / "run")])
-    text = capsys.readouterr().out
-    assert "by `grads` at accumulated" in text
-    threshold = float(text.rpartition("max_norm: ")[2])
-    assert min(norms) < threshold < 2 * max(norms)
 
 
 def test_only_statistics_of_updates_get_pairs() -> None:

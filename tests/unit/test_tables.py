@@ -223,7 +223,7 @@ with gradsurgeon.open_run("run") as run:
 calls = ("params --model net:build -o p.json", "lint rules.yaml", "plan rules.yaml --params p.json", "export run --format csv")
 codes = [main(call.split()) for call in (*calls, "diff rules.yaml rules.yaml --params p.json")]
 assert codes == [0] * 5, codes
-assert main(["suggest", "run"]) == 2
+assert main(["report", "run"]) == 2
 assert sys.modules["numpy"] is None
 """
 
@@ -240,5 +240,5 @@ def test_rules_records_and_events_need_no_numpy(tmp_path: pathlib.Path) -> None:
     )
     done = call(cwd=tmp_path, code=_WITHOUT_NUMPY, env={"PYTHONWARNINGS": "ignore"})
     assert done.returncode == 0, done.stderr
-    assert "suggest needs the library numpy" in done.stderr
+    assert "report needs the library numpy" in done.stderr
     assert done.stderr.endswith("pip install 'gradsurgeon[report]'\n")

@@ -1,0 +1,33 @@
+"""The threshold that the guide takes from a run: its scripts run, and its rule clips as often as the guide says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import guide
+import pytest
+import torch
+import yaml
+
+
+@pytest.mark.slow
+def test_a_quantile_of_a_healthy_run_is_a_threshold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = guide.text("thresholds")
+    train, read_norms = guide.blocks(page, "python")
+    (shown,) = guide.blocks(page, "")
+    rule, _ = (yaml.safe_load(block)["rules"][0] for block in guide.blocks(page, "yaml"))
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    known: dict[str, Any] = {}
+    exec(train, known)
+    exec(read_norms, known)
+    printed = capsys.readouterr().out
+    # Another machine rounds other last digits.
+    numbers = [[*yaml.safe_load(line).values()] for line in printed.splitlines()]
+    expected = [[*yaml.safe_load(line).values()] for line in shown.splitlines()]
+    assert numbers == [pytest.approx(line, rel=0.05) for line in expected]
+    bitten = (known["norms"] > rule["max_norm"]).mean()
+    assert 0.01 < bitten < 0.03
