@@ -234,9 +234,7 @@ AGAIN, WITHOUT = "plain step again", "`gradsurgeon.backward`, no rule"
 BARE = (Way(AGAIN, "baseline", _plain), Way(WITHOUT, "rules", _without_rule))
 WAYS = (
     Way("`conflict`", "rules", on_params(action="conflict")),
-    Way("`combine`, `mean`", "rules", on_params(action="combine", method="mean"), _SOLVERS),
     Way("`combine`, `upgrad`", "rules", on_params(action="combine", method="upgrad"), _SOLVERS),
-    Way("TorchJD `mtl_backward`, `Mean`", "peer", torchjd("Mean"), _SOLVERS),
     Way("TorchJD `mtl_backward`, `UPGrad`", "peer", torchjd("UPGrad"), _SOLVERS),
     Way("the same, `parallel_chunk_size=1`", "peer", torchjd("UPGrad", chunk=1), _SOLVERS),
     Way(

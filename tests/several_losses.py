@@ -18,8 +18,9 @@ from gradsurgeon.actions._methods import METHODS
 OPTIONS: dict[str, dict[str, Any]] = {
     "cagrad": {"c": 0.5},
     "fairgrad": {"alpha": 1.0},
-    "krum": {"n_byzantine": 0},
 }
+# The method whose weights are known without a computation: with `alpha: 0` it averages.
+AVERAGE: dict[str, Any] = {"method": "fairgrad", "alpha": 0}
 
 Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]
 
@@ -190,10 +191,8 @@ def drawing(rule: str = "combine", step: int = 0, call: int = 0) -> Iterator[Non
     torch.set_rng_state(state)
 
 
-def aggregator(method: str, losses: int = 2) -> Any:
+def aggregator(method: str) -> Any:
     """Return TorchJD's own, which sees the whole Jacobian."""
     aggregation = pytest.importorskip("torchjd.aggregation")
-    if method == "constant":
-        return aggregation.Constant(torch.tensor([2.0, 0.5, -1.0][:losses]))
     known = METHODS[method].weighting.removesuffix("Weighting")
     return getattr(aggregation, known)(**OPTIONS.get(method, {}))

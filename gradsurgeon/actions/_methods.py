@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon._libraries import library
@@ -20,8 +20,7 @@ class Method:
 
     Attributes:
         size: the result without conflict and without `preference`, as part of a sentence; a test checks each.
-        options: its options, and whether they must be given.
-        keeps_zeros: whether a zero gradient counts; other methods leave it out.
+        options: its options, all of which must be given.
         follows_scale: whether the common scale of all gradients matters.
     """
 
@@ -29,10 +28,9 @@ class Method:
     paper: str
     size: str
     about: str
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     solvers: tuple[str, ...] = ()
     takes_preference: bool = False
-    keeps_zeros: bool = False
     follows_scale: bool = False
 
     @property
@@ -46,9 +44,6 @@ class Method:
 OPTIONS: Mapping[str, str] = {
     "c": "c: 0.4",
     "alpha": "alpha: 1",
-    "n_byzantine": "n_byzantine: 1",
-    "n_selected": "n_selected: 2",
-    "weights": "weights: {seg: 1, depth: 0.5}",
 }
 
 _QUADRATIC = ("quadprog", "qpsolvers")
@@ -99,7 +94,7 @@ METHODS: Mapping[str, Method] = {
         "arXiv 2110.14048",
         "at most 1 + `c` times the length of the average",
         "searches around the average, within `c` times its length, for the best result for the worst loss",
-        options={"c": True},
+        options=("c",),
         solvers=("cvxpy", "clarabel"),
     ),
     "fairgrad": Method(
@@ -108,33 +103,20 @@ METHODS: Mapping[str, Method] = {
         "a length of its own",
         "shares the progress of the losses alpha-fairly; its length follows from `alpha` and the gradients, so no "
         "learning rate carries over",
-        options={"alpha": True},
+        options=("alpha",),
         solvers=("scipy",),
         follows_scale=True,
     ),
-    "krum": Method(
-        "KrumWeighting",
-        "NeurIPS 2017, Blanchard et al.",
-        "an average, with weights that add up to 1",
-        "takes the average of the `n_selected` gradients that are closest to the others",
-        options={"n_byzantine": True, "n_selected": False},
-        keeps_zeros=True,
-    ),
-    "mean": Method("MeanWeighting", "-", "the average", "averages the gradients"),
-    "sum": Method("SumWeighting", "-", "the sum", "sums the gradients, as without a rule"),
-    "constant": Method(
-        "ConstantWeighting",
-        "-",
-        "the sum by its `weights`",
-        "sums the gradients with the `weights` of the rule",
-        options={"weights": True},
-    ),
-    "random": Method(
-        "RandomWeighting",
-        "arXiv 2111.10603",
-        "an average, with weights that add up to 1",
-        "averages the gradients with random weights, new ones in each call",
-    ),
+}
+
+
+# The methods that there are no longer, each with what to use instead.
+GONE: Mapping[str, str] = {
+    "krum": "use `torchjd.aggregation.Krum` in the script",
+    "mean": "`method: fairgrad` with `alpha: 0` averages the gradients",
+    "sum": "leave the rule out: without it the gradients are summed",
+    "constant": "multiply each loss by its weight in the script, and leave the rule out",
+    "random": "use `torchjd.aggregation.Random` in the script",
 }
 
 
@@ -155,8 +137,7 @@ class Weigher:
     def __call__(self, products: Tensor) -> Tensor:
         """Return the weights of n gradients by their inner products, float64 ``[n, n]``, or raise ValueError."""
         weights = products.new_ones(len(products))
-        counts = weights if self._method.keeps_zeros else products.diagonal()
-        rows = (counts > 0).nonzero().flatten()
+        rows = (products.diagonal() > 0).nonzero().flatten()
         if not len(rows):
             return weights
         some = products[rows][:, rows]
@@ -164,15 +145,13 @@ class Weigher:
             # Methods treat gradients below some absolute length as zeros, and real gradients are often shorter.
             some = some / some.trace()
         # Some solvers do not return a single gradient unchanged.
-        has_choice = len(rows) > 1 or self._preference is not None or "weights" in self._options
+        has_choice = len(rows) > 1 or self._preference is not None
         weights[rows] = self._weighting(rows, products)(some) if has_choice else 1.0
         return weights
 
     def _weighting(self, rows: Tensor, products: Tensor) -> Any:
         # The tensor makes others like itself, because reading rules must not need torch.
         options = dict(self._options)
-        if "weights" in options:
-            options["weights"] = products.new_tensor(options["weights"])[rows]
         if self._preference is not None:
             options["pref_vector"] = preference = products.new_tensor(self._preference)[rows]
             if not preference.all() and self._method.solvers:

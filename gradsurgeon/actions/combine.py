@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._fields import Flaw, flawed
 from gradsurgeon.actions._kinds import LossNames, LossRule
-from gradsurgeon.actions._methods import METHODS, OPTIONS, Method, Weigher
+from gradsurgeon.actions._methods import GONE, METHODS, OPTIONS, Weigher
 from gradsurgeon.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -19,7 +19,13 @@ else:
     MethodName = Literal[tuple(METHODS)]
 
 # The options that name losses, which rules on modules cannot do.
-_NAMING = ("preference", "memory", "weights")
+_NAMING = ("preference", "memory")
+
+
+def _refuse_gone(method: object) -> object:
+    if isinstance(method, str) and method in GONE:
+        raise flawed(Flaw("", f"`method: {method}` is gone", GONE[method]))
+    return method
 
 
 class Combine(LossRule):
@@ -35,7 +41,7 @@ class Combine(LossRule):
     On modules with the same input tensor (`tensor: input.grad`), such as the heads of a network, it combines the
     gradients that they send back to that tensor, in an ordinary `loss.backward()`.
 
-    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average (`krum` keeps it).
+    A zero gradient, as from a loss that does not reach the parameters, is left out, also of an average.
     If a gradient is non-finite, or the solver of a method fails, the parameters get the plain sum, and an event gives the
     reason. Each call records the `weight` of each loss, and `distance`, the norm of the difference from the plain
     sum over the norm of that sum; under `mode="observe"` both describe the combination that was not applied.
@@ -80,6 +86,7 @@ class Combine(LossRule):
     action: Literal["combine"] = "combine"
     method: Annotated[
         MethodName,
+        BeforeValidator(_refuse_gone),
         Field(
             description="How the gradients become one.",
             json_schema_extra={"enumDescriptions": [known.about for known in METHODS.values()]},
@@ -106,20 +113,6 @@ class Combine(LossRule):
             ge=0, description="Of `fairgrad`: 0 the average, 1 proportional, large: the worst loss."
         ),
     ] = None
-    n_byzantine: Annotated[
-        int | None, Field(ge=0, description="Of `krum`: how many gradients may be anything.")
-    ] = None
-    n_selected: Annotated[
-        int | None,
-        Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
-    ] = None
-    weights: Annotated[
-        Annotated[dict[str, float], Field(min_length=1)] | None,
-        Field(
-            description="Of `constant`: the weights of losses, by name; a loss without a number has 1.",
-            examples=[{"seg": 1, "depth": 0.5}],
-        ),
-    ] = None
 
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
@@ -140,7 +133,7 @@ class Combine(LossRule):
                 owners = [one for one, other in METHODS.items() if option in other.keys]
                 message = f"`method: {self.method}` has no option `{option}`"
                 yield Flaw(option, message, f"remove it; it belongs to {', '.join(owners)}")
-            elif getattr(self, option) is None and method.options.get(option):
+            elif getattr(self, option) is None and option in method.options:
                 message = f"missing key `{option}`: `method: {self.method}` needs it"
                 yield Flaw(option, message, f"such as `{OPTIONS[option]}`", "missing-key")
 
@@ -167,7 +160,7 @@ class Combine(LossRule):
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
         size = "the sum by its `preference`" if self.preference is not None else method.size
-        scale = f"without conflict {self.method}{_cited(method)} gives {size}"
+        scale = f"without conflict {self.method} ({method.paper}) gives {size}"
         if size != "the sum":
             scale += (
                 ", but parameters that no `combine` matches get the sum: mind the learning rate"
@@ -176,12 +169,7 @@ class Combine(LossRule):
 
     def compile(self) -> Combination:
         """Return how the gradients are weighed."""
-        losses = self.losses or ()
-        options = {
-            option: getattr(self, option) for option in OPTIONS if getattr(self, option) is not None
-        }
-        if "weights" in options:
-            options["weights"] = [options["weights"].get(name, 1.0) for name in losses]
+        options = {option: getattr(self, option) for option in METHODS[self.method].options}
         return Combination(Weigher(self.method, options, self._preferences()))
 
     def _preferences(self) -> list[float] | None:
@@ -192,21 +180,14 @@ class Combine(LossRule):
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
 
 
-def _cited(method: Method) -> str:
-    return "" if method.paper == "-" else f" ({method.paper})"
-
-
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
-        asks = ", ".join(
-            f"`{one}`" if must else f"`{one}` if given" for one, must in method.options.items()
-        )
-        more = [f"takes {asks}"] if asks else []
+        more = [f"takes `{option}`" for option in method.options]
         more += ["knows `preference`"] if method.takes_preference else []
         rest = "".join(f"; {one}" for one in more)
         lines.append(
-            f"`{name}`{_cited(method)}: {method.about}; without conflict {method.size}{rest}."
+            f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}."
         )
     return "\n\n".join(lines)
 

@@ -155,7 +155,7 @@ def unlike(what: str) -> str:
     called = DistributedDataParallel(model)
     second = dist.get_rank() == 1
     mode: Any = "observe" if second and what == "mode" else "act"
-    rule = {"action": "combine", "method": "mean" if second and what == "method" else "mgda"}
+    rule = {"action": "combine", "method": "imtl-g" if second and what == "method" else "mgda"}
     gradsurgeon.apply(called, rules(rule), mode=mode)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from several_losses import (
+    AVERAGE,
     OPTIONS,
     Checkpointed,
     Heads,
@@ -29,7 +30,6 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 
 OF = {"modules": ["seg", "depth"], "tensor": "input.grad"}
-TWO = [name for name in METHODS if name not in ("krum", "constant")]
 
 
 def on_heads(*given: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def conflicting(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"seg": seg.square().mean() * 5, "depth": -depth[:, :1].sum() - seg.detach().sum()}
 
 
-@pytest.mark.parametrize("method", TWO)
+@pytest.mark.parametrize("method", METHODS)
 def test_each_method_equals_the_aggregator_of_torchjd_on_the_features(method: str) -> None:
     model, x = Heads(), torch.randn(5, 6)
     wanted = by_hand(model, x, method, conflicting)
@@ -129,7 +129,7 @@ def test_what_others_send_back_is_added_as_it_is() -> None:
     heads = model.seg(features).square().mean() - model.depth(features).sum()
     both = torch.autograd.grad(heads, [*model.trunk.parameters()])
     wanted = torch.cat([(a + b / 2).flatten() for a, b in zip(more, both, strict=True)])
-    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     three(model, x).backward()
     torch.testing.assert_close(
         flat_grads([*model.trunk.parameters()]), wanted, rtol=1e-9, atol=1e-12
@@ -161,7 +161,7 @@ def test_a_loss_that_is_much_larger_leaves_the_other_its_digits(dtype: torch.dty
 def test_rules_on_other_gradients_keep_their_place() -> None:
     """A module's own share is edited before it is combined; the gradient of the trunk's output after that."""
     model, x = Heads(), torch.randn(5, 6)
-    file = on_heads({"action": "combine", "method": "mean"})
+    file = on_heads({"action": "combine", **AVERAGE})
     file["rules"] += [
         {"id": "less", "action": "scale", "factor": 0.5, "modules": "seg", "tensor": "input.grad"},
         {
@@ -188,7 +188,7 @@ def test_rules_on_other_gradients_keep_their_place() -> None:
 @pytest.mark.parametrize("what", ["its loss is missing", "it is detached", "it is not called"])
 def test_one_head_alone_is_an_ordinary_thing(what: str) -> None:
     model, x = Heads(), torch.randn(5, 6)
-    session = gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    session = gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     other = copy.deepcopy(model)
     other.seg(other.trunk(x)).sum().backward()
     features = model.trunk(x)
@@ -224,9 +224,7 @@ def test_interleaved_batches_meet_each_by_itself() -> None:
 
 def test_a_module_that_is_called_twice_counts_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    gradsurgeon.apply(
-        model, on_heads({"action": "combine", "method": "mean"}, {"action": "conflict"})
-    )
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}, {"action": "conflict"}))
     features = model.trunk(x)
     loss = (
         model.seg(features).sum() + model.seg(features).square().sum() + model.depth(features).sum()
@@ -273,9 +271,7 @@ def test_one_of_several_tensors(path: str) -> None:
     model(x).backward()
     wanted, scales = flat_grads([*model.trunk.parameters()]) / 2, flat_grads([*model.scales])
     model.zero_grad()
-    session = gradsurgeon.apply(
-        model, on_heads({"action": "combine", "method": "mean", "tensor": path})
-    )
+    session = gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE, "tensor": path}))
     model(x).backward()
     torch.testing.assert_close(flat_grads([*model.trunk.parameters()]), wanted)
     assert torch.equal(flat_grads([*model.scales]), scales)
@@ -285,7 +281,7 @@ def test_one_of_several_tensors(path: str) -> None:
 @pytest.mark.parametrize("action", ["combine", "conflict"])
 def test_separate_passes_are_refused_by_name(action: str) -> None:
     model, x = Heads(), torch.randn(5, 6)
-    rule = {"action": "combine", "method": "mean"} if action == "combine" else {"action": action}
+    rule = {"action": "combine", **AVERAGE} if action == "combine" else {"action": action}
     gradsurgeon.apply(model, on_heads(rule))
     a, b = model(x)
     text = r"depth took a tensor together with seg and sends nothing back .*keeps its graph.*once, on the sum"
@@ -300,7 +296,7 @@ def test_separate_passes_are_refused_by_name(action: str) -> None:
 
 def test_a_second_pass_that_brings_all_of_it_is_ordinary() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    session = gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    session = gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     loss = total(model, x)
     loss.backward(retain_graph=True)
     once = flat_grads([*model.trunk.parameters()])
@@ -311,7 +307,7 @@ def test_a_second_pass_that_brings_all_of_it_is_ordinary() -> None:
 
 def test_a_graph_of_gradients_is_refused_by_name() -> None:
     model, x = Heads(), torch.randn(5, 6).requires_grad_()
-    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     with pytest.raises(GradSurgeonError, match=r"rule combine: .*create_graph=True"):
         torch.autograd.grad(total(model, x), x, create_graph=True)
 
@@ -319,7 +315,7 @@ def test_a_graph_of_gradients_is_refused_by_name() -> None:
 def test_reentrant_checkpoints_around_heads_are_refused() -> None:
     """Each head takes a tensor of its own there, so that nothing is shared."""
     model = Heads()
-    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     features = model.trunk(torch.randn(5, 6))
     seg = checkpoint(model.seg, features, use_reentrant=True)
     depth = checkpoint(model.depth, features, use_reentrant=True)
@@ -363,7 +359,7 @@ def test_a_head_that_works_in_place_is_said() -> None:
             self.seg = nn.ReLU(inplace=True)
 
     model, x = Model(), torch.randn(5, 6)
-    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     with pytest.warns(GradSurgeonWarning, match="seg works in place on the tensor that it shares"):
         model.seg(model.trunk(x)).sum().backward()
 
@@ -384,7 +380,7 @@ def test_a_head_whose_first_layer_works_in_place_goes_on_as_before(action: str) 
     model, x = Model(), torch.randn(5, 6)
     other = copy.deepcopy(model)
     total(other, x).backward()
-    rule = {"action": "combine", "method": "mean"} if action == "combine" else {"action": action}
+    rule = {"action": "combine", **AVERAGE} if action == "combine" else {"action": action}
     gradsurgeon.apply(model, on_heads(rule))
     total(model, x).backward()
     torch.testing.assert_close(
@@ -394,9 +390,7 @@ def test_a_head_whose_first_layer_works_in_place_goes_on_as_before(action: str) 
 
 def test_memory_does_not_grow_without_backward_passes() -> None:
     model = Heads()
-    gradsurgeon.apply(
-        model, on_heads({"action": "combine", "method": "mean"}, {"action": "conflict"})
-    )
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}, {"action": "conflict"}))
     alive: list[Any] = []
     model.trunk.register_forward_hook(lambda *call: alive.append(weakref.ref(call[2])))
     for _ in range(20):
@@ -411,7 +405,7 @@ def test_memory_does_not_grow_without_backward_passes() -> None:
 
 def test_memory_of_a_step_goes_with_it() -> None:
     model = Heads()
-    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     alive: list[Any] = []
     model.trunk.register_forward_hook(lambda *call: alive.append(weakref.ref(call[2])))
     for _ in range(5):
@@ -466,7 +460,7 @@ def test_both_forms_on_one_model() -> None:
 
 def test_copies_and_files_carry_nothing_and_it_leaves_no_trace() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    session = gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
+    session = gradsurgeon.apply(model, on_heads({"action": "combine", **AVERAGE}))
     total(model, x).backward()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # our own
         assert not other.seg._forward_pre_hooks  # nobody else tells

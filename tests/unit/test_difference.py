@@ -467,7 +467,7 @@ class TestLosses:
         assert render(self.found()).replace(f"{self.FOLDER}/", "").strip() == expected.strip()
 
     def test_names_of_losses_are_escaped(self) -> None:
-        old = {"id": "it", "action": "combine", "params": "*", "method": "mean"}
+        old = {"id": "it", "action": "combine", "params": "*", "method": "mgda"}
         before, after = (load({**old, "losses": ["a", one]}) for one in ("b", "<img src=x>\x1b[2J"))
         shown = compare(before, after, manifest())
         assert "\x1b" not in text.render(shown)
@@ -477,7 +477,7 @@ class TestLosses:
             "id": "it",
             "action": "combine",
             "params": "h.*",
-            "method": "mean",
+            "method": "mgda",
             "losses": ["a", "b"],
         }
         assert diff([surgery, clamp("bound", max=1)], [surgery]).lost == ()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import gradsurgeon
+from gradsurgeon.actions import _methods
 from gradsurgeon.cli import main
 from gradsurgeon.cli.gone import GONE
 
@@ -18,3 +21,20 @@ def test_a_command_or_option_that_is_gone(words: str, capsys: pytest.CaptureFixt
     assert out == ""
     assert f"`gradsurgeon {words}` is gone: " in told
     assert INSTEAD[words] in told
+
+
+@pytest.mark.parametrize("method", _methods.GONE)
+def test_a_method_that_is_gone(method: str) -> None:
+    rule = {"id": "a", "action": "combine", "params": "*", "losses": ["x", "y"], "method": method}
+    with pytest.raises(gradsurgeon.RuleFileError) as refused:
+        gradsurgeon.load({"version": 1, "rules": [rule]})
+    (problem,) = refused.value.problems
+    assert problem.message == f"`method: {method}` is gone"
+    assert problem.hint == _methods.GONE[method]
+
+
+def test_what_is_used_instead_of_an_average_is_one() -> None:
+    rule = {"id": "a", "params": "*", "losses": ["x", "y"], "method": "fairgrad", "alpha": 0}
+    weigh = gradsurgeon.Combine.model_validate(rule).compile().weigh
+    products = torch.tensor([[4.0, -3.0], [-3.0, 9.0]], dtype=torch.float64)
+    assert weigh(products).tolist() == [0.5, 0.5]

@@ -50,7 +50,7 @@ def sharded(word: str) -> Manifest:
 
 class TestTwoThatMeet:
     def test_are_an_error_that_names_both_and_a_parameter(self) -> None:
-        (text,) = refused(combine("first"), combine("second", params="trunk.0.*", method="mean"))
+        (text,) = refused(combine("first"), combine("second", params="trunk.0.*", method="pcgrad"))
         assert "rule second: first combines the gradients of trunk.0.weight, " in text
         assert "`exclude`" in text
 
@@ -158,8 +158,6 @@ class TestPlan:
         options: dict[str, dict[str, Any]] = {
             "cagrad": {"c": 1},
             "fairgrad": {"alpha": 1},
-            "krum": {"n_byzantine": 0, "losses": ["a", "b", "c"]},
-            "constant": {"weights": {"seg": 1, "depth": 1}},
         }
         scale, *_ = plan(combine(method=method, **options.get(method, {}))).rule_warnings["surgery"]
         assert f"{method}" in scale
