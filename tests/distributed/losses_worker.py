@@ -22,7 +22,9 @@ import gradsurgeon
 from gradsurgeon.actions._methods import Weigher
 
 STEPS, WORLD = 3, 2
-METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", "random")
+# Of two gradients PCGrad gives the same in either order; of six the order that is drawn counts.
+DRAWN, SIX = "pcgrad of six", ("seg", "depth", "a", "b", "c", "d")
+METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", DRAWN)
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bucket views": {"gradient_as_bucket_view": True},
@@ -46,13 +48,23 @@ def make() -> Heads:
     return Heads().double()
 
 
+def six(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    outputs = torch.cat(model(x), dim=1)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(len(SIX), 5, generator=generator, dtype=torch.float64)
+    return dict(zip(SIX, (outputs @ directions.T).mean(0), strict=True))
+
+
 def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
     """Train under one method, and return the end and what was recorded."""
     model = make()
     called: Any = model
-    session = gradsurgeon.apply(
-        model, rules({"action": "combine", "method": method}, {"action": "conflict"})
-    )
+    combine: dict[str, Any] = {"action": "combine", "method": method}
+    losses_of = two
+    if method == DRAWN:
+        combine.update(method="pcgrad", losses=SIX)
+        losses_of = six
+    session = gradsurgeon.apply(model, rules(combine, {"action": "conflict"}))
     if ranks > 1:
         called = DistributedDataParallel(model, **SETUPS[setup])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +78,7 @@ def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
             for number, (part, share) in enumerate(parts):
                 quiet = ranks > 1 and number < len(parts) - 1
                 with called.no_sync() if quiet else contextlib.nullcontext():
-                    losses = {name: loss * share for name, loss in two(called, part).items()}
+                    losses = {name: loss * share for name, loss in losses_of(called, part).items()}
                     gradsurgeon.backward(losses)
             optimizer.step()
     found = {
