@@ -1,11 +1,9 @@
 """Wait for training, which a torch optimizer announces."""
 
-import gc
 import logging
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsurgeon import _backward_calls, _dist, _live, api
 from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import GradSurgeonError, RuleFileError
+from gradsurgeon.errors import RuleFileError
 from gradsurgeon.launcher.messages import explain, write
 from gradsurgeon.launcher.models import Models, roots_of
 from gradsurgeon.launcher.script_end import ScriptEnd
@@ -76,8 +74,8 @@ class TrainingDetector:
     def __init__(
         self,
         models: Models,
-        found: Callable[[], None] = _nothing,
-        first_step: Callable[[], None] = _nothing,
+        found: Callable[[], None],
+        first_step: Callable[[], None],
     ) -> None:
         self._models = models
         self._found = found
@@ -85,32 +83,16 @@ class TrainingDetector:
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._end_waiting: Callable[[], None] | None = None
-        self._undo = ExitStack()
 
     def install(self) -> None:
-        self._undo.callback(Patch(Optimizer, "__init__", self._construct).undo)
+        Patch(Optimizer, "__init__", self._construct)
         # Registered before the hook of the sessions, which must find sessions that begin during a step.
-        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        register_optimizer_step_pre_hook(self._before_step)
         registry.watch_steps()
-        self._undo.callback(registry.unwatch_steps)
         distributed: Any = torch.distributed
         if distributed.is_available():
             # Early: a script that imports the function by name gets the patched one.
-            patch = Patch(distributed, "destroy_process_group", self._before_destruction)
-            self._undo.callback(patch.undo)
-        self._undo.callback(self._stop_waiting)
-
-    def uninstall(self) -> None:
-        self._undo.close()
-
-    def search_built(self) -> None:
-        gc.collect()  # An unreachable optimizer will never step.
-        for optimizer in _live.instances(Optimizer):
-            try:
-                self._search(optimizer)
-            except GradSurgeonError:
-                # The error is raised again when this optimizer steps.
-                self._sizes.pop(optimizer, None)
+            Patch(distributed, "destroy_process_group", self._before_destruction)
 
     def _construct(
         self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any

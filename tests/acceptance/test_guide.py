@@ -86,7 +86,9 @@ def run(line: str, cwd: Path) -> tuple[int, str]:
         code, printed = here.returncode, here.stderr + here.stdout
     else:
         start = {"gradsurgeon": ["-m", "gradsurgeon"], "pytest": ["-m", "pytest"], "python": []}
-        fork = forks.start([*start[tool], *arguments], cwd=cwd, env=environment()).wait(TIMEOUT)
+        # Pytest is to load no plugins of this environment.
+        env = {**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        fork = forks.start([*start[tool], *arguments], cwd=cwd, env=env).wait(TIMEOUT)
         code, printed = fork.returncode, (fork.stderr + fork.stdout).decode()
     return code, printed.replace(f"{cwd}/", "")
 
