@@ -78,10 +78,6 @@ def main() -> int:
             script = str(rules / "stories" / f"{name}.py")
             _run(script, "--record", str(record), "--html", str(page), page=page)
             take(page, rules / "stories" / f"{name}.png", heading=heading)
-    slip, picture = (rules / "stories" / f"refactoring_slip.{end}" for end in ("py", "png"))
-    subprocess.run(
-        (sys.executable, str(slip), "--picture", str(picture)), check=True, env=_environment()
-    )
     return 0
 
 

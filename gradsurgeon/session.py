@@ -146,7 +146,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "features"] = "norms",
+        kind: Literal["norms", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -160,7 +160,6 @@ class Session(RecordQueries):
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
           gradient, a cross at the top a non-finite norm, a triangle at the bottom a norm of 0. Vertical lines mark
           traps, skipped steps and lost hooks.
-        * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 

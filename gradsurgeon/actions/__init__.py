@@ -24,7 +24,6 @@ from gradsurgeon.actions._fields import Flaw as Flaw
 from gradsurgeon.actions._fields import TargetKind as TargetKind
 from gradsurgeon.actions._fields import described as described
 from gradsurgeon.actions._fields import flawed as flawed
-from gradsurgeon.actions._fields import gradient_pairs as gradient_pairs
 from gradsurgeon.actions._fields import spelled as spelled
 from gradsurgeon.actions._fields import written as written
 from gradsurgeon.actions._kinds import CaptureRule as CaptureRule

@@ -165,16 +165,6 @@ def spelled(path: tuple[int | str, ...]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-def gradient_pairs(rules: Mapping[str, TensorRef]) -> list[tuple[str, str]]:
-    return [
-        (value, gradient)
-        for value, of_value in rules.items()
-        for gradient, of_gradient in rules.items()
-        if (of_value.grad, of_gradient.grad) == (False, True)
-        and (of_value.side, of_value.path) == (of_gradient.side, of_gradient.path)
-    ]
-
-
 @cache
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""

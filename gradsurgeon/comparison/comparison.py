@@ -6,11 +6,10 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gradsurgeon._libraries import library
 from gradsurgeon.comparison import findings, limits
 from gradsurgeon.comparison.alignment import Pairs, align
 from gradsurgeon.comparison.reading import Reading, Words
@@ -19,12 +18,8 @@ from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import abridged, count
 from gradsurgeon.report.tables import Table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 VERSION = 1
 _COLUMNS, _STEPS = 100, 8
-_NAMED = 60  # rows of the map that have room for a name
 
 
 @dataclass(frozen=True)
@@ -84,18 +79,6 @@ class Comparison:
         plain = {name: _plain(getattr(self, name)) for name in shown}
         plain["others"] = [other.to_dict() for other in self.others]
         return {"version": VERSION, "alike": self.alike, "verdict": _verdict(self), **plain}
-
-    def plot(self) -> Figure:
-        """Draw a map of distances over steps and the order of execution, with the border marked.
-
-        Returns:
-            A figure, which a notebook shows. ``figure.savefig("map.png")`` writes it to a file.
-
-        Raises:
-            GradSurgeonError: matplotlib is missing.
-        """
-        library("matplotlib", "plot", "plot")
-        return _drawn(self.pairs, f"{self.run} against {self.reference}")
 
 
 def _plain(value: Any) -> Any:
@@ -272,44 +255,3 @@ def _tables(answer: Comparison) -> Iterator[Table]:
 
 def _cells(*values: object) -> tuple[str, ...]:
     return tuple(f"{one:.2g}" if isinstance(one, float) else printable(str(one)) for one in values)
-
-
-def _drawn(pairs: Pairs, title: str) -> Figure:
-    """Draw one row per tensor of a step and one column per step, coloured by distance over tolerance."""
-    from matplotlib.patches import Patch, Rectangle  # noqa: PLC0415 # optional
-
-    from gradsurgeon.report.plots import ZERO, Picture, plain  # noqa: PLC0415 # needs matplotlib
-
-    cells = pairs.cells
-    keys = np.stack([cells["place"], cells["rank"]], axis=1)
-    _, first, row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    row, (steps, column) = row.reshape(-1), np.unique(cells["step"], return_inverse=True)
-    values = np.full((len(first), len(steps)), np.nan)
-    with np.errstate(divide="ignore"):
-        logs = np.log10(pairs.ratio)
-    low, high = -3.0, 3.0
-    values[row, column] = np.where(cells["undecided"], np.nan, np.clip(logs, low, high))
-    names = [plain(findings.tensor_of(pairs, at).text) for at in first.tolist()]
-    height = max(3.6, min(12.0, 1.4 + 0.18 * len(names)))
-    figure = Picture(9 + 0.06 * max(map(len, names)), height)
-    axes = figure.subplots()
-    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "RdBu_r"}
-    image = axes.imshow(values, vmin=low, vmax=high, **look)
-    axes.set_facecolor(ZERO)
-    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-    bar.set_label("log10 of the distance / tolerance", fontsize=9)
-    every = -(-len(names) // _NAMED)
-    axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
-    shown = np.linspace(0, len(steps) - 1, min(len(steps), 12)).round().astype(int)
-    axes.set_xticks(shown, [str(steps[one]) for one in shown.tolist()])
-    axes.set_xlabel("step")
-    axes.set_title(plain(title), loc="left", fontsize=10, pad=10)
-    marks = [Patch(color=ZERO, label="missing, or decided by rounding")]
-    if pairs.apart.any():
-        border = int(np.argmax(pairs.apart))
-        left, top, name = column[border] - 0.5, row[border] - 0.5, names[row[border]]
-        mark: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 2}
-        axes.add_patch(Rectangle((left, top), 1, 1, zorder=5, **mark))
-        marks.append(Patch(label=f"the border: {name}", **mark))
-    figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    return figure

@@ -11,17 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule, gradient_pairs
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.store.layout import clean, json_text
-from gradsurgeon.tensors.saliency import grad_cam
 
 CaptureKey = tuple[str, int, int]
 Kept = Mapping[CaptureKey, Tensor]
 _TENSORS, _BINS = 16, 60
 _CHANNELS, _SIDE = 16, 48
-_SAMPLES, _CAM_SIDE = 4, 64
 _TOP, _NONFINITE = 254, 255
 _IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
 # Tensors may have gigabytes: so many elements at most become float64.
@@ -33,18 +31,21 @@ class CapturedTensors:
     """Copies of tensors per rule, by name, step and call; new copies replace the oldest."""
 
     def __init__(self, event_log: EventLog) -> None:
-        self.rules: dict[str, Rule] = {}
         self._event_log = event_log
         self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
         self._bytes: dict[str, int] = {}
         self._calls: dict[tuple[str, str], tuple[int, int]] = {}
+
+    @property
+    def rules(self) -> list[str]:
+        """The ids of the rules that have kept something."""
+        return list(self._kept)
 
     def keep(self, rule: Rule, name: str, step: int, tensor: Tensor) -> None:
         """Keep a copy: the script or the next layer may later write into the tensor."""
         last, call = self._calls.get((rule.id, name), (-1, -1))
         call = call + 1 if last == step else 0
         self._calls[rule.id, name] = (step, call)
-        self.rules[rule.id] = rule
         kept = self._kept.setdefault(rule.id, {})
         kept[name, step, call] = copied = tensor.detach().clone()
         limit: int = getattr(rule, "max_bytes", 0)
@@ -62,11 +63,7 @@ class CapturedTensors:
     @torch.no_grad()
     def previews(self) -> bytes:
         """Return numbers and small maps of the copies for the run directory. Waits for the device."""
-        refs = {id_: rule.ref for id_, rule in self.rules.items() if rule.target != "params"}
-        partners = dict(gradient_pairs(refs))
-        found = [
-            _of_rule(rule, self.of(rule), self.of(partners.get(rule, ""))) for rule in self.rules
-        ]
+        found = [_of_rule(rule, self.of(rule)) for rule in self.rules]
         return json_text(found).encode()
 
 
@@ -76,7 +73,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _of_rule(rule: str, kept: Kept, gradients: Kept) -> dict[str, Any]:
+def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
     newest = {name: (name, step, call) for name, step, call in kept}
     shown = []
     for key in islice(newest.values(), _TENSORS):
@@ -85,7 +82,7 @@ def _of_rule(rule: str, kept: Kept, gradients: Kept) -> dict[str, Any]:
         entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
         try:
             entry |= _numbers(tensor)
-            entry |= {"maps": _feature_maps(tensor), "cam": _cam(name, kept, gradients)}
+            entry["maps"] = _feature_maps(tensor)
         except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
             reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
             entry["note"] = f"cannot be shown: {printable(reason)}"
@@ -131,20 +128,6 @@ def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
     if len(shape) not in (_IMAGE, _IMAGES) or 0 in shape or 1 in shape[-2:]:
         return None
     return _codes((tensor[0] if len(shape) == _IMAGES else tensor)[:_CHANNELS], _SIDE)
-
-
-def _cam(name: str, values: Kept, gradients: Kept) -> dict[str, Any] | None:
-    """Return the Grad-CAM of the first samples in the newest step in which the module ran once."""
-    once = [key for key in gradients if key in values and key[0] == name and key[2] == 0]
-    once = [key for key in once if (name, key[1], 1) not in values]
-    if not once or values[once[-1]].dim() != _IMAGES:
-        return None
-    # One sample at a time: `grad_cam` converts all its arguments to float64.
-    samples = (torch.split(kept[once[-1]][:_SAMPLES], 1) for kept in (values, gradients))
-    heat = torch.cat([grad_cam(*pair) for pair in zip(*samples, strict=True)])
-    # The gradient of the loss is small for a confident sample, so only proportions mean anything.
-    tops = heat.nan_to_num(posinf=0.0).amax(dim=(1, 2), keepdim=True)
-    return {"step": once[-1][1], **_codes(heat / tops.where(tops > 0, 1.0), _CAM_SIDE)}
 
 
 def _codes(maps: Tensor, side: int) -> dict[str, Any]:

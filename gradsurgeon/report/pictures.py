@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
     from gradsurgeon.store import RecordQueries
 
-_KINDS = ("norms", "heatmap", "features")
+# Pictures that there are no longer, each with what to use instead.
+_GONE = {"heatmap": "the map of norms is on the page of `gradsurgeon report RUN --html FILE`"}
 _CHANNELS, _PER_ROW = 64, 8
 _IMAGES = 4  # dimensions of several images
 
 
 def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
     """Draw a session or a run; an option that is ``None`` was not given."""
+    if kind in _GONE:
+        raise ValueError(f"the picture {kind!r} is gone: {_GONE[kind]}")
+    kinds = ["norms"]
     # A run directory holds no tensors.
-    kinds = _KINDS if hasattr(source, "captured") else _KINDS[:-1]
+    if hasattr(source, "captured"):
+        kinds.append("features")
     if kind not in kinds:
         raise ValueError(f"no picture {kind!r} here; there are {', '.join(kinds)}")
     given = {key: value for key, value in options.items() if value is not None}
@@ -35,8 +40,7 @@ def draw(source: RecordQueries, kind: str, **options: Any) -> Figure:
         return _features(source, **given)
     from gradsurgeon.report import plots  # noqa: PLC0415 # needs matplotlib
 
-    picture: Figure = getattr(plots, kind)(source, **given)
-    return picture
+    return plots.norms(source, **given)
 
 
 def _features(

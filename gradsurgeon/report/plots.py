@@ -1,4 +1,4 @@
-"""Pictures of norms over the steps, of a session or of a run directory. Torch is not needed."""
+"""The picture of norms over the steps, of a session or of a run directory. Torch is not needed."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError, printable
@@ -21,8 +19,7 @@ from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
-from gradsurgeon.report.spikes import Floats
-from gradsurgeon.report.tables import decades, shortened
+from gradsurgeon.report.tables import shortened
 from gradsurgeon.store import RecordQueries
 
 Name = str | Sequence[str]
@@ -30,8 +27,7 @@ Name = str | Sequence[str]
 # Fewer columns than a picture has pixels, beside the longest names: what falls between two pixels is lost.
 COLUMNS, _LONGEST = 800, 60
 _LAYERS, _IN_LEGEND = 10, 24
-_NAMED = 60  # rows of a heatmap that have room for a name
-NONFINITE, ZERO = "#e3262d", "#b0b0b0"
+NONFINITE = "#e3262d"
 # Points at which a step has one record, so that the norms of a step add up to the norm of all.
 _ONCE = ("accumulated", "step")
 # Kinds of events that say something of a step; a trap and the step that it skips are one step.
@@ -123,34 +119,6 @@ def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None =
     return figure
 
 
-def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None = None) -> Picture:
-    """Draw parameters x steps, each cell the decade of the largest norm in it."""
-    report, _, tracks = _drawn(source, name, rule)
-    grid, names = grid_of(tracks, COLUMNS), [plain(track.name) for track in tracks]
-    rows = len(names)
-    # At least a pixel for each column, beside the names, and for each row: a single cell could be lost.
-    height = max(3.6, min(20.0, 1.4 + 0.18 * rows), min(600.0, 1.4 + 0.012 * rows))
-    figure = Picture(11 + 0.06 * max(map(len, names)), height)
-    axes = figure.subplots()
-    with np.errstate(divide="ignore"):
-        logs = np.where(grid.tops > 0, np.log10(grid.tops), np.nan)
-    low, high = decades(logs[np.isfinite(logs)].tolist())
-    # What has no logarithm, above it: a non-finite step takes its column, whatever else is in it.
-    special = np.where(grid.bad > 0, 1.0, np.where(grid.tops == 0, 0.0, np.nan))
-    image = _image(axes, logs, grid, vmin=low, vmax=high, cmap="viridis")
-    _image(axes, special, grid, vmin=0, vmax=1, cmap=ListedColormap([ZERO, NONFINITE]))
-    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02)
-    bar.set_label(f"log10 of the l2 norm at {_points(tracks)}", fontsize=9)
-    every = -(-rows // _NAMED)
-    axes.set_yticks(range(0, rows, every), names[::every], fontsize=7)
-    axes.set_ylim(rows - 0.5, -0.5)
-    _dress(axes, grid, report)
-    kinds = ((NONFINITE, "non-finite"), (ZERO, "norm 0"))
-    marks = [Patch(color=colour, label=text) for colour, text in kinds]
-    figure.legend(handles=marks, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    return figure
-
-
 def _drawn(
     source: RecordQueries, name: Name | None, rule: str | None
 ) -> tuple[Report, History, list[Track]]:
@@ -181,13 +149,6 @@ def _drawn(
 
 def _points(tracks: Sequence[Track]) -> str:
     return ", ".join(sorted({plain(track.source.point) for track in tracks}))
-
-
-def _image(axes: Axes, cells: Floats, grid: Grid, **colours: Any) -> Any:
-    """Draw an image, rows x steps: each record reaches up to the next one."""
-    begins = np.append(grid.firsts, grid.lasts[-1] + 1) - 0.5
-    heights = np.arange(len(cells) + 1) - 0.5
-    return axes.pcolormesh(begins, heights, np.ma.masked_invalid(cells), **colours)
 
 
 def _line(axes: Axes, grid: Grid, row: int, *, text: str, colour: Any) -> Line2D:

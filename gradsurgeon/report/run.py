@@ -29,7 +29,7 @@ class Run(stored.Run):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap"] = "norms",
+        kind: Literal["norms"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,

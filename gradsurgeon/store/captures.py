@@ -20,7 +20,6 @@ class Maps(BaseModel):
     low: FiniteFloat
     high: FiniteFloat
     codes: str  # in base64
-    step: int | None = None
 
     @model_validator(mode="after")
     def _has_all(self) -> Self:
@@ -45,7 +44,6 @@ class CapturedTensor(BaseModel):
     counts: list[NonNegativeInt] = Field(default_factory=list)
     note: str = ""
     maps: Maps | None = None
-    cam: Maps | None = None
 
 
 class CapturedByRule(BaseModel):

@@ -3,13 +3,12 @@
 The last head of block 1 is half as wide as the others. The old attention divides the scores of each head by the
 root of its width. The new one scales all queries at once, by the width of the first head.
 
-    python rules/stories/refactoring_slip.py        # half a minute; writes refactoring_slip.png
+    python rules/stories/refactoring_slip.py        # half a minute
     python rules/stories/refactoring_slip.py old    # four steps with the old attention; `new`: with the new one
 """
 
 import argparse
 import contextlib
-import io
 import subprocess
 import sys
 import tempfile
@@ -116,35 +115,13 @@ def compared():
     return gradsurgeon.compare("b", "a", noise)
 
 
-def draw(losses, found, path):
-    """Write a picture of the losses, above the map of the comparison."""
-    from matplotlib import image, pyplot
-
-    below = found.plot()
-    below.set_size_inches(11, 8)
-    above = pyplot.figure(figsize=(11, 2.6), layout="constrained")
-    axes = above.subplots()
-    for (name, values), style in zip(losses.items(), ("-", "--")):
-        axes.plot(values, style, label=f"{name} attention", linewidth=2)
-    axes.set_title(f"the losses of {STEPS} steps", loc="left", fontsize=10)
-    axes.legend(frameon=False)
-    drawn = []
-    for figure in (above, below):
-        figure.savefig(file := io.BytesIO(), dpi=100)
-        file.seek(0)
-        drawn.append(torch.tensor(image.imread(file)))
-    image.imsave(path, torch.cat(drawn).numpy())
-
-
-def tell(folder, path):
+def tell(folder):
     with contextlib.chdir(folder):
         found = compared()
     print(found, end="\n\n")
     losses = {"old": train(OldAttention, STEPS), "new": train(NewAttention, STEPS)}
     apart = max(abs(one - other) for one, other in zip(*losses.values()))
     print(f"in {STEPS} steps the losses are never further apart than {apart:.4f}")
-    draw(losses, found, path)
-    print(f"{path}: the losses, and the map of the comparison")
     return int(not (apart < 0.01 and found.step == 0 and found.inside == "blocks.1.attn"))
 
 
@@ -152,13 +129,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("attention", nargs="?", choices=("old", "new"), help="train a few steps")
     parser.add_argument("--record", metavar="DIR", help="default: a new temporary folder")
-    parser.add_argument("--picture", metavar="FILE", default="refactoring_slip.png")
     given = parser.parse_args()
     if given.attention:
         train(OldAttention if given.attention == "old" else NewAttention, RECORDED)
         return 0
     folder = given.record or tempfile.mkdtemp(prefix="refactoring-slip-")
-    return tell(Path(folder), given.picture)
+    return tell(Path(folder))
 
 
 if __name__ == "__main__":

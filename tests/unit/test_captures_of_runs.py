@@ -16,15 +16,12 @@ import torch
 from commands import call_here, environment
 from models import CASES, data
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
 import gradsurgeon
-from gradsurgeon.report import grad_cam
 from gradsurgeon.store.captures import CapturedByRule, CapturedTensor, Maps, captures
 
 TAGS = {"id": "tags", "action": "capture", "tensors": "*", "tensor": "value"}
 MAPS = {"id": "maps", "action": "capture", "modules": "0", "tensor": "output"}
-GRADIENTS = {**MAPS, "id": "map-gradients", "tensor": "output.grad"}
 
 
 class Tagging(nn.Module):
@@ -200,26 +197,6 @@ def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
     ]
     report = call_here("report", "run", cwd=tmp_path).stdout
     assert "captures kept by tags: 2 tensors; `--html` shows them" in report
-
-
-def test_grad_cam_is_that_of_the_report(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.LazyLinear(2))
-    images = data(1, 6, 1, 102, 102)
-    model(images)
-    rules = {"version": 1, "rules": [MAPS, GRADIENTS]}
-    with gradsurgeon.apply(model, rules, optimizer=[], record=tmp_path / "run") as session:
-        model(images)[:, 0].sum().backward()
-    outputs, gradients = (session.captured(one)["0", 0, 0] for one in ("maps", "map-gradients"))
-    heat = grad_cam(outputs, gradients)[:4]
-    heat = F.adaptive_avg_pool2d(heat / heat.amax(dim=(1, 2), keepdim=True), 64)
-    of_values, of_gradients = read(tmp_path / "run")
-    (one,) = of_values.tensors
-    assert one.cam is not None
-    assert (one.cam.shape, one.cam.step) == ((4, 64, 64), 0)
-    assert (one.cam.low, one.cam.high) == (heat.min().item(), heat.max().item())
-    share = (heat - heat.min()) / (heat.max() - heat.min())
-    assert codes(one.cam) == (share * 254).round().flatten().tolist()
-    assert of_gradients.tensors[0].cam is None
 
 
 def test_it_changes_no_bit_of_training(tmp_path: Path) -> None:

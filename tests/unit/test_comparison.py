@@ -448,22 +448,6 @@ class TestForms:
         names = [one.name for one in fields(gradsurgeon.Comparison) if one.name != "pairs"]
         assert [name for name in names if f"        {name}: " not in doc] == []
 
-    def test_picture(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:
-        found = gradsurgeon.compare(
-            made("scaled", fault("attention scaled by 1/d")), reference, noise
-        )
-        figure = found.plot()
-        figure.savefig(tmp_path / "map.png", dpi=30)
-        (legend,) = figure.legends
-        assert "the border: input of h.1.attn.o" in [text.get_text() for text in legend.get_texts()]
-        axes: Any = figure.axes[0]
-        (mark,) = axes.patches
-        values = axes.images[0].get_array()
-        column, row = (round(at + 0.5) for at in mark.get_xy())
-        assert (values[:row, column] <= 0).all()
-        assert values[row, column] > 0
-        assert gradsurgeon.compare(made("again"), reference).plot().axes
-
     def test_an_open_run(self, reference: Any) -> None:
         with gradsurgeon.open_run(reference) as run:
             assert gradsurgeon.compare(run, run).alike

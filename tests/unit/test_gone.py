@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,3 +40,14 @@ def test_what_is_used_instead_of_an_average_is_one() -> None:
     weigh = gradsurgeon.Combine.model_validate(rule).compile().weigh
     products = torch.tensor([[4.0, -3.0], [-3.0, 9.0]], dtype=torch.float64)
     assert weigh(products).tolist() == [0.5, 0.5]
+
+
+def test_a_picture_that_is_gone() -> None:
+    model = torch.nn.Linear(1, 1)
+    rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+    with gradsurgeon.apply(model, rules) as session:
+        plot: Any = session.plot
+        with pytest.raises(
+            ValueError, match=r"'heatmap' is gone: .*`gradsurgeon report RUN --html"
+        ):
+            plot("heatmap")

@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, QuadMesh
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
-from gradsurgeon.report.plots import COLUMNS
 from gradsurgeon.report.run import Run
 from gradsurgeon.store import Key
 from gradsurgeon.store.writer import RunWriter
@@ -75,13 +74,6 @@ def marks(figure: Figure, marker: str) -> list[float]:
 
 def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def images(figure: Figure) -> list[Any]:
-    """Return the arrays of the images on the first axes, masked where nothing is drawn."""
-    return [
-        child.get_array() for child in axes_of(figure).get_children() if isinstance(child, QuadMesh)
-    ]
 
 
 def same(found: Sequence[float], expected: Sequence[float]) -> bool:
@@ -176,10 +168,7 @@ def test_what_is_recorded_now_and_then_has_no_gaps(tmp_path: pathlib.Path) -> No
     writer.close()
     with gradsurgeon.open_run(tmp_path) as run:
         steps, norms = lines(run.plot())["a"]
-        assert axes_of(run.plot("heatmap")).get_xlim() == (9.5, 40.5)
-        shown = images(run.plot("heatmap"))[0]
     assert steps == norms == [10, 15, 20, 35, 40]
-    assert shown.mask.tolist() == [[False] * 5]
 
 
 def test_names_patterns_and_aliases_choose(recorded: Opened) -> None:
@@ -270,45 +259,6 @@ def test_one_step_of_many_survives(recorded: Opened, somewhere: int) -> None:
     assert drawn["broken (1 non-finite)"][1] == [1.0] * columns
     assert set(marks(figure, "x")) == {at * width}
     assert axes_of(figure).get_xlabel() == "step (the largest of each 38 records)"
-    logs, special = images(run.plot("heatmap"))
-    assert logs.shape == (4, columns)
-    assert logs[0].argmax() == at
-    assert logs[0, at] == pytest.approx(6)
-    assert special[1].compressed().tolist() == [1.0]
-    assert not special[1].mask[at]
-    # Columns at the edges of the gap hold some of what lies beside it.
-    assert logs[3].mask.tolist() == [264 <= column <= 525 for column in range(columns)]
-
-
-@pytest.mark.slow
-def test_no_column_or_row_falls_between_two_pixels(recorded: Opened) -> None:
-    names = [f"{'w' * 60}.{number}" for number in range(1900)]
-    figure = recorded({name: [1.0, 2.0] for name in names}).plot("heatmap")
-    figure.savefig(io.BytesIO(), format="png")
-    place = axes_of(figure).get_window_extent()
-    assert place.width >= COLUMNS
-    assert place.height >= len(names)
-
-
-def test_a_heatmap_holds_the_logarithms(recorded: Opened) -> None:
-    run = recorded({"a.w": [1.0, 10.0, 0.0, NAN], "a.b": [0.1, None, 100.0, 1.0]})
-    figure = run.plot("heatmap")
-    logs, special = images(figure)
-    assert logs.mask.tolist() == [[False, False, True, True], [False, True, False, False]]
-    assert logs.compressed() == pytest.approx([0, 1, -1, 2, 0])
-    # 1 is not finite, 0 a norm of 0.
-    assert special.filled(-1).tolist() == [[-1, -1, 0, 1], [-1, -1, -1, -1]]
-    axes = axes_of(figure)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a.w", "a.b"]
-    assert axes.get_xlim() == (-0.5, 3.5)
-    assert legend(figure) == ["non-finite", "norm 0"]
-    assert images(run.plot("heatmap", name="a.b"))[0].shape == (1, 4)
-
-
-def test_a_vanishing_norm_does_not_flatten_the_rest(recorded: Opened) -> None:
-    figure = recorded({"a": [1.0, 1e-30]}).plot("heatmap")
-    image = next(child for child in axes_of(figure).get_children() if isinstance(child, QuadMesh))
-    assert image.get_clim() == (-8, 0)
 
 
 def test_of_a_long_run_the_largest_of_each_chunk_is_drawn(
@@ -338,13 +288,6 @@ def test_of_a_long_run_the_largest_of_each_chunk_is_drawn(
     assert drawn["a (1 non-finite)"][1] == pytest.approx(largest("a"))
     assert drawn["b"][1] == pytest.approx(largest("b"), nan_ok=True)
     assert marks(run.plot(), "x") == [1000, 1232]  # of `a`, and of the whole
-    logs, special = images(run.plot("heatmap"))
-    assert logs.shape == (2, len(starts))
-    assert logs[1].compressed() == pytest.approx(
-        [math.log10(one) for one in largest("b") if not math.isnan(one)]
-    )
-    assert np.flatnonzero(logs[1].mask).tolist() == [2, 3]
-    assert np.flatnonzero(~special[0].mask).tolist() == [4]
 
 
 def test_of_several_ranks_the_lowest_is_drawn(tmp_path: pathlib.Path) -> None:
@@ -381,9 +324,9 @@ def test_several_rules_are_told_apart(tmp_path: pathlib.Path) -> None:
 
 def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> None:
     run: Any = recorded({"a": [1.0]})
-    with pytest.raises(ValueError, match=r"^no picture 'lines' here; there are norms, heatmap$"):
+    with pytest.raises(ValueError, match=r"^no picture 'lines' here; there are norms$"):
         run.plot("lines")
-    with pytest.raises(ValueError, match=r"^no picture 'features' here; there are norms, heatmap$"):
+    with pytest.raises(ValueError, match=r"^no picture 'features' here; there are norms$"):
         run.plot("features")
     write(tmp_path / "l1", {"a": [1.0]}, stat="l1").close()
     with gradsurgeon.open_run(tmp_path / "l1") as other, pytest.raises(RecordError) as caught:
@@ -391,22 +334,20 @@ def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> 
     assert str(caught.value).startswith("nothing to draw yet: rule norms records l2 norms")
     write(tmp_path / "none", {"a": [1.0]}, stat="l1", rule="sizes").close()
     with gradsurgeon.open_run(tmp_path / "none") as other, pytest.raises(RecordError) as caught:
-        other.plot("heatmap", rule="sizes")
+        other.plot(rule="sizes")
     assert '{id: norms, action: norm-log, params: "*"}' in str(caught.value)
 
 
 HOSTILE = ("$\\frac{", "_hidden", "<script>alert(1)</script>", "a\u202eb\nc", "x" * 300)
 
 
-@pytest.mark.parametrize("kind", ["norms", "heatmap"])
-def test_hostile_names_are_drawn_as_they_are(recorded: Opened, kind: Any) -> None:
-    figure = recorded({name: [1.0, NAN] for name in HOSTILE}).plot(kind)
+def test_hostile_names_are_drawn_as_they_are(recorded: Opened) -> None:
+    figure = recorded({name: [1.0, NAN] for name in HOSTILE}).plot()
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    if kind == "norms":
-        texts = legend(figure)
-        assert texts[1:3] == [r"\$\frac{ (1 non-finite)", " _hidden (1 non-finite)"]
-        assert texts[4] == r"a\u202eb\nc (1 non-finite)"
-        assert len(texts[5]) < 80
+    texts = legend(figure)
+    assert texts[1:3] == [r"\$\frac{ (1 non-finite)", " _hidden (1 non-finite)"]
+    assert texts[4] == r"a\u202eb\nc (1 non-finite)"
+    assert len(texts[5]) < 80
 
 
 def test_figures_leave_nothing_behind(recorded: Opened) -> None:

@@ -36,7 +36,7 @@ function mapGrid(maps, labelOf) {
 }
 
 function capturedTensor(tensor) {
-  const { maps, cam, shape, low, high, mean } = tensor, outer = shape && shape.length === 4 ? "0, " : "";
+  const { maps, shape, low, high, mean } = tensor, outer = shape && shape.length === 4 ? "0, " : "";
   const facts = [
     `step ${tensor.step}${tensor.call ? `, call ${tensor.call}` : ""}`, shape ? shape.join(" x ") || "a single number" : "", tensor.dtype.replace(/^torch\./, ""),
     low === undefined ? "" : `${shown(low)} to ${shown(high)}`, mean === undefined ? "" : `mean ${shown(mean)}`];
@@ -45,13 +45,12 @@ function capturedTensor(tensor) {
     element("p", { class: "note" }, facts.filter(Boolean).join(" · "), tensor.nonfinite ? element("span", { class: "problem" }, ` · ${tensor.nonfinite} of ${tensor.elements} not finite`) : null),
     tensor.note ? note(tensor.note) : null,
     element("div", { class: "side" }, tensor.counts.length ? histogram(tensor) : null,
-      maps ? figure(`maps [${outer}0:${maps.shape[0]}]${scale}`, mapGrid(maps, (index) => `[${outer}${index}]`)) : null,
-      cam ? figure(`Grad-CAM [0:${cam.shape[0]}]${cam.step === tensor.step ? "" : ` of step ${cam.step}`}${cam.high > 0 ? "" : ", 0 everywhere"}`, mapGrid(cam, (index) => `sample ${index}`)) : null));
+      maps ? figure(`maps [${outer}0:${maps.shape[0]}]${scale}`, mapGrid(maps, (index) => `[${outer}${index}]`)) : null));
 }
 
 function captures(run) {
   if (!run.captures.length) return;
-  const part = section("Captures", "What capture rules kept last of each tensor when the session ended. The maps of a tensor have one scale, each Grad-CAM its own from 0 to its largest; what is not finite stands out, and what is large is averaged.");
+  const part = section("Captures", "What capture rules kept last of each tensor when the session ended. The maps of a tensor have one scale; what is not finite stands out, and what is large is averaged.");
   for (const { rule, tensors, more } of run.captures) {
     const count = tensors.length + more, title = element("summary", {}, element("strong", {}, rule), `: ${count} tensor${count === 1 ? "" : "s"}`);
     part.append(element("details", { open: "" }, title, ...tensors.map(capturedTensor), more ? note(`and ${more} more, of which nothing was stored`) : null));
