@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gradsurgeon._libraries import library
+from gradsurgeon.cli.gone import refusal
 from gradsurgeon.cli.options import add_output, add_run, writing
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.store.files import begins, check_replaceable, replacing
@@ -30,15 +30,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
         "--format",
-        choices=("csv", "jsonl", "parquet"),
+        choices=("csv", "jsonl"),
+        type=_format,
         required=True,
-        help="csv has values only; jsonl also has events, and NaN and Infinity as texts; parquet has values "
-        "only, with their types, and needs `-o` and pyarrow (pip install 'gradsurgeon[arrow]')",
+        help="csv has values only; jsonl also has events, and NaN and Infinity as texts",
     )
     add_output(parser)
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
     parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
+
+
+def _format(text: str) -> str:
+    if text == "parquet":
+        raise argparse.ArgumentTypeError(refusal("export --format parquet"))
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,9 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         events = _events(opened, arguments) if form == "jsonl" else []
         if not found and not events:
             raise nothing_fits(opened)
-        if form == "parquet":
-            _parquet(output, found)
-            return 0
         lines = _csv(found) if form == "csv" else _jsonl(found, events)
         if output is None:
             sys.stdout.writelines(lines)
@@ -70,20 +73,6 @@ def _events(opened: Run, arguments: argparse.Namespace) -> list[Event]:
         if arguments.rule in (None, event.rule)
         and (pattern is None or (event.name and pattern.matches(event.name)))
     ]
-
-
-def _parquet(output: str | None, chosen: Chosen) -> None:
-    if output is None:
-        raise RecordError(
-            "`--format parquet` needs `-o FILE`: standard output is for text, and parquet is binary"
-        )
-    library("numpy", "arrow", "the format parquet")
-    from gradsurgeon.store import tables  # noqa: PLC0415 # text is exported without numpy
-
-    tables.parquet_library()  # before a file is begun
-    check_replaceable(Path(output), tables.is_export, "export")
-    with replacing(Path(output), binary=True) as file:
-        tables.write_parquet(file, chosen)
 
 
 def _csv(chosen: Chosen) -> Iterator[str]:

@@ -3,6 +3,7 @@
 GONE = {
     "suggest": "choose a threshold from quantiles of the recorded norms, by `gradsurgeon.open_run(RUN).to_pandas()`; "
     "the page Thresholds of the guide has an example",
+    "export --format parquet": "call `gradsurgeon.open_run(RUN).to_pandas().to_parquet(FILE)`",
 }
 
 

@@ -1,23 +1,20 @@
-"""The records of a run in long form, one line per recorded value: for pandas, Arrow and Parquet. Needs numpy."""
+"""The records of a run in long form, one line per recorded value: for pandas. Needs numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradsurgeon._libraries import library
 from gradsurgeon.store.layout import Stored, absent_size, clean
 from gradsurgeon.store.memory import WholeSeries
 from gradsurgeon.store.rank_file import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
-    import pyarrow as pa
 
 _BLOCK = 2**18  # so many values are converted at a time
 _TEXTS = ("rule", "point", "stat", "name")
@@ -27,7 +24,7 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
     """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`; texts as codes and texts."""
     for series, columns in chosen:
         key, wanted = series.key, np.array(columns)
-        # Arrow and Parquet refuse lone surrogates, which odd file names contain.
+        # Arrow, by which pandas writes Parquet, refuses lone surrogates, which odd file names contain.
         names = [clean(key.names[number]) for number in columns]
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         codes = np.array([places[name] for name in names], np.int32)
@@ -78,36 +75,3 @@ def data_frame(chosen: Chosen) -> pd.DataFrame:
         else:
             columns[column] = np.concatenate(parts)
     return pandas.DataFrame(columns)
-
-
-def _arrow_schema() -> pa.Schema:
-    arrow = import_module("pyarrow")
-    kinds = {"step": arrow.int64(), "rank": arrow.int32(), "value": arrow.float32()}
-    text = arrow.dictionary(arrow.int32(), arrow.string())
-    return arrow.schema([(column, kinds.get(column, text)) for column in COLUMNS])
-
-
-def parquet_library() -> Any:
-    return library("pyarrow.parquet", "arrow", "the format parquet")
-
-
-def write_parquet(file: IO[bytes], chosen: Chosen) -> None:
-    arrow, schema = import_module("pyarrow"), _arrow_schema()
-    with parquet_library().ParquetWriter(file, schema) as writer:
-        for block in _blocks(chosen):
-            found = [
-                arrow.DictionaryArray.from_arrays(*block[column])
-                if column in _TEXTS
-                else arrow.array(block[column])
-                for column in COLUMNS
-            ]
-            writer.write_batch(arrow.record_batch(found, schema))
-
-
-def is_export(path: Path) -> bool:
-    """Return whether a file has the columns of an export: only such a file may be written over."""
-    try:
-        found = parquet_library().read_schema(path)
-    except (OSError, ValueError):  # no Parquet, cut off, or damaged
-        return False
-    return bool(found.equals(_arrow_schema()))

@@ -1,4 +1,4 @@
-"""The records of a run as tables of pandas and Parquet: every value once, with its type."""
+"""The records of a run as a table of pandas: every value once, with its type."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import io
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from commands import call
 from runs import meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
 from gradsurgeon.cli import main
-from gradsurgeon.store import Key, rank_file, tables
-from gradsurgeon.store.run import chosen, nothing_fits
+from gradsurgeon.store import Key, rank_file
 from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
@@ -48,26 +46,8 @@ def run(tmp_path: pathlib.Path) -> Iterator[Run]:
         yield opened
 
 
-def of_parquet(run: Run, **asked: str) -> pd.DataFrame:
-    found = chosen(run, asked.get("name"), asked.get("stat"), asked.get("rule"))
-    if not found:
-        raise nothing_fits(run)
-    file = io.BytesIO()
-    tables.write_parquet(file, found)
-    return pq.read_table(file).to_pandas()
-
-
-# Both are held to the same, by the rows that come out.
-FRAMES: list[Callable[..., pd.DataFrame]] = [
-    lambda run, **asked: run.to_pandas(**asked),
-    of_parquet,
-]
-both = pytest.mark.parametrize("frame", FRAMES, ids=["pandas", "parquet"])
-
-
-@both
-def test_every_value_has_a_line_and_no_other(run: Run, frame: Callable[..., pd.DataFrame]) -> None:
-    table = frame(run)
+def test_every_value_has_a_line_and_no_other(run: Run) -> None:
+    table = run.to_pandas()
     assert dict(table.dtypes.astype(str)) == TYPES
     norms = ("norms", "accumulated", "l2")
     lines = [(0, "w"), (1, "w"), (1, "b"), (2, "w"), (2, "b")]
@@ -80,20 +60,16 @@ def test_every_value_has_a_line_and_no_other(run: Run, frame: Callable[..., pd.D
     assert table["value"].to_numpy().tobytes() == values(*numbers, -INF, *numbers)
 
 
-@both
-def test_lines_are_those_of_the_export(
-    run: Run, frame: Callable[..., pd.DataFrame], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_those_of_the_export(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run.path), "--format", "csv"]) == 0
     rows = [tuple(row) for row in csv.reader(io.StringIO(capsys.readouterr().out))]
-    table = frame(run)
+    table = run.to_pandas()
     assert rows[0] == tuple(table.columns)
     assert rows[1:] == [
         (*map(str, row[:-1]), f"{row[-1]:.9g}") for row in table.itertuples(index=False, name=None)
     ]
 
 
-@both
 @pytest.mark.parametrize(
     ("asked", "lines"),
     [
@@ -105,10 +81,8 @@ def test_lines_are_those_of_the_export(
         ({"rule": "peaks"}, 1),
     ],
 )
-def test_parts(
-    run: Run, frame: Callable[..., pd.DataFrame], asked: dict[str, str], lines: int
-) -> None:
-    table = frame(run, **asked)
+def test_parts(run: Run, asked: dict[str, str], lines: int) -> None:
+    table = run.to_pandas(**asked)
     assert len(table) == lines
     if "stat" in asked:
         assert list(table["stat"].unique()) == [asked["stat"]]
@@ -117,59 +91,47 @@ def test_parts(
         assert table["value"].tolist() == [5.0, INF] * 2
 
 
-@both
 @pytest.mark.parametrize("column", ["name", "stat", "rule"])
 def test_what_does_not_fit_is_said_as_the_export_says_it(
-    run: Run,
-    frame: Callable[..., pd.DataFrame],
-    column: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, column: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RecordError) as error:
-        frame(run, **{column: "x"})
+        run.to_pandas(**{column: "x"})
     assert "; recorded: norms l2, peaks max" in str(error.value)
     assert main(["export", str(run.path), "--format", "csv", f"--{column}", "x"]) == 2
     assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
 
 
-@both
 def test_a_malformed_pattern_is_said_as_the_export_says_it(
-    run: Run, frame: Callable[..., pd.DataFrame], capsys: pytest.CaptureFixture[str]
+    run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match="`\\[` at character 2 is not closed") as error:
-        frame(run, name="w[")
+        run.to_pandas(name="w[")
     assert main(["export", str(run.path), "--format", "csv", "--name", "w["]) == 2
     assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
 
 
-@both
-def test_nothing_recorded_at_all(
-    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
-) -> None:
+def test_nothing_recorded_at_all(tmp_path: pathlib.Path) -> None:
     RunWriter(tmp_path, meta=meta()).close()
     with open_run(tmp_path) as run, pytest.raises(RecordError, match="nothing was recorded"):
-        frame(run)
+        run.to_pandas()
 
 
-@both
-def test_a_table_without_a_line_has_its_types(
-    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
-) -> None:
+def test_a_table_without_a_line_has_its_types(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [None, None]}).close()
     with open_run(tmp_path) as run:
-        table = frame(run)
+        table = run.to_pandas()
     assert (len(table), dict(table.dtypes.astype(str))) == (0, TYPES)
 
 
-@both
 def test_blocks_join_without_a_seam(
-    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame], monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_file, "_BATCH_ROWS", 3)
     histories = {f"p{i}": [None if s % 5 == i else s + i / 8 for s in range(40)] for i in range(3)}
     write(tmp_path, histories).close()
     with open_run(tmp_path) as run:
-        table = frame(run)
+        table = run.to_pandas()
     for name, history in histories.items():
         lines = table[table["name"] == name]
         found = list(zip(lines["step"].tolist(), lines["value"].tolist(), strict=True))
@@ -177,17 +139,14 @@ def test_blocks_join_without_a_seam(
     assert set(table["rank"]) == {0}
 
 
-@both
-def test_names_that_no_encoding_has(
-    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
-) -> None:
+def test_names_that_no_encoding_has(tmp_path: pathlib.Path) -> None:
     # The second reads as the first does once its surrogate is escaped.
     names = ("a\udc80", r"a\udc80", "grö\u202eße\n")
     writer = RunWriter(tmp_path, meta=meta(names))
     writer.add(Key("norms", "l2", "step", names), 0, values(1.0, 2.0, 3.0))
     writer.close()
     with open_run(tmp_path) as run:
-        table = frame(run)
+        table = run.to_pandas()
     assert table["name"].tolist() == [r"a\udc80", r"a\udc80", "grö\u202eße\n"]
     assert table["value"].tolist() == [1.0, 2.0, 3.0]
 
@@ -200,9 +159,19 @@ def test_what_to_install_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert str(error.value).endswith("pip install 'gradsurgeon[pandas]'")
 
 
-def test_neither_library_needs_the_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert len(run.to_pandas()) == 11
+def test_parquet_keeps_values_and_types(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("pyarrow")
+    names = ("w", "a\udc80")
+    writer = RunWriter(tmp_path / "run", meta=meta(names))
+    writer.add(Key("norms", "l2", "step", names), 0, values(0.1, NAN))
+    writer.close()
+    with open_run(tmp_path / "run") as run:
+        table = run.to_pandas()
+    table.to_parquet(tmp_path / "norms.parquet")
+    read = pd.read_parquet(tmp_path / "norms.parquet")
+    assert dict(read.dtypes.astype(str)) == TYPES
+    assert read["name"].tolist() == ["w", r"a\udc80"]
+    assert read["value"].to_numpy().tobytes() == values(0.1, NAN)
 
 
 _WITHOUT_NUMPY = """
@@ -240,5 +209,5 @@ def test_rules_records_and_events_need_no_numpy(tmp_path: pathlib.Path) -> None:
     )
     done = call(cwd=tmp_path, code=_WITHOUT_NUMPY, env={"PYTHONWARNINGS": "ignore"})
     assert done.returncode == 0, done.stderr
-    assert "report needs the library numpy" in done.stderr
+    assert "needs the library numpy" in done.stderr
     assert done.stderr.endswith("pip install 'gradsurgeon[report]'\n")
