@@ -52,26 +52,31 @@ def take(page: Path, picture: Path, *, height: int = _HEIGHT, heading: str = "")
 
 def _run(*command: str, page: Path) -> None:
     """Run one of our scripts, which writes a page; let the paths in it be those of a reader."""
-    # What a script says on stderr is said of a run that is meant to go wrong.
-    subprocess.run(
-        (sys.executable, *command), cwd=_ROOT, check=True, capture_output=True, env=_environment()
-    )
+    _call(*command)
     text = page.read_text(encoding="utf-8").replace(str(_ROOT), "/home/me/gradsurgeon")
     page.write_text(text.replace(str(page.parent), "/home/me/runs"), encoding="utf-8")
 
 
-def _environment() -> dict[str, str]:
-    """Let a script find this checkout, from wherever it is."""
-    return {**os.environ, "PYTHONPATH": str(_ROOT)}
+def _call(*command: str) -> None:
+    """Run one of our scripts in this checkout."""
+    # What a script says on stderr is said of a run that is meant to go wrong.
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    subprocess.run((sys.executable, *command), cwd=_ROOT, check=True, capture_output=True, env=env)
 
 
 def main() -> int:
-    """Run the demo and the stories, and write a picture of the page of each under `rules/`."""
+    """Run the stories, and write a picture of the page of each under `rules/`."""
     rules = _ROOT / "rules"
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        demo = ("-m", "gradsurgeon.demo", "--rules", "rules/quickstart.yaml", "--folder", folder)
-        _run(*demo, page=page)
+        page, record = Path(folder) / "first.html", Path(folder) / "first"
+        story = (
+            "rules/stories/went_nan.yaml",
+            "--record",
+            str(record),
+            "rules/stories/went_nan.py",
+        )
+        _call("-m", "gradsurgeon", "run", "--rules", *story)
+        _run("-m", "gradsurgeon", "report", str(record), "--html", str(page), page=page)
         take(page, rules / "page.png")
         for name, heading in _STORIES.items():
             page, record = Path(folder) / f"{name}.html", Path(folder) / name

@@ -1,6 +1,6 @@
 """Send a run to TensorBoard, Weights & Biases and MLflow while it trains: python rules/integrations/train_with_trackers.py
 
-It needs the packages: pip install "gradsurgeon[demo,mlflow,tensorboard,wandb]" sqlalchemy alembic
+It needs the packages: pip install "gradsurgeon[mlflow,tensorboard,wandb]" scikit-learn sqlalchemy alembic
 """
 
 import os

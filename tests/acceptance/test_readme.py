@@ -83,6 +83,20 @@ def test_every_option_of_run_is_in_the_table() -> None:
     assert sorted(rows) == sorted({*options} - {"--rules"})
 
 
+@pytest.mark.slow
+def test_the_first_command_ends_in_a_page(tmp_path: Path) -> None:
+    (command,) = [block for block in guide.blocks(README, "") if " gradsurgeon run " in block]
+    installed, *parts = command.strip().split(" && gradsurgeon ")
+    assert installed.endswith('pip install -e ".[torch]"')
+    (tmp_path / "rules").symlink_to(ROOT / "rules")
+    for part in parts:
+        done = forked("-m", "gradsurgeon", *part.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    page = (tmp_path / "first.html").read_text(encoding="utf-8")
+    assert "NaN born in the forward pass of attention (Attention): aten._softmax" in page
+    assert "norm of all 7 parameters" in page
+
+
 def test_the_two_commands_are_what_ci_runs() -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for command in (

@@ -203,6 +203,14 @@ class TestLock:
         wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
         assert wheel["force-include"] == {"rules": "gradsurgeon/rules"}
 
+    def test_those_of_an_installed_package_come_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(packs, "__file__", str(tmp_path / "gradsurgeon" / "packs.py"))
+        assert packs.folder() == tmp_path / "rules"
+        (tmp_path / "gradsurgeon" / "rules").mkdir(parents=True)
+        assert packs.folder() == tmp_path / "gradsurgeon" / "rules"
+
     def test_the_lock_says_nothing_else(self) -> None:
         lock = json.loads(LOCK.read_text(encoding="utf-8"))
         assert set(lock) == {"version", "packs"}
@@ -225,7 +233,7 @@ class TestEveryPack:
 
     @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
     def test_what_its_comment_shows_includes_it(self, file: Path) -> None:
-        if file.stem == "quickstart":
+        if file.stem.partition("@")[0] == "quickstart":
             return
         shown = re.search(r"^#     (include: .*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
         assert shown is not None
@@ -233,6 +241,12 @@ class TestEveryPack:
         assert {rule.id for rule in gradsurgeon.load(file).rules} <= ids
         prefix = file.stem.partition("@")[0]
         assert all(rule.id.startswith(prefix) for rule in gradsurgeon.load(file).rules)
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_the_quickstart_fits_any_model(self, version: int) -> None:
+        rules = {"version": 1, "include": [f"gradsurgeon:quickstart@{version}"]}
+        names = bound(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), rules)
+        assert [rule for rule, found in names.items() if found] == ["norms", "trap"]
 
     def test_all_can_be_combined(self) -> None:
         names = {spec.partition("@")[0] for spec in SPECS}
