@@ -176,7 +176,7 @@ def test_a_tracker_is_given_as_in_the_script_that_is_run() -> None:
 def test_every_option_named_exists(page: str, tmp_path: Path) -> None:
     text = TEXTS[page].read_text(encoding="utf-8")
     text = re.sub(r" -- .*| train\.py.*", "", text)  # what follows is for the script
-    for command, rest in re.findall(r"\bgradsurgeon ([a-z]+) ([^`\n#]*)", text):
+    for command, rest in re.findall(r"\bgradsurgeon ([a-z]+) ([^`\n#&]*)", text):
         options = re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
         if options:
             _, told = run(f"gradsurgeon {command} --help", tmp_path)
