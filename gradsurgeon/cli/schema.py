@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, LossRule, Rule
+from gradsurgeon.actions import ACTIONS, TARGETS, Rule
 from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
 
@@ -24,8 +24,8 @@ _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
 # Editors show this text instead of the pattern; validators ignore the keyword.
 _ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
+_TENSORS = ["output", "input", "output.grad", "input.grad", "grad", "value", "update"]
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
-_INPUT_GRADIENT = r"^input(\[[0-9]+\]|\.[A-Za-z_]\w*)+\.grad$"
 
 
 def document_schema() -> dict[str, Any]:
@@ -40,8 +40,6 @@ def document_schema() -> dict[str, Any]:
             "requires": {
                 "type": "string",
                 "description": 'Releases of gradsurgeon that may read the file, such as ">=0.1".',
-                "pattern": r"^\s*(>=|<=|==|!=|>|<)\s*\d+(\.\d+){0,3}\s*"
-                r"(,\s*(>=|<=|==|!=|>|<)\s*\d+(\.\d+){0,3}\s*)*$",
             },
             "include": {
                 "type": "array",
@@ -75,8 +73,6 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     given = {key: _simple(value, definitions) for key, value in schema["properties"].items()}
     summary = (rule.__doc__ or "").partition("\n")[0]
     unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
-    if rule.targets == ("params",) or issubclass(rule, LossRule):
-        unknown.add("when")  # is for values, and parameters have none
     if rule.takes_at:
         default = {} if rule.needs_at else {"default": rule.points[0]}
         at = {"enum": list(rule.points), "description": given["at"]["description"], **default}
@@ -84,7 +80,9 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     else:
         unknown.add("at")
     given["id"]["patternErrorMessage"] = _ID
-    given["tensor"] = _tensor(rule, given["tensor"]["description"])
+    # A list of words, which editors can offer, or a path.
+    path = {"type": "string", "pattern": _TENSOR_PATH}
+    given["tensor"] = {**given["tensor"], "anyOf": [{"enum": _TENSORS}, path]}
     # Editors offer the keys in this order.
     given["action"] = {"const": rule.name(), "description": summary}
     properties = {"action": given["action"], **given}
@@ -98,19 +96,6 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         "additionalProperties": False,
         **_together(rule),
     }
-
-
-def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
-    """Return the choices of `tensor` as a list, which editors can offer."""
-    if rule.targets == ("params",):
-        return {"const": "grad", "description": "The gradient, the only choice for a parameter."}
-    words, path = ["output", "input", "output.grad", "input.grad", "grad", "value"], _TENSOR_PATH
-    words += ["update"] * rule.reads_weights
-    if issubclass(rule, LossRule):
-        words, path = ["input.grad", "grad"], _INPUT_GRADIENT
-        description = "For modules `input.grad`, or one by path such as `input[0].grad`; for parameters `grad`."
-    choices = [{"enum": words}, {"type": "string", "pattern": path}]
-    return {"anyOf": choices, "description": description}
 
 
 def _together(rule: type[Rule]) -> dict[str, Any]:
