@@ -1,7 +1,8 @@
 """The l2 norms of a run, read once with numpy: what text, page, screen, notebook and plots show.
 
-Of a run with more than `MOST_VALUES` values a few successive rows count as one, by their largest norm. Ends, spikes
-and non-finite norms are then looked up in the rows, so that their steps are exact; the median is that of one row in a few.
+Of a run with more than `MOST_VALUES` values a few successive rows count as one, by their largest norm. Ends, spikes and
+non-finite norms are then looked up in the rows, so that their steps are exact. Medians are those of one row in a few,
+and that a norm is 0 is told a few rows late.
 """
 
 import math
@@ -275,15 +276,12 @@ def _zero_since(sheet: Sheet, line: int) -> int | None:
     alive = np.flatnonzero((sheet.tops[line, columns] != 0) | (sheet.bad[line, columns] > 0))
     if not len(alive):
         return None
-    steps, norms = sheet.read(line, int(columns[alive[-1]]))
-    rest = steps[np.flatnonzero(norms != 0)[-1] + 1 :]
     later = columns[alive[-1] + 1 :]
-    number = len(rest) + sheet.every * len(later)
     # An expert that is rarely chosen rests as long between two choices.
-    pause = sheet.every * int(np.diff(alive, prepend=-1).max())
-    if number < max(_DEAD, 3 * pause):
+    pause = int(np.diff(alive, prepend=-1).max())
+    if len(later) * sheet.every < max(_DEAD, 3 * pause * sheet.every):
         return None
-    return int(rest[0] if len(rest) else sheet.steps[later[0]])
+    return int(sheet.steps[later[0]])
 
 
 class Grid(NamedTuple):

@@ -69,7 +69,11 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
     if hidden := {source for source in history.hidden if source.kind == kind}:
         notes.append(f"recorded as well, not shown: {_named(hidden)}")
     if history.sampled > 1:
-        notes.append(f"median: that of one step in {history.sampled:,}; all else is of every step")
+        few = f"{history.sampled:,}"
+        notes.append(
+            f"the run is long: the median is that of one step in {few}, and a norm is told to be 0 up to {few} steps "
+            "late; all else is of every step"
+        )
     return Table(
         f"{_measured(kind, len(tracks))}, recorded by {_named(sources)}",
         [nouns(kind), *_HEAD, *["rule"] * several],

@@ -11,7 +11,6 @@ from gradsurgeon.report.spikes import Flags, Floats, Ints, largest_spikes
 from gradsurgeon.store import Part
 from gradsurgeon.store.tables import blocks
 
-_GOLDEN = 0.618
 # An explosion grows so many times, to norms that no usual training has.
 GROWTH, LARGE = 1e3, 1e2
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
@@ -37,7 +36,7 @@ class Sheet:
     steps: Ints  # of the first row of each column
     lasts: Ints  # of its last row
     tops: Floats  # the largest finite norm, NaN where there is none
-    sample: Floats  # the norm of one row of each column, NaN where it is not finite
+    sample: Floats  # the norm of the first row with the tensor, NaN where it is not finite
     bad: Ints  # how many norms were not finite
     there: Flags  # whether the tensor had a gradient, or a value
     every: int  # the most rows that a column stands for
@@ -100,12 +99,12 @@ def _columns(steps: Ints, tops: Floats, bad: Flags, there: Flags, every: int) ->
     """Return the fields of a sheet in which `every` rows share a column."""
     firsts = np.arange(0, len(steps), every)
     lasts = steps[np.minimum(firsts + every, len(steps)) - 1]
-    # Not always the same one: a tensor may rest in every third step.
-    picked = firsts + (np.arange(len(firsts)) * _GOLDEN % 1 * every).astype(np.int64)
-    sample = tops[np.minimum(picked, len(steps) - 1)]
     top = np.fmax.reduce(_folded(tops, every, np.nan), axis=1)
     counts = _folded(bad, every, 0).sum(axis=1, dtype=np.uint16)
-    some = _folded(there, every, 0).any(axis=1)
+    # A tensor may rest in every other step.
+    picked = firsts[:, None] + _folded(there, every, 0).argmax(axis=1)
+    sample = np.take_along_axis(tops, picked, axis=0)
+    some = np.take_along_axis(there, picked, axis=0)
     return steps[firsts], lasts, top, sample, counts, some
 
 

@@ -278,7 +278,7 @@ class TestJSON:
         (row,) = found["norms"]
         with open_run(tmp_path / "run") as run:
             text = from_run(run).text(width=120)
-        assert f"median: that of one step in {found['median_of_one_step_in']};" in text
+        assert f"the median is that of one step in {found['median_of_one_step_in']}, " in text
         assert found["median_of_one_step_in"] > 1
         assert (row["first"], row["largest"], row["last"]) == (1.0, 1e4, history[-1])
         assert (row["nonfinite"], row["nonfinite_step"]) == (1, 9_000)

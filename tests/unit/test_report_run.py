@@ -127,7 +127,7 @@ def test_one_step_of_ten_thousand_survives(tmp_path: pathlib.Path, spike_at: int
     assert drawn.count("█") == 1
     assert abs(drawn.index("█") - spike_at * len(drawn) / STEPS) <= 1
     assert cells(text, "broken")[1].index(NONFINITE) == drawn.index("█")
-    assert "median: that of one step in 2; all else is of every step" in text
+    assert "the median is that of one step in 2, " in text
 
 
 @pytest.mark.usefixtures("as_if_long")
