@@ -79,14 +79,20 @@ def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
     for key in islice(newest.values(), _TENSORS):
         name, step, call = key
         tensor = kept[key]
-        entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
+        entry = {
+            "name": clean(name),
+            "step": step,
+            "call": call,
+            "dtype": str(tensor.dtype),
+            "counts": [],
+        }
         try:
             entry |= _numbers(tensor)
             entry["maps"] = _feature_maps(tensor)
         except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
             reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
             entry["note"] = f"cannot be shown: {printable(reason)}"
-        shown.append(entry)
+        shown.append({field: value for field, value in entry.items() if value is not None})
     return {"rule": rule, "more": len(newest) - len(shown), "tensors": shown}
 
 

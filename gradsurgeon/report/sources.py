@@ -69,7 +69,6 @@ def unread(run: Run, newest: int | None = None) -> Report:
     from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
     from gradsurgeon.store.run import missing_ranks, of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
-    start = run.meta.get("start_step")
     captured, problem = captures(run)
     rules = _rule_infos(run.rules, section(run.meta, "roles"))
     observed, pending = run.meta.get("mode") == "observe", run.pending
@@ -78,8 +77,8 @@ def unread(run: Run, newest: int | None = None) -> Report:
     parts = {one: Part(one, pending, newest) for one in run}
     kept = []
     for one in captured:
-        tensors = count(len(one.tensors) + one.more, "tensor")
-        kept.append(f"captures kept by {printable(one.rule)}: {tensors}; `--html` shows them")
+        tensors = count(len(one["tensors"]) + one["more"], "tensor")
+        kept.append(f"captures kept by {printable(one['rule'])}: {tensors}; `--html` shows them")
     return Report(
         title=_title(run.meta),
         params=run.params,
@@ -89,7 +88,7 @@ def unread(run: Run, newest: int | None = None) -> Report:
         of_all_ranks=[*parts.values()],
         events=tuple(run.events),
         notes=(*_notes(run, missing_ranks(run), observed=observed), *filter(None, [problem])),
-        start=start if isinstance(start, int) else None,
+        start=run.meta.get("start_step"),
         captures=tuple(kept),
         observed=observed,
         ended=ending_of(run, edits_of(rules)),
@@ -114,10 +113,9 @@ def _notes(run: Run, missing: Sequence[int], *, observed: bool) -> Iterator[str]
 
 
 def _frozen(meta: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for param in _list(section(meta, "model").get("params")):
-        if isinstance(param, dict) and param.get("requires_grad") is False:
-            numel = param.get("numel")
-            yield str(param.get("name")), numel if isinstance(numel, int) else 0
+    for param in section(meta, "model").get("params", ()):
+        if param.get("requires_grad") is False:
+            yield param["name"], param["numel"]
 
 
 def _rule_infos(
@@ -126,13 +124,13 @@ def _rule_infos(
     found = {}
     for rule in planned:
         role = section(roles, rule["id"])
-        stats = set(map(str, _list(role.get("stats"))))
-        names = map(str, (*_list(rule.get("params")), *_list(rule.get("modules"))))
-        kind = _kind(str(rule.get("tensor") or "grad"), is_tag=rule.get("hook") == "tag")
+        names = (*rule.get("params", ()), *rule.get("modules", ()))
+        kind = _kind(rule.get("tensor") or "grad", is_tag=rule.get("hook") == "tag")
+        is_logged = STAT in role.get("stats", ()) and kind == GRADIENT
         found[rule["id"]] = RuleInfo(
             action=rule["action"],
-            role=str(role.get("role", "edit")),
-            logged=tuple(names) if STAT in stats and kind == GRADIENT else (),
+            role=role.get("role", "edit"),
+            logged=names if is_logged else (),
             kind=kind,
         )
     return found
@@ -145,7 +143,3 @@ def _kind(tensor: str, *, is_tag: bool) -> str:
     if (match := _PART.match(tensor)) is not None:
         return match[1] + " gradient" * bool(match[2])
     return {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}.get(tensor, tensor)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -98,8 +98,6 @@ def _assets(*names: str) -> str:
 def page_data(run: Run) -> dict[str, Any]:
     report = from_run(run)
     rules = section(run.meta, "rules")
-    files = rules.get("files")
-    entries = files if isinstance(files, list) and files else [rules]
     return {
         "title": report.title,
         "folder": str(run.path),
@@ -114,7 +112,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
         "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
-        "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
+        "captures": captures(run)[0],
         "versus": [
             {
                 "table": table.plain(),
@@ -126,9 +124,8 @@ def page_data(run: Run) -> dict[str, Any]:
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": [
-            {"file": str(entry.get("file", "?")), "text": str(entry.get("text", ""))}
-            for entry in entries
-            if isinstance(entry, dict)
+            {"file": entry.get("file", "?"), "text": entry.get("text", "")}
+            for entry in rules.get("files") or [rules]
         ],
         **_events(report.events),
     }

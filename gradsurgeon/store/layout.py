@@ -89,8 +89,8 @@ def clean(text: str) -> str:
 
 def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a mapping inside a mapping that was read from a file, empty if there is none."""
-    value = meta.get(key)
-    return value if isinstance(value, dict) else {}
+    found: dict[str, Any] = meta.get(key, {})
+    return found
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

@@ -5,7 +5,7 @@ import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -24,9 +24,18 @@ _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
 _BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
 _FLOAT = 4
-_KINDS = frozenset(get_args(EventKind))
+_ROWS = "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id"
+# Rows that a writer cannot have written.
+_ODD_ROWS = """
+SELECT count(*) FROM rows WHERE id BETWEEN ? AND ? AND NOT (
+    typeof(step) = 'integer' AND typeof(floats) = 'blob' AND length(floats) = ?
+    AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?)
+)
+"""
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
-_MAPPING, _TIME = TypeAdapter(dict[str, Any]), TypeAdapter(float)
+_MAPPING, _TEXTS = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
+_SERIES = TypeAdapter(tuple[int, str, str, str, str])
+_EVENT = TypeAdapter(tuple[float, EventKind, str, int, int, str, str])
 
 
 class RankFile:
@@ -52,19 +61,12 @@ class RankFile:
         if found != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
-    def query(
-        self, sql: str, *arguments: int, kinds: tuple[type | int, ...] = ()
-    ) -> list[tuple[Any, ...]]:
-        """Return rows whose first columns have the given kinds. A number stands for a blob of so many bytes."""
+    def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
         try:
-            rows = self._connection.execute(sql, arguments).fetchall()
+            return self._connection.execute(sql, arguments).fetchall()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
             # A text that is no UTF-8 raises no error of sqlite3.
             raise self._unreadable(error) from None
-        # By column: a check of each value would take longer than the query.
-        if kinds and not all(map(_are_of, zip(*rows, strict=True), kinds)):
-            raise self.damaged()
-        return rows
 
     def damaged(self, what: str = "it has values of wrong types or sizes") -> RecordError:
         return RecordError(
@@ -79,14 +81,21 @@ class RankFile:
             "can be written"
         )
 
+    def _checked(self, value: object, kind: TypeAdapter[_T]) -> _T:
+        try:
+            return kind.validate_python(value)
+        except ValueError:
+            raise self.damaged() from None
+
     def _parsed(self, text: str, kind: TypeAdapter[_T]) -> _T:
         try:
+            # Not `validate_json`: a name may have lone surrogates.
             return kind.validate_python(json.loads(text))
         except (ValueError, RecursionError):
             raise self.damaged() from None
 
     def _meta(self) -> dict[str, str]:
-        return dict(self.query("SELECT key, value FROM meta", kinds=(str, str)))
+        return self._checked(dict(self.query("SELECT key, value FROM meta")), _TEXTS)
 
     def written(self, key: str) -> dict[str, Any]:
         """Return a mapping that the writer left at the end of the run, empty if there is none."""
@@ -95,46 +104,30 @@ class RankFile:
     @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if (closed := self._meta().get("closed")) is not None:
-            self._parsed(closed, _TIME)
+        if "closed" in self._meta():
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
     def series(self) -> list["StoredSeries"]:
         """Return all series in order of creation. A running process adds further series."""
-        for number, rule, stat, point, text in self.query(
-            "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id",
-            max(self._series, default=0),
-            kinds=(int, str, str, str, str),
-        ):
+        sql = "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id"
+        for row in self.query(sql, max(self._series, default=0)):
+            number, rule, stat, point, text = self._checked(row, _SERIES)
             names = self._parsed(text, _NAMES)
-            if len(set(names)) < len(names):
-                raise self.damaged()
             self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
         return list(self._series.values())
 
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the events in the order of writing, each with its time in seconds since 1970."""
-        for time, kind, *rest in self.query(
-            "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id",
-            kinds=(float, str, str, int, int, str, str),
-        ):
-            if kind not in _KINDS:
-                raise self.damaged()
-            yield time, Event(kind, *rest)
+        sql = "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id"
+        for row in self.query(sql):
+            event = self._checked(row, _EVENT)
+            yield event[0], Event(*event[1:])
 
     def statuses(self) -> dict[str, RuleStatus]:
-        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid", kinds=(str, str))
-        statuses = {rule: self._parsed(text, _STATUS) for rule, text in rows}
-        if not all(0 <= status.changed <= 1 for status in statuses.values()):
-            raise self.damaged()
-        return statuses
-
-
-def _are_of(values: Sequence[Any], kind: type | int) -> bool:
-    if isinstance(kind, type):
-        return set(map(type, values)) <= {kind}
-    return set(map(type, values)) <= {bytes} and set(map(len, values)) <= {kind}
+        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
+        texts = self._checked(dict(rows), _TEXTS)
+        return {rule: self._parsed(text, _STATUS) for rule, text in texts.items()}
 
 
 class StoredSeries(WholeSeries):
@@ -158,20 +151,14 @@ class StoredSeries(WholeSeries):
         return self._file.damaged("it lacks rows")
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        size, floats = layout.absent_size(self._width), _FLOAT * self._width
+        sizes = _FLOAT * self._width, layout.absent_size(self._width)
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
-            rows = self._file.query(
-                "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id",
-                self._low + first,
-                self._low + min(end, first + self._batch) - 1,
-                kinds=(int, floats),
-            )
-            # Nearly all rows lack the same columns, or none.
-            for mask in {row[2] for row in rows} - {None}:
-                if not _are_of([mask], size) or int.from_bytes(mask, "little") >> self._width:
-                    raise self._file.damaged()  # of a column that is not there
-            yield from rows
+            bounds = self._low + first, self._low + min(end, first + self._batch) - 1
+            ((odd,),) = self._file.query(_ODD_ROWS, *bounds, *sizes)
+            if odd:
+                raise self._file.damaged()
+            yield from self._file.query(_ROWS, *bounds)
 
 
 # Series, each with the columns that were asked for.

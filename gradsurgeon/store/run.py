@@ -42,9 +42,12 @@ class Run(RecordQueries):
         self.path = path
         self.meta = meta
         self._files = list(files)
-        modules = section(section(meta, "model"), "aliases")
-        self._aliases = {str(alias): str(name) for alias, name in modules.items()}
-        self.params = tuple(self._read_params())
+        model = section(meta, "model")
+        self._aliases = {**section(model, "aliases")}
+        params = model.get("params", ())
+        self.params = tuple(param["name"] for param in params)
+        for param in params:
+            self._aliases.update(dict.fromkeys(param.get("aliases", ()), param["name"]))
 
     def __enter__(self) -> Self:
         return self
@@ -104,12 +107,7 @@ class Run(RecordQueries):
     @property
     def rules(self) -> list[dict[str, Any]]:
         """The plan of each rule, in file order: at least `id`, `action`, and names."""
-        return [
-            rule
-            for rule in _items(section(self.meta, "plan").get("rules"))
-            if isinstance(rule, dict)
-            and all(isinstance(rule.get(key), str) for key in ("id", "action"))
-        ]
+        return list(section(self.meta, "plan").get("rules", ()))
 
     def __iter__(self) -> Iterator[StoredSeries]:
         """Yield every series of every rank."""
@@ -161,28 +159,15 @@ class Run(RecordQueries):
     def stats(self) -> dict[str, tuple[str, ...]]:
         """The statistics that each recording rule was to record, by rule id."""
         roles = section(self.meta, "roles")
-        stats = {rule: _items(section(roles, rule).get("stats")) for rule in roles}
-        return {rule: tuple(map(str, recorded)) for rule, recorded in stats.items() if recorded}
+        stats = {rule: tuple(role.get("stats", ())) for rule, role in roles.items()}
+        return {rule: recorded for rule, recorded in stats.items() if recorded}
 
     def names_of(self, rule: str) -> tuple[str, ...]:
         """Return the names that a rule was bound to."""
         for planned in self.rules:
             if planned["id"] == rule:
-                names = [*_items(planned.get("params")), *_items(planned.get("modules"))]
-                return tuple(map(str, names))
+                return (*planned.get("params", ()), *planned.get("modules", ()))
         return ()
-
-    def _read_params(self) -> Iterator[str]:
-        for param in _items(section(self.meta, "model").get("params")):
-            name = param.get("name") if isinstance(param, dict) else None
-            if not isinstance(name, str):
-                raise RecordError(
-                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name; restore "
-                    "it, or record the run again"
-                )
-            yield name
-            for alias in _items(param.get("aliases")):
-                self._aliases[str(alias)] = name
 
 
 def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Chosen:
@@ -226,10 +211,6 @@ def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
         )
         if len(repeated) < len(names):
             yield series, repeated
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -447,7 +447,7 @@ def test_damaged_files_are_an_error(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0] * 5}).close()
     look(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
-        connection.execute("UPDATE meta SET value = 'x' WHERE key = 'closed'")
+        connection.execute("UPDATE meta SET value = x'ff' WHERE key = 'closed'")
         connection.commit()
     with pytest.raises(RecordError, match=r"rank-0.db: is damaged: it has values of wrong types"):
         look(tmp_path)
