@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 
+import comparison_trainings as parting
 import pytest
 from commands import WITHOUT_TORCH, call, call_here
-
-from benchmarks import parting
-from benchmarks.parting_nets import Transformer
+from comparison_nets import Transformer
 
 NOISE = ("--noise", "noise1", "noise2", "--noise", "noise3")
 

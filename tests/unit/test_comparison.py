@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import comparison_trainings as parting
 import pytest
 import torch
+from comparison_nets import Convolutions, Transformer
 from kernels import OtherKernels
 from pairs import slow
 from torch import nn
 
 import gradsurgeon
-from benchmarks import parting
-from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
 from gradsurgeon.comparison import tolerance
 

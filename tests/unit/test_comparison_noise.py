@@ -8,13 +8,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import comparison_trainings as parting
 import pytest
 import torch
+from comparison_nets import Convolutions, Transformer
 from torch import Tensor, nn
 
 import gradsurgeon
-from benchmarks import parting
-from benchmarks.parting_nets import Convolutions, Transformer
 from gradsurgeon import RecordError
 from gradsurgeon.cli import main
 

@@ -1,27 +1,22 @@
-"""Faults that `compare` has to place, and harmless changes that it must let pass: ``python -m benchmarks.parting``.
+"""Trainings with faults that `compare` has to place, and with harmless changes that it must let pass.
 
 Each fault is a change of a training that still runs. Tolerances come from three noise runs, as users measure them.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from comparison_nets import Convolutions, Transformer
 from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurgeon
-from benchmarks.parting_nets import Convolutions, Transformer
-from gradsurgeon.planning.table import grid
 
 STEPS, EPS, NOISE = 3, 1e-6, 3
 PACK = "gradsurgeon:fingerprint@1"
@@ -100,7 +95,7 @@ def _no_bias(training: Training) -> None:
 def _circular(training: Training) -> None:
     conv: Any = training.model.get_submodule("blocks.1.conv2")
     conv.padding_mode = "circular"
-    conv._reversed_padding_repeated_twice = [1, 1, 1, 1]  # noqa: SLF001 # as its constructor does
+    conv._reversed_padding_repeated_twice = [1, 1, 1, 1]  # as its constructor does
 
 
 def _swapped(x: Tensor) -> Tensor:
@@ -239,64 +234,3 @@ def compared(
         )
         for number, (name, change) in enumerate(changes.items())
     }
-
-
-def faults(seed: int) -> dict[str, Any]:
-    """Return the comparison of each fault."""
-    found: dict[str, Any] = {}
-    for kind in (Transformer, Convolutions):
-        changes = {fault.name: fault.change for fault in FAULTS if fault.model is kind}
-        if not changes:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            found |= compared(Path(folder), kind, seed, changes)
-    return found
-
-
-def alarms(seed: int) -> dict[str, list[Any]]:
-    """Return the comparisons of each harmless change, one for each model."""
-    found: dict[str, list[Any]] = {name: [] for name in HARMLESS}
-    for kind in (Transformer, Convolutions):
-        with tempfile.TemporaryDirectory() as folder:
-            for name, one in compared(Path(folder), kind, seed, HARMLESS).items():
-                found[name].append(one)
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parting", description=__doc__)
-    parser.add_argument("seeds", nargs="?", type=int, default=20, help="of harmless changes")
-    options = parser.parse_args(arguments)
-    start = time.perf_counter()
-    rows, wrong = [("fault", "step", "first tensor that parts", "distance", "tolerance", "")], 0
-    found = faults(0)
-    for fault in FAULTS:
-        one = found[fault.name]
-        first = one.first[0] if one.first else None
-        right = first is not None and first.text == fault.place
-        wrong += not right
-        told = ("-", "none", "", "") if first is None else (
-            f"{first.step}", first.text, f"{first.distance:.1e}", f"{first.tolerance:.1e}")  # fmt: skip
-        rows.append((fault.name, *told, "" if right else f"expected: {fault.place}"))
-    print("\n".join(grid(rows)))
-    print(f"{len(FAULTS) - wrong} of {len(FAULTS)} faults at their place")
-    quiet = [("harmless change", "runs", "alarms", "largest share of the tolerance", "first alarm")]
-    every: dict[str, list[Any]] = {name: [] for name in HARMLESS}
-    for seed in range(options.seeds):
-        for name, ones in alarms(seed).items():
-            every[name] += ones
-    for name, ones in every.items() if options.seeds else ():
-        loud = [one.first[0] for one in ones if not one.alike]
-        wrong += len(loud)
-        where = f"step {loud[0].step}, {loud[0].text}" if loud else ""
-        top = max(
-            (one.largest.distance / one.largest.tolerance, str(one.largest.text)) for one in ones
-        )
-        quiet.append((name, f"{len(ones)}", f"{len(loud)}", f"{top[0]:.2g} ({top[1]})", where))
-    print("\n".join(grid(quiet)))
-    print(f"{time.perf_counter() - start:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
