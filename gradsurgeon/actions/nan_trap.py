@@ -31,8 +31,8 @@ class NanTrap(TrapRule):
     (a weight or a batch that was non-finite before), `kernel` (another implementation gives finite numbers),
     `transient` (it does not happen again) or `unknown`. An infinity that the script wrote, as in a mask, is not
     blamed. If the replay shows less, the diagnosis is `partial`, or `not reproduced` without blame, with the reason.
-    A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
-    again together, with whole parameters. Training continues as it would have without the replay.
+    A loss outside of the model cannot be run again, and neither can a model whose parameters are divided over ranks:
+    there the trap names the gradients alone. Training continues as it would have without the replay.
 
     With a run directory, or with `bundle: true`, it writes the step as a directory `trap-step812-rank0` for
     `gradsurgeon replay` elsewhere. The directory holds weights, inputs and output gradients: about the size of a

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradsurgeon import _bounded_load, _torch
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.forensics.kept_step import MOST_CALLS, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.undisturbed import RandomState
@@ -38,8 +37,7 @@ _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compi
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
     """Write a bundle; return the diagnosis with its path, or with the reason why there is none."""
-    innocent = failed.together and not diagnosis.where
-    if not failed.kept.calls or innocent:
+    if not failed.kept.calls or failed.divided:
         return diagnosis
     try:
         return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
@@ -108,7 +106,6 @@ def _written(call: KeptCall) -> dict[str, Any]:
         **{part: getattr(call, part) for part in _CALL_PARTS},
         "random": (random.torch, random.python, random.numpy),
         "autocast": call.autocast,
-        "casts": {name: tuple(cast) for name, cast in call.casts.items()},
         "training": {name: inner.training for name, inner in modules},
     }
 
@@ -196,7 +193,6 @@ class _Reader:
             autocast=autocast,
             weights=self._weights.get(name, {}),
             training=entry["training"],
-            casts={key: Cast(*cast) for key, cast in entry["casts"].items()},
             **{part: entry[part] for part in _CALL_PARTS},
         )
 
@@ -212,6 +208,5 @@ class _Reader:
 
 def _tree_of(module: nn.Module) -> dict[str, object]:
     shapes = {name: list(param.shape) for name, param in module.named_parameters()}
-    # `fully_shard` puts a class of its own before the class of the script.
     kinds = {name: type(one).__name__ for name, one in module.named_modules()}
-    return {**shapes, **{name: kind.removeprefix("FSDP") for name, kind in kinds.items()}}
+    return {**shapes, **kinds}

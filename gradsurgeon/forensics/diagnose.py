@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed import fully_shard
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
@@ -39,13 +37,13 @@ _FINITE = (
 )
 _ITERATOR = "the model was given an iterator ({}), which a replay would use up: give it the items"
 _DIVIDED = (
-    "the parameters are divided over ranks, which run a step again together only with `fully_shard` and a rule with "
-    "`then: raise` or `skip-step`, not while rules only observe"
+    "the parameters are divided over ranks, and a rank cannot run its part again alone: train on one device, or under "
+    "DistributedDataParallel, to find the operation"
 )
 _OUTSIDE = "the loss is computed outside of the model and cannot be run again: compute it in the forward of the model to get its line"
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
-_NOT_RUN = "the step was not run again: ranks do that together, and only for a trap"
+_NOT_RUN = "the step was not run again: with several ranks that is done only for a trap"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 # The operations of nodes that keep all of their arguments.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -80,10 +78,8 @@ def diagnose(
         reasons = [_TOO_LARGE.format(kept.dropped)]
     if not kept.calls:
         return replace(blank, reasons=tuple(reasons) or (_NO_CALL,))
-    called = failed.called.values()
-    alone = not failed.together and any(map(fully_shard.casts, called))
-    if alone or any(_dist.is_divided(param) for module in called for param in module.parameters()):
-        return replace(blank, reasons=(_DIVIDED,))
+    if failed.divided:
+        return diagnose_inputs(failed) or replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
     if (blamed := _search(failed, reasons)) is None:
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _numbers, _torch
-from gradsurgeon.distributed.fully_shard import Cast
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.forensics.undisturbed import RandomState
+from gradsurgeon.planning.manifest import class_names
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import SAMPLE, sample
@@ -47,7 +47,6 @@ class KeptCall:
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
-        casts: by module name, the casts of `fully_shard` around its forward pass, if its hooks are off.
     """
 
     module: Callable[[], nn.Module | None]
@@ -67,7 +66,6 @@ class KeptCall:
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
     iterators: tuple[str, ...] = ()
-    casts: Mapping[str, Cast] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -140,7 +138,6 @@ class FailedStep:
         modules: the modules with non-finite tensors, if a trap watches modules.
         bad: the watched parameters with non-finite gradients at the update.
         rested: rules that edit tensors of modules, and do not act in a replay.
-        together: whether all ranks run the step again at the same time, with whole parameters.
     """
 
     kept: KeptStep
@@ -150,9 +147,20 @@ class FailedStep:
     modules: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-    together: bool = False
 
     @property
     def called(self) -> dict[str, nn.Module]:
         found = ((call.name, call.module()) for call in self.kept.calls)
         return {name: module for name, module in found if module is not None}
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are divided over ranks, so that no rank can run the step again alone."""
+        return any(map(_is_divided, self.called.values()))
+
+
+def _is_divided(model: nn.Module) -> bool:
+    if any(_dist.is_divided(param) for param in model.parameters()):
+        return True
+    # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
+    return any("FSDPModule" in class_names(module) for module in model.modules())

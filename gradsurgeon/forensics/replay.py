@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon import _torch
-from gradsurgeon.distributed.fully_shard import casts
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import Source
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
-from gradsurgeon.planning import named_modules, slots
+from gradsurgeon.planning import slots
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 INPUT = "input "
@@ -96,7 +95,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
         call.prefix + known.get(id(param), name): params[name]
         for name, param in module.named_parameters()
     }
-    with modules.watched(module, came_out), _as_then(module, call), ExitStack() as stack:
+    with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, params, buffers))
         shown_to.append(came_out)
@@ -181,16 +180,8 @@ def _nodes_below(start: Any) -> set[Any]:
 
 
 @contextmanager
-def _as_then(module: nn.Module, call: KeptCall) -> Iterator[None]:
+def _as_then(call: KeptCall) -> Iterator[None]:
     with ExitStack() as stack:
-        # `fully_shard` casts by itself in a model that is still divided.
-        for name, cast in ({} if casts(module) else call.casts).items():
-            inner = named_modules(module)[name]
-            for handle in (
-                inner.register_forward_pre_hook(cast.before, prepend=True, with_kwargs=True),
-                inner.register_forward_hook(cast.after),
-            ):
-                stack.callback(handle.remove)
         for kind, (enabled, dtype) in call.autocast.items():
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
         stack.enter_context(torch.enable_grad())

@@ -1,16 +1,15 @@
 """Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, EditRule
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.forensics import diagnose, diagnose_inputs, with_bundle
@@ -20,7 +19,6 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
 
-_LACKING = "all ranks must run a divided model again: {ranks} did not come, or have no memory for whole parameters"
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
@@ -94,39 +92,15 @@ class StepDiagnosis:
     ) -> Diagnosis | None:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
-        own: Diagnosis | None = None
-        if (divided := self._divided()) is not None:
-            # All ranks run the step again together, with whole parameters.
-            fits = heard.voter.meet(fully_shard.fits(divided), LIMIT)
-            if lacking := [rank for rank in heard.voter.ranks if not fits.get(rank)]:
-                why = _LACKING.format(ranks=_dist.named(lacking))
-                return Diagnosis("not reproduced", (why,), failed.step, failed.rank)
-            for call in failed.kept.calls:
-                if (module := call.module()) is not None:
-                    call.casts = fully_shard.casts(module)
-            around = fully_shard.unsharded(divided)
-            own = self._run(replace(failed, together=True), rules, around)
-        elif reports:
-            own = self._run(failed, rules)
+        own = self._run(failed, rules) if reports else None
         told: dict[int, Diagnosis | None] = heard.voter.meet(own, LIMIT)
         every = [own, *(told[rank] for rank in sorted(told))]
         # A diagnosis that blames an operation or tensor says most.
         return next((one for one in every if one is not None and one.where), own)
 
-    def _divided(self) -> nn.Module | None:
-        """Return the model if `fully_shard` divides it, so that ranks run it again together."""
-        model, context = self._kept.model(), self._context
-        groups = context.ranks.shard_groups(range(len(context.program.names)))
-        return model if groups and model is not None and fully_shard.casts(model) else None
-
-    def _run(
-        self,
-        failed: FailedStep,
-        rules: Collection[str],
-        around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
-    ) -> Diagnosis | None:
+    def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
-            with self._context.resting(), around:
+            with self._context.resting():
                 diagnosis = diagnose(failed)
                 folder = self._folder(rules)
                 return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)

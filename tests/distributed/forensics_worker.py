@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from worker import work
 
 import gradsurgeon
@@ -39,63 +32,16 @@ class Body(nn.Module):
         return x.log() if self.spoilt and x.abs().max() > SPOILT / 10 else x.tanh()
 
 
-class Row(Body):
-    """Has an infinite gradient in its first column alone, which is one row of the weight before it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.spoilt:
-            return x.tanh()
-        first = (x[:, :1] * 0).sqrt()
-        return torch.cat([first, x[:, 1:]], 1)
-
-
 class Net(nn.Module):
-    def __init__(self, norm: nn.Module, body: Body | None = None) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.body = nn.Linear(4, 4), norm, body or Body()
+        self.first, self.norm, self.body = nn.Linear(4, 4), norm, Body()
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.body(self.norm(self.first(x))))
         return out
-
-
-class Checkpointed(nn.Module):
-    """Runs again in the backward pass, with the same random numbers, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return out
-
-
-class ByMethod(Net):
-    """Enters its body by a method of its own."""
-
-    body: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body.enter(self.norm(self.first(x))))
-        return out
-
-
-class Entered(Body):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def enter(self, x: Tensor) -> Tensor:
-        return self.forward(x * self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
 
 
 class Gathered(nn.Module):
@@ -107,53 +53,28 @@ class Gathered(nn.Module):
         return x - mean / dist.get_world_size()
 
 
-def halves() -> Net:
-    return Net(Checkpointed())
+def whole() -> Net:
+    return Net(nn.Linear(4, 4))
 
 
-MODELS = {
-    "gathered": lambda: Net(Gathered()),
-    "FSDP2 halves": halves,
-    "FSDP2 row": lambda: Net(nn.Identity(), Row()),
-    "FSDP2 method": lambda: ByMethod(nn.Identity(), Entered()),
-    "FSDP2 whole": lambda: Net(nn.Linear(4, 4)),
-}
-
-
-def shard(model: Net, kind: str) -> None:
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    if kind == "FSDP2 halves":
-        inner = model.norm.get_submodule("inner")
-        fully_shard(inner, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        fully_shard(model, mp_policy=half)
-        return
-    if kind == "FSDP2 wrapped":
-        wrapped: Any = fully_shard(checkpoint_wrapper(model.first))
-        model.first = wrapped
-    if kind == "FSDP2 hooked":
-        # What it makes would not fit into half precision.
-        half = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
-        fully_shard(model.first, mp_policy=half)
-        model.first.register_forward_hook(lambda module, args, out: out * 1e5 / 1e5)
-    if kind == "FSDP2 method":
-        fully_shard(model.body)
-        register_fsdp_forward_method(model.body, "enter")
-    fully_shard(model)
+MODELS = {"gathered": lambda: Net(Gathered()), "FSDP2 whole": whole}
 
 
 def train(
     kind: str,
     then: str,
     micro_batches: int = 1,
+    *,
     pauses: int | None = None,
     folder: Path | None = None,
+    given_nan: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = MODELS.get(kind, lambda: Net(nn.Identity()))()
     called: Any = model
     if kind.startswith("FSDP2"):
-        shard(model, kind)
+        fully_shard(model)
     else:
         called = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -178,7 +99,7 @@ def train(
                     model.set_reshard_after_backward(last or kind != "FSDP2 whole")
                 given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
                 if model.body.spoilt and number == micro_batches // 2:
-                    given *= SPOILT
+                    given *= math.nan if given_nan else SPOILT
                 called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
             if kind == "FSDP2 evaluated":
                 with torch.no_grad():
@@ -197,7 +118,6 @@ def train(
         "step": step,
         "state": state,
         "notices": notices,
-        "divided": all(isinstance(param, DTensor) for param in model.parameters()),
     }
 
 
@@ -226,21 +146,18 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def main() -> dict[str, Any]:
-    kinds = ("DDP", "FSDP2", "FSDP2 halves", "FSDP2 row", "gathered")
+    kinds = ("DDP", "FSDP2", "gathered")
     seen = {
         f"{kind} {then}": train(kind, then) for kind in kinds for then in ("raise", "skip-step")
     }
     seen["scaled"] = {"notices": scaled()}
+    seen["FSDP2 bare"] = train("FSDP2", "skip-step", forensics=False)
     seen["FSDP2 warn"] = train("FSDP2", "warn")
-    seen["FSDP2 accumulated"] = train("FSDP2", "raise", MICRO_BATCHES)
+    seen["FSDP2 given NaN"] = train("FSDP2", "raise", given_nan=True)
     seen["FSDP2 paused"] = train("FSDP2", "raise", pauses=0)
-    for kind in ("FSDP2 wrapped", "FSDP2 hooked", "FSDP2 evaluated"):
-        seen[kind] = train(kind, "raise")
+    seen["FSDP2 evaluated"] = train("FSDP2 evaluated", "raise")
     seen["FSDP2 whole"] = train("FSDP2 whole", "skip-step", MICRO_BATCHES)
-    seen["FSDP2 method skip-step"] = train("FSDP2 method", "skip-step")
-    seen["FSDP2 method bare"] = train("FSDP2 method", "skip-step", forensics=False)
-    seen["FSDP2 halves bare"] = train("FSDP2 halves", "skip-step", forensics=False)
-    seen["FSDP2 halves bundle"] = train("FSDP2 halves", "raise", folder=Path(sys.argv[1]).parent)
+    seen["FSDP2 recorded"] = train("FSDP2", "raise", folder=Path(sys.argv[1]).parent)
     return seen
 
 
