@@ -1,4 +1,4 @@
-"""Detects how a model changed since the rules were bound. Rules stay bound to the names that a reviewed plan shows."""
+"""Detects how a model changed since the rules were bound. Rules on parameters act on no others than they were bound to."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.parameters import Place
 
 _SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"
-_REPLACED = "was replaced by another parameter: its rules act on the new one"
+_LOST = (
+    "was replaced, renamed, taken out of its module, or tied to another parameter: no rule acts on it any more. Apply the rules "
+    "again with replace=True"
+)
 _CONTAINER = "the module that the rules were applied to is gone, but parts of it live on: keep a reference to it for layers to come"
-_GONE = "is gone from its module, has another name there, or is now tied to another parameter: apply the rules again"
-_RENAMED = "has a new name in the model ({names}): its rules act on, under the old name"
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one from now on"
 _NO_MODULE = "is gone from the model, or torch.jit runs it without hooks: rules on it no longer act"
 _UNNOTICED = "was replaced or removed: no rule acted on it since then"
@@ -29,7 +29,7 @@ _NEW = "matches {count} that came after the rules were applied{examples}, but do
 
 
 class ModelChanges:
-    """Compares the model with the plan, at known changes and now and then; moves the rules if possible."""
+    """Compares the model with the plan, at known changes and now and then."""
 
     def __init__(
         self,
@@ -50,6 +50,10 @@ class ModelChanges:
         self._grown = False
         self._modules = weakref.WeakSet(model.modules())
         self._swapped: set[int] = set()
+        # The parameters that no rule acts on any more.
+        self._lost: set[int] = set()
+        # Whether an update was seen. Until then, a script may load, tie or shard the parameters of its model.
+        self._begun = False
         self._lock = context.parameters.lock
         self._over = False
 
@@ -73,6 +77,7 @@ class ModelChanges:
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
 
     def after_step(self, counter: StepCounter) -> None:
+        self._begun = True
         if self._model() is None:
             step = self._context.counters.latest
             self._context.event_log.notice_once("container", _CONTAINER, step=step, warn=True)
@@ -102,26 +107,14 @@ class ModelChanges:
         return module in self._modules
 
     def rearm(self) -> None:
-        """Move rules to parameters that replaced others."""
+        """Report parameters that got new content, and parameters that were replaced."""
         with self._lock:
-            if not self._over:
-                self._rearm()
-
-    def _rearm(self) -> None:
-        swapped, self._swapped = sorted(self._swapped), set()
-        self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
-        hooks = self._param_hooks
-        if not hooks.replaced():
-            return
-        self.compare()  # the parameters may only have moved
-        replaced = hooks.replaced()
-        params = self._context.parameters.params(replaced)
-        if any(param is not None and _dist.is_sharded(param) for param in params):
-            self.check()  # rules that cannot act on shards are refused
-            self._context.ranks.look_again()
-        there = [tensor for tensor in replaced if hooks.rearm(tensor)]
-        self._tell("hook-rearmed", self._names(there), _REPLACED)
-        self._tell("hook-lost", self._names(t for t in replaced if t not in there), _GONE)
+            if self._over:
+                return
+            swapped, self._swapped = sorted(self._swapped), set()
+            self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
+            if self._context.parameters.replaced():
+                self.compare()
 
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
         """Find the parameters and modules of the plan in the model, and report changes; without warnings if it is ``closing``."""
@@ -129,14 +122,14 @@ class ModelChanges:
             if (model := self._model()) is None or self._over:
                 return
             self._modules = weakref.WeakSet(model.modules())
-            names = self._follow_params(model)
+            if not (self._begun or closing):
+                self._take_current(model)
+            names = self._compare_params(model, warn=not closing)
             modules = named_modules(model)
             exchanged = self._module_hooks.refresh(modules)
             gone = [name for name, there in exchanged if not there]
             others = [name for name, there in exchanged if there]
             if closing:
-                lost = self._names(self._param_hooks.replaced())
-                self._tell("hook-lost", lost, _UNNOTICED, warn=False)
                 self._tell("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
             else:
                 self._tell("hook-rearmed", others, _OTHER_MODULE, noun="module ")
@@ -144,30 +137,37 @@ class ModelChanges:
             if new and (unknown := {*names, *modules} - self._known):
                 self._tell_of_new(model, unknown, warn=not closing)
 
-    def _follow_params(self, model: nn.Module) -> set[str]:
-        """Look the parameters up at their current places; return the names of parameters that are new."""
-        index = {name: tensor for tensor, name in enumerate(self._context.program.names)}
-        places: dict[int, Place] = {}
+    def _take_current(self, model: nn.Module) -> None:
+        self._context.parameters.look_up(model)
+        self._param_hooks.arm()
+        self._context.ranks.look_again()
+        self.check()  # rules that cannot act on shards are refused
+
+    def _compare_params(self, model: nn.Module, *, warn: bool) -> set[str]:
+        """Drop parameters that are no longer in their places; return the names of parameters without rules."""
+        parameters = self._context.parameters
+        indices = parameters.tensor_at()
+        there: dict[int, int] = {}
         others: dict[str, int] = {}
-        renamed: dict[int, str] = {}
-        known, found = self._context.parameters.tensor_at(), set[int]()
         for slot in slots(model):
-            place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
-            param = id(place[0][place[1]])
+            table = slot.owner._parameters  # noqa: SLF001 # where modules keep them
+            param = id(table[slot.key])
             # A wrapper around a module gives its parameters other names, and leaves them where they are.
-            tensor = index.get(slot.name, known.get((id(place[0]), place[1])))
-            if tensor is None:
+            index = indices.get((id(table), slot.key))
+            if index is None:
                 others[slot.name] = param
-            elif param not in found:  # else it is tied to a parameter with rules of its own
-                found.add(param)
-                places.setdefault(tensor, place)
-                if slot.name not in index and slot.name not in self._known:
-                    renamed[tensor] = slot.name
-        self._context.parameters.move(places)
-        text = _RENAMED.format(names=shorten_names(list(renamed.values())))
-        self._tell("hook-rearmed", self._names(renamed), text)
-        self._known.update(renamed.values())
-        return {name for name, param in others.items() if param not in found}
+            else:
+                there[index] = param
+        gone = set(indices.values()).difference(there, self._lost)
+        lost = sorted(gone.union(parameters.replaced()))
+        self._lost.update(lost)
+        parameters.drop(lost)
+        for index in lost:
+            self._param_hooks.rearm(index)  # takes its hooks off
+        self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
+        met = {*there.values()}
+        new = {name for name, param in others.items() if param not in met}
+        return new.difference(self._context.program.names)
 
     def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))

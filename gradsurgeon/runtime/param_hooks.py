@@ -114,7 +114,6 @@ class ParamHooks:
         self._context, self._passes = context, passes
         self._armed = context.program.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
-        self._ids: dict[int, int] = {}
 
     def arm(self) -> None:
         for tensor in self._armed:
@@ -125,19 +124,11 @@ class ParamHooks:
         for handle in self._handles.pop(tensor, []):
             handle.remove()
         param = self._context.parameters.param(tensor)
-        self._ids[tensor] = id(param)
         if param is not None:
             # Hooks are listed one by one, so they can be removed if a later one raises.
             for handle in self._put(tensor, param):
                 self._handles.setdefault(tensor, []).append(handle)
         return param is not None
-
-    def replaced(self) -> list[int]:
-        now = list(map(id, self._context.parameters.params(self._armed)))
-        if now == list(self._ids.values()):
-            return []
-        armed = zip(self._armed, now, strict=True)
-        return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
 
     def taken_off(self) -> list[int]:
         return [

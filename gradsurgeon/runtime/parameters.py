@@ -1,6 +1,6 @@
 """The tensors that a session acts on, looked up by name each time, so no hook holds a parameter."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -29,14 +29,27 @@ class Parameters:
         # Held while threads compare parameters with the model, and while copies replace them: this session also
         # sees optimizers of other threads.
         self.lock = RLock()
+        self._places: list[Place] = [({}, name) for name in names]
+        self._names = names
+        self.look_up(model)
+
+    def look_up(self, model: nn.Module) -> None:
+        """Take the parameters that the model has now under the names; a wrapper may have given others new names."""
         by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
-        self._places = [by_name[name] for name in names]
+        self._places = [
+            by_name.get(name, place) for name, place in zip(self._names, self._places, strict=True)
+        ]
         # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
         # weak references.
-        self._shards: dict[int, Tensor] = {}
-        self._find_shards()
+        self._shards = {
+            index: param
+            for index, param in enumerate(map(held, self._places))
+            if param is not None and _dist.is_sharded(param)
+        }
+        # The parameters that the rules were bound to.
+        self._bound = self.ids()
 
     def param(self, tensor: int) -> Tensor | None:
         return self._as_divided(tensor, held(self._places[tensor]))
@@ -78,13 +91,6 @@ class Parameters:
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
-    def _find_shards(self) -> None:
-        self._shards = {
-            tensor: param
-            for tensor, param in enumerate(map(held, self._places))
-            if param is not None and _dist.is_sharded(param)
-        }
-
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         wanted = {id(param) for param in params}
         return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
@@ -93,12 +99,20 @@ class Parameters:
         """Return the tensors by the id of the dictionary and the key where they are looked up."""
         return {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
 
-    def move(self, places: Mapping[int, Place]) -> None:
-        """Look tensors up at new places from now on; tensors without a place are gone."""
-        self._places = [
-            places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
-        ]
-        self._find_shards()
+    def replaced(self) -> list[int]:
+        """Return the tensors that have another parameter now than the rules were bound to, or none."""
+        now = self.ids()
+        if now == self._bound:
+            return []
+        pairs = enumerate(zip(self._bound, now, strict=True))
+        return [index for index, (bound, param) in pairs if bound != param]
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Take parameters for gone from now on."""
+        for index in indices:
+            self._places[index] = ({}, self._places[index][1])
+            self._shards.pop(index, None)
+            self._bound[index] = id(None)
 
     def forget(self) -> None:
-        self.move({})
+        self.drop(range(len(self._places)))

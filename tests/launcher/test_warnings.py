@@ -30,7 +30,7 @@ def train(model, wrap=lambda model: model):
         wrapped(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 """
-OURS = "weight was replaced by another parameter: its rules act on the new one"
+OURS = "weight was replaced, renamed, taken out of its module, or tied to another parameter: no rule acts"
 
 
 @dataclass

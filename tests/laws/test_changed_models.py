@@ -125,6 +125,22 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
     assert session.events == []
 
 
+@pytest.mark.parametrize("change", ["replaced", "assigned", "wrapped"])
+@pytest.mark.parametrize("at", ["backward", "step"])
+@pytest.mark.filterwarnings("ignore:rule it. matches 2 parameters that came after")
+def test_what_changes_before_the_first_update_comes_under_the_rules(change: str, at: str) -> None:
+    model = small()
+    zero = {"id": "it", "action": "zero", "at": at, "params": "*.weight"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [zero]}) as session:
+        {"replaced": replaced, "assigned": assigned, "wrapped": adapted}[change](model)
+        train_once(model)
+        assert lengths(session)["it"] == 2
+        assert not any(
+            param.grad.any() for name, param in model.named_parameters() if "weight" in name
+        )
+    assert [event for event in session.events if event.kind != "notice"] == []
+
+
 # --- another form, the same parameters ------------------------------------------------------------
 
 
@@ -148,7 +164,9 @@ def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: 
         step(model, optimizer)
         fired = lengths(session)["it"]
         change(model)
-        with pytest.warns(GradSurgeonWarning, match=r"0\.weight .* has another name") as warned:
+        with pytest.warns(
+            GradSurgeonWarning, match=r"0\.weight was replaced, renamed, .* again with replace=True"
+        ) as warned:
             step(model, optimizer)
         assert told(session, warned) == [("hook-lost", "", "0.weight")]
         step(model, optimizer)
@@ -166,8 +184,8 @@ def test_weight_norm_makes_parameters_of_its_own() -> None:
         with pytest.warns(GradSurgeonWarning) as warned:
             for _ in range(4):
                 step(model, optimizer)
-        assert told(session, warned) == [("notice", "it", ""), ("hook-lost", "", "0.weight")]
-    assert session.events[0].message.startswith("matches 2 parameters that came after")
+        assert told(session, warned) == [("hook-lost", "", "0.weight"), ("notice", "it", "")]
+    assert session.events[1].message.startswith("matches 2 parameters that came after")
 
 
 @singly(dtype=[torch.float64, torch.bfloat16], point=POINTS)
@@ -188,29 +206,33 @@ def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
 
 
 @singly(goes_on=[one_more_group, exchanged_in_place, a_new_optimizer], point=POINTS)
-def test_a_replaced_head_comes_under_the_rules_on_its_name(point: str, goes_on: Goes) -> None:
+def test_no_rule_acts_on_a_replaced_head_until_rules_are_applied_again(
+    point: str, goes_on: Goes
+) -> None:
     model = make()
     optimizer: torch.optim.Optimizer = sgd(model)
-    with gradsurgeon.apply(model, rules(point, "2.*")) as session:
-        step(model, optimizer)
-        model[2] = nn.Linear(6, 5)
-        optimizer = goes_on(model, optimizer)
-        with pytest.warns(GradSurgeonWarning, match="was replaced by another") as warned:
-            for _ in range(3):
-                step(model, optimizer)
-        assert told(session, warned) == [
-            ("hook-rearmed", "", "2.weight"),
-            ("hook-rearmed", "", "2.bias"),
-        ]
-        fired = lengths(session)["it"]
-        before = model[2].weight.detach().clone()
+    session = gradsurgeon.apply(model, rules(point, "2.*"))
+    step(model, optimizer)
+    fired = lengths(session)["it"]
+    model[2] = nn.Linear(6, 5)
+    optimizer = goes_on(model, optimizer)
+    with pytest.warns(
+        GradSurgeonWarning, match=r"2\.weight, 2\.bias: each was replaced.*replace=True"
+    ) as warned:
         for _ in range(3):
+            before = model[2].weight.detach().clone()
             step(model, optimizer)
-        assert lengths(session)["it"] - fired == (3 if point == "nan-trap" else 6)
-        if point in ("zero, backward", "zero, step", "freeze, step"):
-            assert torch.equal(before, model[2].weight)
-        assert session.step == 7
-    assert len(session.events) == 2
+            assert not torch.equal(before, model[2].weight)
+    assert told(session, warned) == [("hook-lost", "", "2.weight"), ("hook-lost", "", "2.bias")]
+    assert lengths(session)["it"] == fired
+    with gradsurgeon.apply(model, rules(point, "2.*"), replace=True) as again:
+        for _ in range(3):
+            before = model[2].weight.detach().clone()
+            step(model, optimizer)
+            if point in ("zero, backward", "zero, step", "freeze, step"):
+                assert torch.equal(before, model[2].weight)
+        assert lengths(again)["it"] == (3 if point == "nan-trap" else 6)
+    assert again.events == []
 
 
 def test_a_replaced_head_of_a_hand_written_loop() -> None:
@@ -218,17 +240,16 @@ def test_a_replaced_head_of_a_hand_written_loop() -> None:
     with gradsurgeon.apply(model, rules("zero, backward", "2.*"), optimizer=[]) as session:
 
         def update() -> None:
+            model.zero_grad()
             model(data(0, 5, 4)).square().mean().backward()
             session.tick()
 
         update()
         model[2] = nn.Linear(6, 5)
-        with pytest.warns(GradSurgeonWarning, match="was replaced by another"):
+        with pytest.warns(GradSurgeonWarning, match=r"2\.weight, 2\.bias: each was replaced"):
             for _ in range(2):
                 update()
-        model.zero_grad()
-        update()
-        assert not model[2].weight.grad.any()
+        assert model[2].weight.grad.any()
 
 
 def test_what_is_taken_out_is_lost() -> None:
@@ -274,11 +295,11 @@ def test_checks_go_on_without_what_is_taken_out(check: dict[str, Any]) -> None:
 class Adapted(nn.Module):
     """A linear layer with a low-rank adapter beside it, as fine-tuning libraries make them."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, out: int = 6) -> None:
         super().__init__()
         self.base = base
         self.down = nn.Parameter(torch.randn(2, 4))
-        self.up = nn.Parameter(torch.randn(6, 2))
+        self.up = nn.Parameter(torch.randn(out, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x) + x @ self.down.T @ self.up.T
@@ -299,23 +320,17 @@ def test_adapters_are_said_not_to_be_under_the_rules(
         optimizer = goes_on(model, optimizer)
         with pytest.warns(GradSurgeonWarning) as warned:
             step(model, optimizer)
-        assert told(session, warned) == [
-            ("hook-rearmed", "", "0.weight"),
-            ("hook-rearmed", "", "0.bias"),
-            ("notice", "it", ""),
-        ]
-        assert "has a new name in the model (0.base.weight, 0.base.bias)" in (
+        assert told(session, warned) == [("notice", "it", "")]
+        assert "matches 2 parameters that came after the rules were applied (0.down, 0.up)" in (
             session.events[0].message
         )
-        assert "matches 2 parameters that came after the rules were applied (0.down, 0.up)" in (
-            session.events[2].message
-        )
-        assert "replace=True" in session.events[2].message
+        assert "replace=True" in session.events[0].message
         for _ in range(3):
             step(model, optimizer)
+        # The layer has other names now, and its rules act on.
         share = 1 if point == "nan-trap" or not frozen else 0.5
         assert lengths(session)["it"] == fired + 4 * fired * share
-    assert len(session.events) == 3
+    assert len(session.events) == 1
 
 
 def test_applying_again_takes_the_new_ones_in() -> None:
@@ -404,7 +419,7 @@ def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
         optimizer = sgd(model)
         with pytest.warns(
             GradSurgeonWarning,
-            match=r"head\.weight is gone from its module, .* or is now tied to another",
+            match=r"head\.weight was replaced, .* or tied to another parameter",
         ) as said:
             step(model, optimizer)
         assert told(session, said) == [("hook-lost", "", "head.weight")]
@@ -479,7 +494,7 @@ def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
 
 
 @singly(point=POINTS, change=["replaced", "added"])
-@pytest.mark.filterwarnings("ignore:2.weight was replaced")
+@pytest.mark.filterwarnings("ignore:2.weight was replaced", "ignore:.*has not fired yet")
 def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, change: str) -> None:
     model = make()
     owned = model[0].parameters() if change == "added" else model.parameters()
@@ -496,9 +511,12 @@ def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, ch
             before = model[2].weight.detach().clone()
             step(model, optimizer)
             if point.startswith(("zero", "freeze")) and number >= 4:
-                assert torch.equal(model[2].weight, before) == (number >= 6)
+                acts = number >= 6 and change == "added"
+                assert torch.equal(model[2].weight, before) == acts
         status = session.status()["it"]
-        assert (status.fired, status.last_step) == (2, 7)
+        assert (status.fired, status.last_step) == ((2, 7) if change == "added" else (0, None))
+        lost = [event.name for event in session.events if event.kind == "hook-lost"]
+        assert lost == ([] if change == "added" else ["2.weight"])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -529,12 +547,19 @@ def acts(model: Any) -> bool:
 
 
 def assigned(model: Any) -> None:
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    weights = {
+        name: value.clone() for name, value in model.state_dict().items() if "weight" in name
+    }
+    model.load_state_dict(weights, assign=True, strict=False)
 
 
 def replaced(model: Any) -> None:
     for layer in model:
         layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def adapted(model: Any) -> None:
+    model[0] = Adapted(model[0], 3)
 
 
 def swapped(model: Any) -> None:
@@ -545,14 +570,13 @@ def swapped(model: Any) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.parametrize("change", [assigned, replaced, swapped])
-def test_hooks_come_back_with_one_warning(change: Any) -> None:
+def test_hooks_come_back_to_parameters_with_new_content_with_one_warning() -> None:
     model = small()
     with gradsurgeon.apply(model, ZERO) as session:
         train_once(model)
         assert acts(model)
-        change(model)
-        text = r"0\.weight, 1\.weight: each (was replaced|got new content)"
+        swapped(model)
+        text = r"0\.weight, 1\.weight: each got new content"
         with pytest.warns(GradSurgeonWarning, match=text) as said:
             train_once(model)
         assert len(said) == 1
@@ -561,6 +585,24 @@ def test_hooks_come_back_with_one_warning(change: Any) -> None:
         assert acts(model)
     rearmed = [(e.kind, e.name) for e in session.events]
     assert rearmed == [("hook-rearmed", "0.weight"), ("hook-rearmed", "1.weight")]
+
+
+@pytest.mark.parametrize("change", [assigned, replaced])
+def test_no_rule_acts_on_other_parameters_and_one_warning_names_them(change: Any) -> None:
+    model = small()
+    session = gradsurgeon.apply(model, ZERO)
+    train_once(model)
+    change(model)
+    text = r"0\.weight, .*1\.weight.*: each was replaced.*Apply the rules again with replace=True"
+    with pytest.warns(GradSurgeonWarning, match=text) as said:
+        train_once(model)
+    assert len(said) == 1
+    assert not acts(model)
+    lost = [(e.kind, e.name) for e in session.events]
+    assert lost == [("hook-lost", "0.weight"), ("hook-lost", "1.weight")]
+    with gradsurgeon.apply(model, ZERO, replace=True):
+        train_once(model)
+        assert acts(model)
 
 
 def converted(model: Any) -> None:
